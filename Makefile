@@ -1,0 +1,58 @@
+# Each target does its own set-up: `make demo` and `make test` work in a fresh clone with Python 3.11+.
+# The first Python that is new enough and really runs (a pyenv shim may be there and not run).
+PYTHON ?= $(shell for python in python3 python3.14 python3.13 python3.12 python3.11; do \
+	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$python; break; }; done)
+VENV := .venv
+BIN := $(VENV)/bin
+PIP_FLAGS := --quiet --disable-pip-version-check
+SHELL := /bin/bash
+
+.PHONY: help demo test check format gpu-test parity bench build clean
+
+help: ## Say what there is to make
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+# What is installed is remembered by a stamp, which is older than pyproject.toml when that has changed.
+$(VENV)/demo.stamp: pyproject.toml
+	@test -n "$(PYTHON)" || { echo "Nightmill needs Python 3.11 or newer: install it, or set PYTHON=..." >&2; exit 1; }
+	@echo "Installing Nightmill into $(VENV) ..."
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/pip install $(PIP_FLAGS) -e '.[worker,embedded]'
+	@touch $@
+
+$(VENV)/dev.stamp: pyproject.toml
+	@test -n "$(PYTHON)" || { echo "Nightmill needs Python 3.11 or newer: install it, or set PYTHON=..." >&2; exit 1; }
+	@echo "Installing Nightmill and its development tools into $(VENV) ..."
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/pip install $(PIP_FLAGS) -e '.[dev]'
+	@touch $@ $(VENV)/demo.stamp
+
+demo: $(VENV)/demo.stamp ## Generate haiku through the whole path: enqueue, Redis, Celery worker, SQL
+	@$(BIN)/nightmill demo
+
+test: $(VENV)/dev.stamp ## Run the tests; they start a real Redis and a real PostgreSQL
+	$(BIN)/python -m pytest
+
+check: $(VENV)/dev.stamp ## Format, lint, types, import rules; compile every kernel where nvcc is
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/python tools/compile_kernels.py
+
+format: $(VENV)/dev.stamp ## Put the code into shape
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+parity: $(VENV)/dev.stamp ## Compare the reference runner with PyTorch and transformers (installs them)
+	$(BIN)/pip install $(PIP_FLAGS) 'torch>=2.6,<3' 'transformers>=4.50,<6'
+	$(BIN)/python -m pytest -m parity tests/parity -s
+
+bench: $(VENV)/dev.stamp ## Measure the path from enqueue to SQL
+	$(BIN)/python -m benchmarks.end_to_end
+
+build: $(VENV)/dev.stamp ## Build the wheel
+	$(BIN)/python -m build --wheel
+
+clean: ## Remove what was installed and built here
+	rm -rf $(VENV) build dist *.egg-info

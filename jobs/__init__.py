@@ -1,0 +1,155 @@
+"""Nightmill's client: enqueue prompts, find text and stop reasons.
+
+    import jobs
+    job_id = jobs.enqueue("Write a haiku about rain", max_tokens=64, temperature=0.8, seed=7)
+    jobs.wait(job_id, timeout=60)
+    print(jobs.get(job_id).text)
+
+The functions use one client, made from the environment at the first call. For other settings, make a
+`Client` of your own: it has the same methods.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from datetime import datetime, timedelta
+from functools import cache
+from typing import TYPE_CHECKING, Any, Unpack
+
+from jobs.client import Client, DeliveryDelayedWarning
+from jobs.contract import FINAL_STATES, GenerationParams, Job, JobState, Prompt, StopReason
+from jobs.errors import (
+    BrokerError,
+    DatabaseError,
+    IdempotencyConflictError,
+    InvalidParameterError,
+    InvalidPromptError,
+    InvalidRequestError,
+    InvalidTransitionError,
+    JobNotFoundError,
+    NightmillError,
+    SettingsError,
+    UnknownModelError,
+    WaitTimeoutError,
+)
+from jobs.ids import JobIds
+from jobs.requests import JobSettings
+from jobs.settings import Settings
+from jobs.waiting import Order
+
+if TYPE_CHECKING:
+    from sqlalchemy.orm import Session
+
+__all__ = [
+    # the main path
+    "enqueue",
+    "enqueue_many",
+    "get",
+    "wait",
+    "results",
+    # the rest of a job's life
+    "cancel",
+    "cancel_batch",
+    "retry",
+    "list_jobs",
+    "stats",
+    # types
+    "Job",
+    "JobState",
+    "StopReason",
+    "FINAL_STATES",
+    "GenerationParams",
+    "JobSettings",
+    "JobIds",
+    "Client",
+    "Settings",
+    "default_client",
+    # errors and warnings
+    "NightmillError",
+    "SettingsError",
+    "InvalidRequestError",
+    "InvalidParameterError",
+    "InvalidPromptError",
+    "UnknownModelError",
+    "IdempotencyConflictError",
+    "JobNotFoundError",
+    "InvalidTransitionError",
+    "WaitTimeoutError",
+    "DatabaseError",
+    "BrokerError",
+    "DeliveryDelayedWarning",
+]
+
+
+@cache
+def default_client() -> Client:
+    """The client that the functions of this module use, made from the environment."""
+    return Client()
+
+
+def enqueue(prompt: Prompt, *, session: "Session | None" = None, **settings: Unpack[JobSettings]) -> str:
+    """Queue one prompt (a text, or a list of chat messages); returns its job id. See Client.enqueue."""
+    return default_client().enqueue(prompt, session=session, **settings)
+
+
+def enqueue_many(
+    prompts: Iterable[Prompt | Mapping[str, Any]],
+    *,
+    session: "Session | None" = None,
+    **settings: Unpack[JobSettings],
+) -> JobIds:
+    """Queue every prompt of an iterable, in constant memory. See Client.enqueue_many."""
+    return default_client().enqueue_many(prompts, session=session, **settings)
+
+
+def get(job_id: str) -> Job:
+    """A snapshot of one job; raises JobNotFoundError."""
+    return default_client().get(job_id)
+
+
+def wait(
+    jobs: str | Iterable[str] | None = None, *, batch: str | None = None, timeout: float | None = None
+) -> None:
+    """Return when the jobs (an id, ids, or a batch) are all final; raises WaitTimeoutError."""
+    default_client().wait(jobs, batch=batch, timeout=timeout)
+
+
+def results(
+    jobs: Iterable[str] | None = None,
+    *,
+    batch: str | None = None,
+    order: Order = "enqueued",
+    wait: bool = True,
+    timeout: float | None = None,
+) -> Iterator[Job]:
+    """Finished jobs, one by one, in the order of enqueueing or as they finish. See Client.results."""
+    return default_client().results(jobs, batch=batch, order=order, wait=wait, timeout=timeout)
+
+
+def cancel(job_id: str) -> JobState:
+    """Cancel a job: a queued one at once, a running one at its next step."""
+    return default_client().cancel(job_id)
+
+
+def cancel_batch(batch: str) -> tuple[int, int]:
+    """Cancel all unfinished jobs of a batch: (cancelled at once, running and asked to stop)."""
+    return default_client().cancel_batch(batch)
+
+
+def retry(job_id: str, *, deadline: datetime | timedelta | None = None) -> Job:
+    """Queue a failed or cancelled job again, under its id and seed."""
+    return default_client().retry(job_id, deadline=deadline)
+
+
+def list_jobs(
+    *,
+    state: JobState | str | None = None,
+    batch: str | None = None,
+    model: str | None = None,
+    limit: int = 50,
+) -> list[Job]:
+    """The newest jobs that fit, newest first."""
+    return default_client().list_jobs(state=state, batch=batch, model=model, limit=limit)
+
+
+def stats(batch: str | None = None) -> dict[str, Any]:
+    """Numbers of jobs by state and stop reason, and the tokens read and written."""
+    return default_client().stats(batch)

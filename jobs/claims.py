@@ -1,0 +1,321 @@
+"""One worker's SQL: claim, finish, hand back, heartbeat. Every statement is fenced.
+
+A claim raises `attempt`, which is the fencing token: whatever a worker writes about a job names the
+attempt it claimed, so that a worker whose job was taken away cannot write any more. `failures` counts
+the attempts that died or failed; handing a job back counts none.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+from sqlalchemy import Connection, bindparam, insert, or_, select, update
+
+from jobs.contract import GenerationParams, JobState, JsonObject, StopReason
+from jobs.database import Database
+from jobs.store import lock_jobs
+from jobs.tables import JobRow, WorkerRow
+
+LIVE_STATES = ("starting", "ready", "draining")
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """A job that this worker may run, until someone else claims it."""
+
+    job_id: str
+    attempt: int
+    prompt: str | None
+    messages: list[JsonObject] | None
+    params: GenerationParams  # with its seed
+    priority: int
+    deadline_at: datetime | None
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a claimed job ended; what ResultWriter writes."""
+
+    job_id: str
+    attempt: int
+    stop_reason: StopReason
+    text: str
+    prompt_tokens: int
+    completion_tokens: int
+    error: str | None = None
+
+
+class Claims:
+    """One worker's side of the state machine. `worker_id` is new for every process."""
+
+    def __init__(self, database: Database, worker_id: str) -> None:
+        self.database = database
+        self.worker_id = worker_id
+
+    # -- a job's life ----------------------------------------------------------------------------
+
+    def claim(self, job_ids: Sequence[str]) -> list[Claim]:
+        """Take those of `job_ids` that are queued, due and not past their deadline, in the order given."""
+        now = self.database.now()
+        statement = (
+            update(JobRow)
+            .where(
+                JobRow.id.in_(job_ids),
+                JobRow.state == JobState.QUEUED,
+                or_(JobRow.scheduled_at.is_(None), JobRow.scheduled_at <= now),
+                or_(JobRow.deadline_at.is_(None), JobRow.deadline_at > now),
+            )
+            .values(state=JobState.RUNNING, attempt=JobRow.attempt + 1, worker=self.worker_id, started_at=now)
+            .returning(
+                JobRow.id,
+                JobRow.attempt,
+                JobRow.prompt,
+                JobRow.messages,
+                JobRow.params,
+                JobRow.seed,
+                JobRow.priority,
+                JobRow.deadline_at,
+            )
+        )
+        with self.database.write() as connection:
+            lock_jobs(connection, JobRow.id.in_(job_ids), JobRow.state == JobState.QUEUED)
+            rows = connection.execute(statement).all()
+        claims = [
+            Claim(
+                job_id=row.id,
+                attempt=row.attempt,
+                prompt=row.prompt,
+                messages=row.messages,
+                params=GenerationParams.parse({**row.params, "seed": row.seed}),
+                priority=row.priority,
+                deadline_at=row.deadline_at,
+            )
+            for row in rows
+        ]
+        place = {job_id: index for index, job_id in enumerate(job_ids)}
+        return sorted(claims, key=lambda claim: place[claim.job_id])
+
+    def finish(self, outcomes: Sequence[Outcome]) -> int:
+        """Write results in one transaction; returns how many were still ours to write."""
+        now = self.database.now()
+        plain = [outcome for outcome in outcomes if outcome.error is None]
+        written = 0
+        with self.database.write() as connection:
+            lock_jobs(connection, JobRow.id.in_([outcome.job_id for outcome in outcomes]))
+            if plain:
+                written += connection.execute(
+                    _FINISH, [_finish_values(outcome, self.worker_id, now) for outcome in plain]
+                ).rowcount
+            for outcome in outcomes:
+                if outcome.error is not None:
+                    written += self._finish_with_error(connection, outcome, now)
+        return written
+
+    def hand_back(self, claimed: Sequence[tuple[str, int]]) -> list[str]:
+        """Queue (job id, attempt) pairs again, no attempt lost; returns the ids that were still ours."""
+        now = self.database.now()
+        returned = []
+        with self.database.write() as connection:
+            lock_jobs(connection, JobRow.id.in_([job_id for job_id, _ in claimed]))
+            for job_id, attempt in claimed:
+                ours = self._ours(job_id, attempt)
+                connection.execute(  # nobody would look at the request again once the job is queued
+                    update(JobRow)
+                    .where(*ours, JobRow.cancel_requested_at.is_not(None))
+                    .values(state=JobState.CANCELLED, stop_reason=StopReason.CANCELLED, finished_at=now)
+                )
+                done = connection.execute(
+                    update(JobRow)
+                    .where(*ours)
+                    .values(state=JobState.QUEUED, worker=None, sent_at=None, started_at=None)
+                )
+                if done.rowcount:
+                    returned.append(job_id)
+        return returned
+
+    def leave_queued(self, job_ids: Sequence[str]) -> None:
+        """Of these unclaimed jobs, record that no message announces them."""
+        with self.database.write() as connection:
+            lock_jobs(connection, JobRow.id.in_(job_ids))
+            connection.execute(
+                update(JobRow)
+                .where(JobRow.id.in_(job_ids), JobRow.state == JobState.QUEUED)
+                .values(sent_at=None)
+            )
+
+    def give_up(self, claimed: Sequence[tuple[str, int]], reason: str) -> None:
+        """The attempt failed through no fault of the job: queue it again, or fail it if that was the last."""
+        now = self.database.now()
+        with self.database.write() as connection:
+            lock_jobs(connection, JobRow.id.in_([job_id for job_id, _ in claimed]))
+            for job_id, attempt in claimed:
+                row = connection.execute(
+                    select(JobRow.__table__).where(*self._ours(job_id, attempt))
+                ).one_or_none()
+                if row is not None:
+                    count_failure(connection, row, reason, now)
+
+    def running(self) -> dict[tuple[str, int], datetime]:
+        """(job id, attempt) -> when it was claimed, of the jobs that the database says are ours."""
+        with self.database.read() as connection:
+            rows = connection.execute(
+                select(JobRow.id, JobRow.attempt, JobRow.started_at).where(
+                    JobRow.worker == self.worker_id, JobRow.state == JobState.RUNNING
+                )
+            ).all()
+        return {(row.id, row.attempt): row.started_at for row in rows}
+
+    def cancel_requests(self) -> list[tuple[str, int]]:
+        """(job id, attempt) of our running jobs that somebody asked to stop: one query for all."""
+        with self.database.read() as connection:
+            rows = connection.execute(
+                select(JobRow.id, JobRow.attempt).where(
+                    JobRow.worker == self.worker_id,
+                    JobRow.state == JobState.RUNNING,
+                    JobRow.cancel_requested_at.is_not(None),
+                )
+            )
+            return [(row.id, row.attempt) for row in rows]
+
+    # -- a worker's life -------------------------------------------------------------------------
+
+    def register(self, host: str, pid: int, model: str, gpu: str | None) -> None:
+        """Enter this worker, as starting."""
+        now = self.database.now()
+        with self.database.write() as connection:
+            connection.execute(
+                insert(WorkerRow).values(
+                    id=self.worker_id,
+                    host=host,
+                    pid=pid,
+                    gpu=gpu,
+                    model=model,
+                    state="starting",
+                    started_at=now,
+                    heartbeat_at=now,
+                )
+            )
+
+    def beat(self, state: str) -> bool:
+        """Say that this worker lives; False where it was given up for dead and its jobs taken."""
+        with self.database.write() as connection:
+            done = connection.execute(
+                update(WorkerRow)
+                .where(WorkerRow.id == self.worker_id, WorkerRow.state.in_(LIVE_STATES))
+                .values(heartbeat_at=self.database.now(), state=state)
+            )
+            if not done.rowcount:  # declared lost while it was only slow: it may come back, with new claims
+                connection.execute(
+                    update(WorkerRow)
+                    .where(WorkerRow.id == self.worker_id, WorkerRow.state == "lost")
+                    .values(heartbeat_at=self.database.now(), state=state)
+                )
+        return bool(done.rowcount)
+
+    def sign_off(self) -> None:
+        """This worker has ended in order and holds no job."""
+        with self.database.write() as connection:
+            connection.execute(
+                update(WorkerRow)
+                .where(WorkerRow.id == self.worker_id)
+                .values(state="stopped", heartbeat_at=self.database.now())
+            )
+
+    # -- helpers ---------------------------------------------------------------------------------
+
+    def _ours(self, job_id: str, attempt: int) -> tuple[Any, ...]:
+        return (
+            JobRow.id == job_id,
+            JobRow.state == JobState.RUNNING,
+            JobRow.attempt == attempt,
+            JobRow.worker == self.worker_id,
+        )
+
+    def _finish_with_error(self, connection: Connection, outcome: Outcome, now: datetime) -> int:
+        row = connection.execute(
+            select(JobRow.__table__).where(*self._ours(outcome.job_id, outcome.attempt))
+        ).one_or_none()
+        if row is None:
+            return 0
+        values = _finish_values(outcome, self.worker_id, now)
+        return connection.execute(
+            update(JobRow)
+            .where(*self._ours(outcome.job_id, outcome.attempt))
+            .values(
+                {
+                    name.removeprefix("new_"): value
+                    for name, value in values.items()
+                    if name.startswith("new_")
+                }
+                | {"errors": _history(row, outcome.error or "", now)}
+            )
+        ).rowcount
+
+
+_FINISH = (
+    update(JobRow)
+    .where(
+        JobRow.id == bindparam("job_id"),
+        JobRow.state == JobState.RUNNING,
+        JobRow.attempt == bindparam("job_attempt"),
+        JobRow.worker == bindparam("job_worker"),
+    )
+    .values(
+        state=bindparam("new_state"),
+        stop_reason=bindparam("new_stop_reason"),
+        text=bindparam("new_text"),
+        prompt_tokens=bindparam("new_prompt_tokens"),
+        completion_tokens=bindparam("new_completion_tokens"),
+        error=bindparam("new_error"),
+        finished_at=bindparam("new_finished_at"),
+    )
+)
+
+
+def _finish_values(outcome: Outcome, worker_id: str, now: datetime) -> dict[str, Any]:
+    error = outcome.error
+    if error is None and outcome.stop_reason is StopReason.DEADLINE:
+        error = f"the deadline passed after {outcome.completion_tokens} tokens"
+    return {
+        "job_id": outcome.job_id,
+        "job_attempt": outcome.attempt,
+        "job_worker": worker_id,
+        "new_state": outcome.stop_reason.state,
+        "new_stop_reason": outcome.stop_reason,
+        "new_text": outcome.text.replace("\x00", "\ufffd"),  # SQL text cannot hold NUL
+        "new_prompt_tokens": outcome.prompt_tokens,
+        "new_completion_tokens": outcome.completion_tokens,
+        "new_error": error,
+        "new_finished_at": now,
+    }
+
+
+def _history(row: Any, reason: str, now: datetime) -> list[JsonObject]:
+    entry = {"attempt": row.attempt, "worker": row.worker, "at": now.isoformat(), "error": reason}
+    return [*(row.errors or []), entry]
+
+
+def count_failure(connection: Connection, row: Any, reason: str, now: datetime) -> bool:
+    """Charge a running row with a failed attempt; True where it is queued again, False where it failed."""
+    failures = row.failures + 1
+    again = failures < row.max_attempts
+    cancelled = row.cancel_requested_at is not None
+    values: dict[str, Any] = {"failures": failures, "errors": _history(row, reason, now)}
+    if cancelled:
+        values |= {"state": JobState.CANCELLED, "stop_reason": StopReason.CANCELLED, "finished_at": now}
+    elif again:
+        values |= {"state": JobState.QUEUED, "worker": None, "sent_at": None, "started_at": None}
+    else:
+        values |= {
+            "state": JobState.FAILED,
+            "stop_reason": StopReason.ERROR,
+            "error": f"all {row.max_attempts} attempts failed; the last: {reason}",
+            "finished_at": now,
+        }
+    connection.execute(
+        update(JobRow)
+        .where(JobRow.id == row.id, JobRow.state == JobState.RUNNING, JobRow.attempt == row.attempt)
+        .values(values)
+    )
+    return again and not cancelled

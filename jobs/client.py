@@ -1,0 +1,367 @@
+"""What programs call: enqueue, look, wait, cancel, retry. Thin: checks, one transaction, one message."""
+
+import difflib
+import inspect
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from datetime import datetime, timedelta
+from itertools import count
+from typing import TYPE_CHECKING, Any, Self, Unpack
+
+from sqlalchemy import event
+
+from jobs.broker import Broker
+from jobs.contract import GenerationParams, Job, JobState, Prompt
+from jobs.database import Clock, Database
+from jobs.errors import (
+    BrokerError,
+    DatabaseError,
+    IdempotencyConflictError,
+    InvalidParameterError,
+    InvalidRequestError,
+    UnknownModelError,
+)
+from jobs.ids import IdSource, JobIds
+from jobs.requests import OPTIONS, PARAMETERS, JobSettings, Options, build_row, moment
+from jobs.settings import Settings
+from jobs.store import Selection, Store, chunked
+from jobs.waiting import Order, Waiting
+
+if TYPE_CHECKING:
+    from sqlalchemy.orm import Session
+
+ROWS_PER_TRANSACTION = 1024
+
+_OUTBOX = "nightmill.outbox"  # key in Session.info
+
+
+class DeliveryDelayedWarning(UserWarning):
+    """Jobs are safe in the database, but the broker did not take their message: a worker will fetch them."""
+
+
+class Client:
+    """A connection to one database and one broker. Safe to share between threads."""
+
+    def __init__(self, settings: Settings | None = None, *, clock: Clock | None = None) -> None:
+        self.settings = settings or Settings.from_env()
+        self.database = Database(self.settings, clock)
+        self.store = Store(self.database)
+        self._waiting = Waiting(self.store)
+        self.broker = Broker(self.settings)
+        self._ids = IdSource()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close connections. An embedded broker goes on running."""
+        self.broker.close()
+        self.database.close()
+
+    # -- in --------------------------------------------------------------------------------------
+
+    def enqueue(
+        self, prompt: Prompt, *, session: "Session | None" = None, **settings: Unpack[JobSettings]
+    ) -> str:
+        """Queue one prompt; returns its job id.
+
+        `prompt` is a text, sent to the model as it is, or a list of chat messages
+        (`{"role": ..., "content": ...}`), to which the model's template is applied. Keywords are the
+        fields of GenerationParams and of Options: model, batch, custom_id, priority (0 to 9, higher is
+        sooner), deadline, scheduled_at, idempotency_key, metadata, max_attempts.
+
+        With `session` the row is added to the caller's SQLAlchemy transaction: it becomes visible, and
+        its message is sent, when that commits.
+
+        Raises InvalidRequestError (naming the field) and DatabaseError. A broker that does not answer is
+        a DeliveryDelayedWarning: the job is kept, and a worker will find it.
+        """
+        return self._enqueue([prompt], settings, session)[0]
+
+    def enqueue_many(
+        self,
+        prompts: Iterable[Prompt | Mapping[str, Any]],
+        *,
+        session: "Session | None" = None,
+        **settings: Unpack[JobSettings],
+    ) -> JobIds:
+        """Queue every prompt of an iterable, in constant memory but for 16 bytes a job id.
+
+        An item is a prompt, or a mapping with `prompt` or `messages` and settings of its own, which win
+        over the keywords. Jobs are committed and sent in groups as the iterable is read, so work begins
+        at once. At a bad item the jobs before it stay queued; the InvalidRequestError says how many, and
+        has their ids as `.enqueued`. With `session` all is one transaction, the caller's.
+        """
+        return self._enqueue(prompts, settings, session)
+
+    # -- out -------------------------------------------------------------------------------------
+
+    def get(self, job_id: str) -> Job:
+        """A snapshot of one job; raises JobNotFoundError."""
+        return self.store.get(job_id)
+
+    def list_jobs(
+        self,
+        *,
+        state: JobState | str | None = None,
+        batch: str | None = None,
+        model: str | None = None,
+        limit: int = 50,
+    ) -> list[Job]:
+        """The newest jobs that fit, newest first."""
+        states = None if state is None else [_state(state)]
+        return self.store.find(Selection(batch=batch, states=states, model=model), limit, newest_first=True)
+
+    def wait(
+        self,
+        jobs: str | Iterable[str] | None = None,
+        *,
+        batch: str | None = None,
+        timeout: float | None = None,
+    ) -> None:
+        """Return when the jobs (an id, ids, or a batch) are all final.
+
+        Raises WaitTimeoutError after `timeout` seconds, JobNotFoundError for an unknown id.
+        """
+        self._waiting.wait(jobs, batch, timeout)
+
+    def results(
+        self,
+        jobs: Iterable[str] | None = None,
+        *,
+        batch: str | None = None,
+        order: Order = "enqueued",
+        wait: bool = True,
+        timeout: float | None = None,
+    ) -> Iterator[Job]:
+        """Finished jobs, one by one: in the order of enqueueing, or as they finish.
+
+        Waits for jobs that are not final yet, unless `wait` is False: then those are left out. Raises
+        WaitTimeoutError once `timeout` seconds have passed in all.
+        """
+        return self._waiting.results(jobs, batch, order, wait, timeout)
+
+    def stats(self, batch: str | None = None) -> dict[str, Any]:
+        """Numbers of jobs by state and stop reason, and the tokens read and written."""
+        prompt_tokens, completion_tokens = self.store.tokens(batch)
+        return self.store.counts(batch) | {
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": completion_tokens,
+        }
+
+    # -- change of mind --------------------------------------------------------------------------
+
+    def cancel(self, job_id: str) -> JobState:
+        """Cancel a job: a queued one at once, a running one at its next step. Returns its state now.
+
+        Cancelling twice does nothing; a job that has already ended is an InvalidTransitionError.
+        """
+        return self.store.cancel(job_id)
+
+    def cancel_batch(self, batch: str) -> tuple[int, int]:
+        """Cancel all unfinished jobs of a batch: (cancelled at once, running and asked to stop)."""
+        return self.store.cancel_batch(batch)
+
+    def retry(self, job_id: str, *, deadline: datetime | timedelta | None = None) -> Job:
+        """Queue a failed or cancelled job again, under its id and seed."""
+        options = Options(deadline=deadline)  # checks it
+        job = self.store.retry(job_id, moment("deadline", options.deadline, self.database.now()))
+        self._announce({(job.model, job.priority): [job.id]})
+        return job
+
+    # -- enqueueing ------------------------------------------------------------------------------
+
+    def _enqueue(
+        self,
+        items: Iterable[Prompt | Mapping[str, Any]],
+        settings: Mapping[str, Any],
+        session: "Session | None",
+    ) -> JobIds:
+        params, options = split_settings(settings)
+        if self.settings.embedded_broker:
+            _ = self.broker.app  # a missing embedded broker is an error before anything is kept
+        ids = JobIds()
+        checked_models: set[str] = set()
+        numbered = zip(count(), items, strict=False)
+        for group in chunked(numbered, ROWS_PER_TRANSACTION):
+            now = self.database.now()
+            rows: list[dict[str, Any]] = []
+            failure: InvalidRequestError | None = None
+            for index, item in group:
+                try:
+                    rows.append(self._row(item, params, options, now, checked_models))
+                except InvalidRequestError as error:
+                    failure = _with_place(error, index, len(ids) + len(rows))
+                    break
+            if rows:
+                try:
+                    ids.extend(self._keep(rows, session))
+                except IdempotencyConflictError as error:
+                    kept = rows[: error.position]
+                    place = len(ids) + error.position
+                    if kept:
+                        ids.extend(self._keep(kept, session))
+                    failure = _with_place(error, place, len(ids))
+            if failure is not None:
+                failure.enqueued = ids
+                raise failure
+        return ids
+
+    def _row(
+        self,
+        item: Prompt | Mapping[str, Any],
+        params: GenerationParams,
+        options: Options,
+        now: datetime,
+        checked_models: set[str],
+    ) -> dict[str, Any]:
+        prompt: Any = item
+        if isinstance(item, Mapping):
+            own = dict(item)
+            prompt = _take_prompt(own)
+            if own:
+                own_params, own_options = _sorted_out(own)
+                if own_params:
+                    params = GenerationParams.parse(params.model_dump(exclude_unset=True) | own_params)
+                if own_options:
+                    options = replace(options, **own_options)
+        if options.model is not None and options.model not in checked_models:
+            self._check_model(options.model)
+            checked_models.add(options.model)
+        return build_row(self._ids.draw(), prompt, params, options, now, self.settings.max_attempts)
+
+    def _keep(self, rows: list[dict[str, Any]], session: "Session | None") -> list[str]:
+        """Insert rows and see to their messages; returns the ids to hand out."""
+        if session is not None:
+            self.database.ensure_schema()
+            replaced = self.store.insert(rows, session.connection())
+            _after_commit(session, lambda: self._announce_rows(rows, replaced))
+        else:
+            with self.database.write() as connection:
+                replaced = self.store.insert(rows, connection)
+            self._announce_rows(rows, replaced)
+        return [replaced.get(row["id"], row["id"]) for row in rows]
+
+    def _announce_rows(self, rows: list[dict[str, Any]], replaced: Mapping[str, str]) -> None:
+        groups: dict[tuple[str | None, int], list[str]] = {}
+        for row in rows:
+            if row["sent_at"] is not None and row["id"] not in replaced:
+                groups.setdefault((row["model"], row["priority"]), []).append(row["id"])
+        self._announce(groups)
+
+    def _announce(self, groups: Mapping[tuple[str | None, int], list[str]]) -> None:
+        for (model, priority), job_ids in groups.items():
+            try:
+                self.broker.announce(job_ids, model, priority)
+            except BrokerError as error:
+                with suppress(DatabaseError):  # then the sweep finds them by their age
+                    self.store.mark_unsent(job_ids)
+                jobs = "1 job is" if len(job_ids) == 1 else f"{len(job_ids)} jobs are"
+                warnings.warn(
+                    f"{jobs} kept in the database, and a worker will fetch them from there once the broker "
+                    f"is back: {error}",
+                    DeliveryDelayedWarning,
+                    stacklevel=_level_of_caller(),
+                )
+
+    def _check_model(self, model: str) -> None:
+        """Refuse a name that no worker ever had, unless no worker was ever there to have one."""
+        known = sorted(self.store.known_models())
+        if not known or model in known:
+            return
+        close = difflib.get_close_matches(model, known, n=1)
+        hint = f" Did you mean {close[0]!r}?" if close else ""
+        raise UnknownModelError(
+            f"model: no worker has ever served {model!r}; known are {', '.join(known)}.{hint} "
+            f"For a new model, start its worker first: nightmill worker --model FILE --name {model}",
+            field="model",
+        )
+
+
+def split_settings(settings: Mapping[str, Any]) -> tuple[GenerationParams, Options]:
+    """Keywords of enqueue as checked parameters and options; raises InvalidParameterError."""
+    params, options = _sorted_out(settings)
+    return GenerationParams.parse(params), Options(**options)
+
+
+def _sorted_out(settings: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    unknown = [name for name in settings if name not in PARAMETERS and name not in OPTIONS]
+    if unknown:
+        known = sorted(PARAMETERS | OPTIONS)
+        close = difflib.get_close_matches(str(unknown[0]), known, n=1)
+        hint = f"did you mean {close[0]}?" if close else f"known are {', '.join(known)}"
+        raise InvalidParameterError(f"{unknown[0]}: unknown parameter; {hint}", field=str(unknown[0]))
+    return (
+        {name: value for name, value in settings.items() if name in PARAMETERS},
+        {name: value for name, value in settings.items() if name in OPTIONS},
+    )
+
+
+def _take_prompt(item: dict[str, Any]) -> Any:
+    if ("prompt" in item) == ("messages" in item):
+        raise InvalidParameterError("prompt: an item needs either 'prompt' or 'messages'", field="prompt")
+    return item.pop("prompt") if "prompt" in item else item.pop("messages")
+
+
+def _with_place(error: InvalidRequestError, index: int, enqueued: int) -> InvalidRequestError:
+    if index == 0:
+        return error
+    return type(error)(f"item {index}: {error} ({enqueued} jobs before it are queued)", field=error.field)
+
+
+def _level_of_caller() -> int:
+    """The stack level for a warning, given where this is called, that points out of this package."""
+    frame, level = inspect.currentframe(), 0
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] == __package__:
+        frame, level = frame.f_back, level + 1
+    return level
+
+
+def _state(state: JobState | str) -> JobState:
+    try:
+        return JobState(state)
+    except ValueError:
+        known = ", ".join(JobState)
+        raise InvalidParameterError(f"state: {state!r} is none of {known}", field="state") from None
+
+
+def _after_commit(session: "Session", send: Callable[[], None]) -> None:
+    """Call `send` once, when the session's outermost transaction commits.
+
+    It is forgotten where that transaction, or a savepoint in which this was called, is rolled back.
+    """
+    if _OUTBOX not in session.info:  # the listeners stay: SQLAlchemy cannot remove one while it runs
+        session.info[_OUTBOX] = []
+        event.listen(session, "after_commit", _send_waiting)
+        event.listen(session, "after_soft_rollback", _forget_rolled_back)
+        event.listen(session, "after_transaction_end", _forget_ended)
+    inside: list[Any] = []
+    transaction = session.get_nested_transaction() or session.get_transaction()
+    while transaction is not None:
+        inside.append(transaction)
+        transaction = transaction.parent
+    session.info[_OUTBOX].append((inside, send))
+
+
+def _send_waiting(session: "Session") -> None:
+    if session.in_nested_transaction():
+        return  # only a savepoint was released
+    waiting, session.info[_OUTBOX] = session.info[_OUTBOX], []
+    for _, send in waiting:
+        send()
+
+
+def _forget_rolled_back(session: "Session", rolled_back: Any) -> None:
+    session.info[_OUTBOX] = [
+        (inside, send) for inside, send in session.info[_OUTBOX] if rolled_back not in inside
+    ]
+
+
+def _forget_ended(session: "Session", ended: Any) -> None:
+    if ended.parent is None:
+        session.info[_OUTBOX] = []

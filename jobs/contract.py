@@ -1,0 +1,166 @@
+"""The words that client and worker share: job states, stop reasons, parameters, jobs. No I/O here."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from enum import StrEnum
+from typing import Any, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from jobs.errors import InvalidParameterError
+
+MAX_SEED = 2**63 - 1  # seeds live in a signed 64-bit SQL column
+
+JsonObject = dict[str, Any]
+
+
+class JobState(StrEnum):
+    """Where a job stands. Only the last three states are final."""
+
+    QUEUED = "queued"
+    RUNNING = "running"
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+    @property
+    def final(self) -> bool:
+        """True where no worker will touch the job again unless it is retried."""
+        return self in FINAL_STATES
+
+
+FINAL_STATES = frozenset({JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED})
+
+
+class StopReason(StrEnum):
+    """Why a text ends where it does."""
+
+    EOS = "eos"
+    STOP_SEQUENCE = "stop_sequence"
+    LENGTH = "length"
+    CONTEXT_FULL = "context_full"
+    CANCELLED = "cancelled"
+    DEADLINE = "deadline"
+    ERROR = "error"
+
+    @property
+    def state(self) -> JobState:
+        """The final state of a job that stopped for this reason."""
+        return _STATE_AFTER.get(self, JobState.SUCCEEDED)
+
+
+# A job that met its deadline lacks (the end of) its answer, so it counts as failed and can be retried.
+_STATE_AFTER = {
+    StopReason.CANCELLED: JobState.CANCELLED,
+    StopReason.DEADLINE: JobState.FAILED,
+    StopReason.ERROR: JobState.FAILED,
+}
+
+
+class GenerationParams(BaseModel):
+    """How to generate; the fields and defaults are part of the public API.
+
+    `temperature` 0 is greedy. `top_k` 0, `top_p` 1 and `min_p` 0 switch those filters off. A `seed` of
+    None is drawn at enqueue and kept in the job's row.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+    max_tokens: int = Field(default=256, ge=1, le=1_000_000)
+    temperature: float = Field(default=1.0, ge=0.0, le=100.0)
+    top_k: int = Field(default=0, ge=0, le=2**31 - 1)
+    top_p: float = Field(default=1.0, gt=0.0, le=1.0)
+    min_p: float = Field(default=0.0, ge=0.0, le=1.0)
+    repetition_penalty: float = Field(default=1.0, gt=0.0, le=100.0)
+    seed: int | None = Field(default=None, ge=0, le=MAX_SEED)
+    stop: tuple[str, ...] = Field(default=(), max_length=16)
+    ignore_eos: bool = False
+
+    @field_validator("stop", mode="before")
+    @classmethod
+    def _accept_one_or_many(cls, value: Any) -> Any:
+        if isinstance(value, str):
+            return (value,)
+        return tuple(value) if isinstance(value, list) else value
+
+    @field_validator("stop")
+    @classmethod
+    def _stop_strings_are_storable(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for text in value:
+            if not text:
+                raise ValueError("a stop string must not be empty")
+            if problem := unstorable(text):
+                raise ValueError(f"a stop string {problem}")
+        return value
+
+    @classmethod
+    def parse(cls, values: Mapping[str, Any]) -> Self:
+        """Check `values`; raises InvalidParameterError that names the first bad field."""
+        try:
+            return cls.model_validate(dict(values))
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            name = str(first["loc"][0]) if first["loc"] else "parameters"
+            if first["type"] == "extra_forbidden":
+                known = ", ".join(cls.model_fields)
+                raise InvalidParameterError(
+                    f"{name}: unknown parameter; known are {known}", field=name
+                ) from None
+            said = first["msg"].removeprefix("Value error, ")
+            raise InvalidParameterError(f"{name}: {said} (got {first['input']!r})", field=name) from None
+
+
+def unstorable(text: str) -> str | None:
+    """Say why `text` cannot be stored and tokenised as UTF-8 (None where it can)."""
+    if "\x00" in text:
+        return f"contains a NUL character at position {text.index(chr(0))}, which SQL text cannot hold"
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        return (
+            f"contains a lone surrogate (U+{ord(text[error.start]):04X}) at position {error.start}: "
+            "it is not valid Unicode; decode the input properly before enqueueing"
+        )
+    return None
+
+
+Prompt = str | Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One prompt and what became of it: a snapshot of its row."""
+
+    id: str
+    state: JobState
+    prompt: str | None  # a plain prompt, or
+    messages: list[JsonObject] | None  # a chat
+    params: GenerationParams  # with its seed
+    model: str | None = None  # None: whatever model the worker serves
+    batch: str | None = None
+    custom_id: str | None = None
+    stop_reason: StopReason | None = None
+    text: str | None = None
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    error: str | None = None
+    errors: list[JsonObject] = field(default_factory=list)  # one entry per failed attempt
+    attempt: int = 0  # times claimed; the fencing token
+    failures: int = 0  # attempts that died or failed; at max_attempts the job is failed
+    max_attempts: int = 3
+    priority: int = 5
+    worker: str | None = None
+    idempotency_key: str | None = None
+    metadata: JsonObject = field(default_factory=dict)
+    cancel_requested_at: datetime | None = None
+    created_at: datetime
+    scheduled_at: datetime | None = None
+    deadline_at: datetime | None = None
+    started_at: datetime | None = None
+    finished_at: datetime | None = None
+
+    @property
+    def seed(self) -> int | None:
+        """The seed that repeats this job's text on the same model and runner."""
+        return self.params.seed

@@ -1,0 +1,231 @@
+"""Connections, transactions and schema version: the one border where SQLAlchemy's errors are mapped."""
+
+import fcntl
+import sqlite3
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy import Connection, Engine, create_engine, event, func, inspect, select, text
+from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError, ProgrammingError
+from sqlalchemy.exc import TimeoutError as PoolTimeoutError
+
+from jobs.errors import DatabaseError, DatabaseUnreachableError, MissingExtraError, SchemaError
+from jobs.settings import Settings
+from jobs.tables import SCHEMA_REVISION
+
+Clock = Callable[[], datetime]
+
+_READ_ONLY = "nightmill_read_only"
+_CLOCK_TRUST_SECONDS = 300.0
+_MIGRATION_LOCK = 0x6E69676874  # PostgreSQL advisory lock: "night"
+
+
+class Database:
+    """One engine with Nightmill's transaction rules.
+
+    SQLite runs in WAL mode; writing transactions take the write lock when they begin (BEGIN IMMEDIATE),
+    so that two writers queue instead of failing half-way. Times are the database server's, since workers
+    judge each other's heartbeats by them; pass a `clock` to control time in tests.
+    """
+
+    def __init__(self, settings: Settings, clock: Clock | None = None) -> None:
+        self.settings = settings
+        self._clock = clock
+        self._offset = timedelta()
+        self._offset_read = float("-inf")
+        self._schema_revision: str | None = None
+        self._schema_lock = threading.Lock()
+        self.engine = self._create_engine()
+
+    @property
+    def is_sqlite(self) -> bool:
+        """True on SQLite, False on PostgreSQL."""
+        return self.engine.dialect.name == "sqlite"
+
+    @contextmanager
+    def write(self) -> Iterator[Connection]:
+        """A writing transaction; commits at the end, rolls back on any error."""
+        self.ensure_schema()
+        with self._mapped_errors(), self.engine.begin() as connection:
+            yield connection
+
+    @contextmanager
+    def read(self) -> Iterator[Connection]:
+        """A reading transaction, which blocks no writer."""
+        self.ensure_schema()
+        with self._mapped_errors(), self._connect_read_only() as connection:
+            yield connection
+
+    def now(self) -> datetime:
+        """The time, by the database server's clock (by this host's for SQLite, which is the same)."""
+        if self._clock is not None:
+            return self._clock()
+        if not self.is_sqlite and time.monotonic() - self._offset_read > _CLOCK_TRUST_SECONDS:
+            with self._mapped_errors(), self._connect_read_only() as connection:
+                server_now: datetime = connection.execute(select(func.clock_timestamp())).scalar_one()
+            self._offset = server_now - datetime.now(UTC)
+            self._offset_read = time.monotonic()
+        return datetime.now(UTC) + self._offset
+
+    def ensure_schema(self) -> None:
+        """Check once that the schema is ours; an embedded database is created and migrated on the way."""
+        if self._schema_revision == SCHEMA_REVISION:
+            return
+        with self._schema_lock:
+            # The first use of an embedded database creates it; those who come meanwhile must not look yet.
+            with self._file_lock() if self.settings.embedded_database else nullcontext():
+                found = self.revision()
+                if found != SCHEMA_REVISION and self.settings.embedded_database:
+                    self._upgrade()
+                    found = self.revision()
+            if found is None:
+                raise SchemaError(
+                    f"the database at {self.settings.safe_database_url} has no Nightmill tables: "
+                    "run `nightmill migrate`"
+                )
+            if found != SCHEMA_REVISION:
+                raise SchemaError(
+                    f"the database at {self.settings.safe_database_url} has schema {found}, this version of "
+                    f"Nightmill needs {SCHEMA_REVISION}: run `nightmill migrate`, or install the version "
+                    "of Nightmill that the other programs use"
+                )
+            self._schema_revision = found
+
+    def revision(self) -> str | None:
+        """The schema revision found in the database; None where it has no Nightmill tables."""
+        with self._mapped_errors(), self._connect_read_only() as connection:
+            if not inspect(connection).has_table("alembic_version"):
+                return None
+            return connection.execute(text("SELECT version_num FROM alembic_version")).scalar_one_or_none()
+
+    def migrate(self) -> None:
+        """Bring the schema to this version. Safe to run twice, and from several processes at once."""
+        with self._file_lock() if self.is_sqlite else nullcontext():
+            self._upgrade()
+
+    def _upgrade(self) -> None:
+        from alembic import command  # 0.2 s to import, needed only here
+        from alembic.config import Config
+        from alembic.util import CommandError
+
+        config = Config()
+        config.set_main_option("script_location", str(migrations_dir()).replace("%", "%%"))
+        if self.is_sqlite:
+            self._switch_to_wal()
+        with self._mapped_errors(), self.engine.begin() as connection:
+            if not self.is_sqlite:
+                connection.execute(select(func.pg_advisory_xact_lock(_MIGRATION_LOCK)))
+            config.attributes["connection"] = connection
+            try:
+                command.upgrade(config, "head")
+            except CommandError as error:
+                raise SchemaError(
+                    f"the database at {self.settings.safe_database_url} cannot be migrated: {error}. It "
+                    "seems to belong to a newer version of Nightmill: install the one that others use"
+                ) from error
+
+    def close(self) -> None:
+        """Close pooled connections."""
+        self.engine.dispose()
+
+    def _connect_read_only(self) -> Connection:
+        return self.engine.connect().execution_options(**{_READ_ONLY: True})
+
+    def _create_engine(self) -> Engine:
+        url = self.settings.resolved_database_url
+        if url.get_backend_name() == "sqlite":
+            if url.database in (None, "", ":memory:"):
+                raise DatabaseError(
+                    "NIGHTMILL_DATABASE_URL names an in-memory SQLite, which other processes cannot see: "
+                    "name a file, as in sqlite:////var/lib/nightmill/nightmill.db"
+                )
+            path = Path(str(url.database))
+            if self.settings.embedded_database:
+                path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            engine = create_engine(url, connect_args={"timeout": 30.0})
+            _apply_sqlite_rules(engine)
+            return engine
+        try:
+            return create_engine(
+                url, pool_pre_ping=True, pool_size=5, max_overflow=10, connect_args={"connect_timeout": 10}
+            )
+        except ModuleNotFoundError as error:
+            raise MissingExtraError(
+                f"PostgreSQL needs the package {error.name!r}: pip install 'nightmill[postgres]'"
+            ) from None
+
+    def _switch_to_wal(self) -> None:
+        """Readers and a writer at once. The file remembers it; the switch needs the file to itself."""
+        with self._mapped_errors():
+            connection = self.engine.raw_connection()  # outside any transaction
+            try:
+                connection.cursor().execute("PRAGMA journal_mode = WAL")
+            except sqlite3.OperationalError as error:
+                raise self._mapped(OperationalError("PRAGMA journal_mode", None, error)) from error
+            finally:
+                connection.close()
+
+    @contextmanager
+    def _file_lock(self) -> Iterator[None]:
+        """SQLite files are migrated by whoever comes first; the others wait for it."""
+        path = Path(str(self.settings.resolved_database_url.database))
+        try:
+            lock = path.with_name(f"{path.name}.migrate.lock").open("w")
+        except OSError as error:
+            raise DatabaseUnreachableError(
+                f"the database at {self.settings.safe_database_url} cannot be opened: {error}"
+            ) from error
+        with lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
+
+    @contextmanager
+    def _mapped_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except DBAPIError as error:
+            raise self._mapped(error) from error
+        except PoolTimeoutError as error:
+            raise DatabaseUnreachableError(
+                f"all connections to the database at {self.settings.safe_database_url} are busy: {error}"
+            ) from error
+
+    def _mapped(self, error: DBAPIError) -> DatabaseError:
+        where = self.settings.safe_database_url
+        said = (
+            str(error.orig).strip().splitlines()[0] if str(error.orig).strip() else type(error.orig).__name__
+        )
+        if "no such table" in said or (isinstance(error, ProgrammingError) and "does not exist" in said):
+            return SchemaError(f"the database at {where} lacks a table ({said}): run `nightmill migrate`")
+        if isinstance(error, OperationalError | InterfaceError):
+            return DatabaseUnreachableError(
+                f"the database at {where} does not answer: {said}. Check that it runs and that "
+                "NIGHTMILL_DATABASE_URL is right"
+            )
+        return DatabaseError(f"the database at {where} refused a statement: {said}")
+
+
+def migrations_dir() -> Path:
+    """Where the Alembic scripts are: inside the installed package, or at the top of a checkout."""
+    package = Path(__file__).parent
+    packaged = package / "_migrations"
+    return packaged if packaged.is_dir() else package.parent / "migrations"
+
+
+def _apply_sqlite_rules(engine: Engine) -> None:
+    @event.listens_for(engine, "connect")
+    def on_connect(connection: Any, record: object) -> None:
+        connection.isolation_level = None  # pysqlite begins nothing by itself; on_begin does
+        cursor = connection.cursor()
+        cursor.execute("PRAGMA foreign_keys = ON")
+        cursor.close()
+
+    @event.listens_for(engine, "begin")
+    def on_begin(connection: Connection) -> None:
+        read_only = connection.get_execution_options().get(_READ_ONLY, False)
+        connection.exec_driver_sql("BEGIN" if read_only else "BEGIN IMMEDIATE")

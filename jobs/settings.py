@@ -1,0 +1,154 @@
+"""Frozen settings from the environment. Every name starts with NIGHTMILL_; unknown names are refused."""
+
+import difflib
+import os
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from sqlalchemy.engine import URL, make_url
+from sqlalchemy.exc import ArgumentError
+
+from jobs.errors import SettingsError
+
+PREFIX = "NIGHTMILL_"
+# Variables that the test-suite and container images read; they are no settings of a client or a worker.
+FOREIGN_PREFIXES = ("NIGHTMILL_TEST_",)
+
+
+def default_data_dir() -> Path:
+    """`$XDG_DATA_HOME/nightmill`, or `~/.local/share/nightmill`."""
+    base = os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share"
+    return Path(base) / "nightmill"
+
+
+class Settings(BaseModel):
+    """All that an environment can say. Field `x_y` is read from `NIGHTMILL_X_Y`.
+
+    URLs are kept out of the representation, since they hold passwords: print `safe_database_url` and
+    `safe_broker_url` instead.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
+
+    data_dir: Path = Field(default_factory=default_data_dir)
+    """Where the embedded database and broker live."""
+    database_url: str | None = Field(default=None, repr=False)
+    """SQLAlchemy URL of SQLite or PostgreSQL; without one, SQLite in `data_dir`."""
+    broker_url: str | None = Field(default=None, repr=False)
+    """redis://, rediss:// or redis+socket:// URL; without one, a Redis of our own in `data_dir`."""
+    shard_size: int = Field(default=64, ge=1, le=1024)
+    """Jobs in one message."""
+    max_attempts: int = Field(default=3, ge=1, le=100)
+    """Attempts that may die or fail before a job is failed."""
+
+    model: Path | None = None
+    """The worker's GGUF file."""
+    model_name: str | None = Field(default=None, min_length=1, max_length=200)
+    """What jobs call it; by default the file's name without its ending."""
+    reference: bool = False
+    """Generate with NumPy even where a GPU is present."""
+    gpu: int | None = Field(default=None, ge=0)
+    """Index of the worker's GPU."""
+    max_sequences: int | None = Field(default=None, ge=1, le=65536)
+    """Sequences generated at once."""
+    context: int | None = Field(default=None, ge=2)
+    """Tokens a sequence may hold; by default the model's own limit, or what memory allows."""
+    drain_seconds: float = Field(default=30.0, ge=0.0)
+    """How long a stopping worker goes on with the jobs that it has."""
+    heartbeat_seconds: float = Field(default=5.0, gt=0.0)
+    """How often a worker says that it lives, and sweeps."""
+    stale_seconds: float = Field(default=30.0, gt=0.0)
+    """Silence after which a worker's jobs are taken from it."""
+    resend_seconds: float = Field(default=60.0, gt=0.0)
+    """Age at which a queued job whose message seems lost is sent again."""
+
+    @field_validator("database_url")
+    @classmethod
+    def _database_is_known(cls, value: str | None) -> str | None:
+        if value is None:
+            return None
+        try:
+            url = make_url(value)
+        except ArgumentError:
+            raise ValueError(
+                "is not a database URL; expected e.g. postgresql+psycopg://user:password@host/nightmill"
+            ) from None
+        if url.get_backend_name() not in ("sqlite", "postgresql"):
+            raise ValueError(f"names {url.get_backend_name()!r}; Nightmill speaks sqlite and postgresql")
+        return value
+
+    @field_validator("broker_url")
+    @classmethod
+    def _broker_is_redis(cls, value: str | None) -> str | None:
+        if value is not None and not value.startswith(("redis://", "rediss://", "redis+socket://")):
+            raise ValueError("must start with redis://, rediss:// or redis+socket://")
+        try:
+            make_url(value or "redis://")
+        except (ArgumentError, ValueError):
+            raise ValueError("is not a URL; expected e.g. redis://:password@host:6379/0") from None
+        return value
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str] | None = None) -> Self:
+        """Read NIGHTMILL_* variables; raises SettingsError that names the bad one."""
+        environ = os.environ if environ is None else environ
+        values: dict[str, str] = {}
+        for name, value in environ.items():
+            if not name.startswith(PREFIX) or name.startswith(FOREIGN_PREFIXES):
+                continue
+            field = name.removeprefix(PREFIX).lower()
+            if field not in cls.model_fields or not name.isupper():
+                raise SettingsError(f"{name} is not a setting of Nightmill.{_suggestion(name, cls)}")
+            if value != "":  # an empty variable counts as absent, as compose files write it
+                values[field] = value
+        try:
+            return cls.model_validate(values)
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_input=False)[0]
+            name = PREFIX + str(first["loc"][0]).upper()
+            raise SettingsError(f"{name}: {first['msg'].removeprefix('Value error, ')}") from None
+
+    @cached_property
+    def resolved_database_url(self) -> URL:
+        """The database to use, with the driver that Nightmill is tested with filled in."""
+        if self.database_url is None:
+            return URL.create("sqlite", database=str(self.data_dir.absolute() / "nightmill.db"))
+        url = make_url(self.database_url)
+        return url.set(drivername="postgresql+psycopg") if url.drivername == "postgresql" else url
+
+    @property
+    def embedded_database(self) -> bool:
+        """True where the database is our own file, created and migrated on first use."""
+        return self.database_url is None
+
+    @property
+    def embedded_broker(self) -> bool:
+        """True where the broker is our own Redis, started on first use."""
+        return self.broker_url is None
+
+    @property
+    def safe_database_url(self) -> str:
+        """The database's URL with the password masked."""
+        return _masked(self.resolved_database_url)
+
+    @property
+    def safe_broker_url(self) -> str:
+        """The broker's URL with the password masked."""
+        if self.broker_url is None:
+            return f"embedded Redis in {self.data_dir.absolute()}"
+        return _masked(make_url(self.broker_url))
+
+
+def _masked(url: URL) -> str:
+    hidden = {name: "hidden" for name in url.query if "password" in name}
+    return url.update_query_dict(hidden).render_as_string(hide_password=True)
+
+
+def _suggestion(name: str, cls: type[Settings]) -> str:
+    close = difflib.get_close_matches(name.removeprefix(PREFIX).lower(), cls.model_fields, n=1)
+    if close:
+        return f" Did you mean {PREFIX}{close[0].upper()}?"
+    return f" Known are {', '.join(PREFIX + field.upper() for field in cls.model_fields)}."

@@ -1,0 +1,387 @@
+"""The client's SQL: insert, read, cancel, retry. Every change of state is a guarded UPDATE.
+
+The worker's half of the state machine (claim, finish, hand back, rescue, sweep) is in `jobs.claims`.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from itertools import islice
+from typing import Any, TypeVar, cast
+
+from sqlalchemy import Connection, RowMapping, Select, Table, and_, delete, func, insert, or_, select, update
+from sqlalchemy.dialects.postgresql import insert as postgresql_insert
+from sqlalchemy.dialects.sqlite import insert as sqlite_insert
+from sqlalchemy.orm import InstrumentedAttribute
+
+from jobs.contract import FINAL_STATES, GenerationParams, Job, JobState, StopReason
+from jobs.database import Database
+from jobs.errors import IdempotencyConflictError, InvalidTransitionError, JobNotFoundError
+from jobs.tables import BatchRow, JobRow, WorkerRow
+
+JOBS = cast(Table, JobRow.__table__)
+CHUNK = 500  # ids in one IN list: well under every database's limit of bound parameters
+
+FINAL = sorted(FINAL_STATES)
+
+T = TypeVar("T")
+
+
+def chunked(items: Iterable[T], size: int = CHUNK) -> Iterator[list[T]]:
+    """Lists of at most `size` items, without holding more than one."""
+    iterator = iter(items)
+    while chunk := list(islice(iterator, size)):
+        yield chunk
+
+
+def lock_jobs(connection: Connection, *conditions: Any) -> None:
+    """Lock the jobs that fit, in the order of their ids, before a transaction changes several of them.
+
+    PostgreSQL locks rows as a statement comes by them; two transactions that meet the same rows in different
+    orders would each wait for the other. SQLite has one writer at a time, and needs nothing.
+    """
+    if connection.dialect.name != "sqlite":
+        connection.execute(select(JobRow.id).where(*conditions).order_by(JobRow.id).with_for_update())
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """Which jobs are meant; criteria that are None do not restrict."""
+
+    ids: Sequence[str] | None = None
+    batch: str | None = None
+    states: Sequence[JobState] | None = None
+    model: str | None = None
+    after_id: str | None = None
+
+    def conditions(self) -> list[Any]:
+        """The criteria as SQL expressions over `jobs`."""
+        wanted: list[Any] = []
+        if self.ids is not None:
+            wanted.append(JobRow.id.in_(self.ids))
+        if self.batch is not None:
+            wanted.append(JobRow.batch == self.batch)
+        if self.states is not None:
+            wanted.append(JobRow.state.in_([str(state) for state in self.states]))
+        if self.model is not None:
+            wanted.append(JobRow.model == self.model)
+        if self.after_id is not None:
+            wanted.append(JobRow.id > self.after_id)
+        return wanted
+
+
+class Store:
+    """The client's view of the tables."""
+
+    def __init__(self, database: Database) -> None:
+        self.database = database
+
+    # -- writing ---------------------------------------------------------------------------------
+
+    def insert(self, rows: Sequence[Mapping[str, Any]], connection: Connection) -> dict[str, str]:
+        """Insert job rows, all with the same keys, inside the caller's transaction.
+
+        Returns the rows that were not inserted, since their idempotency key is taken by an equal job:
+        {id given: id of the job that is there}. Raises IdempotencyConflictError where the job there has
+        other content: then nothing is inserted. Names of batches are entered on the way.
+        """
+        self._enter_batches(rows, connection)
+        if not any(row.get("idempotency_key") for row in rows):
+            connection.execute(insert(JOBS), rows)
+            return {}
+        statement = self._dialect_insert(connection, JOBS).on_conflict_do_nothing(
+            index_elements=["idempotency_key"], index_where=JobRow.idempotency_key.is_not(None)
+        )
+        # Everyone inserts keys in one order, so that two transactions cannot wait for each other's.
+        connection.execute(statement, sorted(rows, key=lambda row: row.get("idempotency_key") or ""))
+        try:
+            return self._resolve_keys(rows, connection)
+        except IdempotencyConflictError:  # the transaction may be the caller's, and go on
+            for chunk in chunked(row["id"] for row in rows):
+                connection.execute(delete(JobRow).where(JobRow.id.in_(chunk)))
+            raise
+
+    def cancel(self, job_id: str) -> JobState:
+        """Cancel a queued job now, ask for a running one to stop. Returns the state that follows.
+
+        Cancelling twice changes nothing. Raises JobNotFoundError, and InvalidTransitionError for a job
+        that already succeeded or failed.
+        """
+        now = self.database.now()
+        with self.database.write() as connection:
+            done = connection.execute(
+                update(JobRow)
+                .where(JobRow.id == job_id, JobRow.state == JobState.QUEUED)
+                .values(**_cancelled_values(now))
+            )
+            if done.rowcount:
+                return JobState.CANCELLED
+            asked = connection.execute(
+                update(JobRow)
+                .where(JobRow.id == job_id, JobRow.state == JobState.RUNNING)
+                .values(cancel_requested_at=func.coalesce(JobRow.cancel_requested_at, now))
+            )
+            if asked.rowcount:
+                return JobState.RUNNING
+            state = self._state_of(connection, job_id)
+        if state is not JobState.CANCELLED:
+            raise InvalidTransitionError(f"job {job_id} has already {state}: there is nothing to cancel")
+        return state
+
+    def cancel_batch(self, batch: str) -> tuple[int, int]:
+        """Cancel every job of a batch that is not final: (cancelled now, asked to stop)."""
+        now = self.database.now()
+        unfinished = (JobState.QUEUED, JobState.RUNNING)
+        with self.database.write() as connection:
+            lock_jobs(connection, JobRow.batch == batch, JobRow.state.in_(unfinished))
+            queued = connection.execute(
+                update(JobRow)
+                .where(JobRow.batch == batch, JobRow.state == JobState.QUEUED)
+                .values(**_cancelled_values(now))
+            )
+            running = connection.execute(
+                update(JobRow)
+                .where(JobRow.batch == batch, JobRow.state == JobState.RUNNING)
+                .values(cancel_requested_at=func.coalesce(JobRow.cancel_requested_at, now))
+            )
+        return queued.rowcount, running.rowcount
+
+    def retry(self, job_id: str, deadline: datetime | None = None) -> Job:
+        """Queue a failed or cancelled job again, with its attempts whole. Its error history stays.
+
+        An old deadline is dropped (it has passed, or would soon) unless a new one is given. Raises
+        JobNotFoundError, and InvalidTransitionError in any other state.
+        """
+        with self.database.write() as connection:
+            done = connection.execute(
+                update(JobRow)
+                .where(JobRow.id == job_id, JobRow.state.in_([JobState.FAILED, JobState.CANCELLED]))
+                .values(
+                    state=JobState.QUEUED,
+                    failures=0,
+                    worker=None,
+                    sent_at=self.database.now(),
+                    scheduled_at=None,
+                    deadline_at=deadline,
+                    cancel_requested_at=None,
+                    stop_reason=None,
+                    text=None,
+                    prompt_tokens=None,
+                    completion_tokens=None,
+                    error=None,
+                    started_at=None,
+                    finished_at=None,
+                )
+            )
+            if not done.rowcount:
+                state = self._state_of(connection, job_id)
+                raise InvalidTransitionError(
+                    f"job {job_id} is {state}: only failed and cancelled jobs can be retried"
+                )
+        return self.get(job_id)
+
+    def mark_unsent(self, job_ids: Iterable[str], connection: Connection | None = None) -> None:
+        """Record that no message announces these jobs, so that a worker's sweep will send one."""
+        for chunk in chunked(job_ids):
+            statement = (
+                update(JobRow)
+                .where(JobRow.id.in_(chunk), JobRow.state == JobState.QUEUED)
+                .values(sent_at=None)
+            )
+            if connection is not None:
+                connection.execute(statement)
+                continue
+            with self.database.write() as own:
+                lock_jobs(own, JobRow.id.in_(chunk))
+                own.execute(statement)
+
+    # -- reading ---------------------------------------------------------------------------------
+
+    def get(self, job_id: str) -> Job:
+        """One job; raises JobNotFoundError."""
+        with self.database.read() as connection:
+            row = connection.execute(select(JOBS).where(JobRow.id == job_id)).mappings().one_or_none()
+        if row is None:
+            raise JobNotFoundError(f"there is no job {job_id!r}")
+        return job_from_row(row)
+
+    def find(self, selection: Selection, limit: int | None = None, newest_first: bool = False) -> list[Job]:
+        """Jobs in the order of enqueueing."""
+        query: Select[Any] = select(JOBS).where(*selection.conditions())
+        query = query.order_by(JobRow.id.desc() if newest_first else JobRow.id)
+        if limit is not None:
+            query = query.limit(limit)
+        with self.database.read() as connection:
+            return [job_from_row(row) for row in connection.execute(query).mappings()]
+
+    def ids(self, selection: Selection, limit: int) -> list[str]:
+        """Ids in the order of enqueueing."""
+        query = select(JobRow.id).where(*selection.conditions()).order_by(JobRow.id).limit(limit)
+        with self.database.read() as connection:
+            return list(connection.execute(query).scalars())
+
+    def finished_since(
+        self, selection: Selection, since: tuple[datetime, str] | None, limit: int
+    ) -> list[Job]:
+        """Final jobs ordered by (finished_at, id), from after `since` on."""
+        query = select(JOBS).where(*selection.conditions(), JobRow.state.in_(FINAL))
+        if since is not None:
+            moment, job_id = since
+            query = query.where(
+                or_(
+                    JobRow.finished_at > moment,
+                    and_(JobRow.finished_at == moment, JobRow.id > job_id),
+                )
+            )
+        query = query.order_by(JobRow.finished_at, JobRow.id).limit(limit)
+        with self.database.read() as connection:
+            return [job_from_row(row) for row in connection.execute(query).mappings()]
+
+    def count_unfinished(self, selection: Selection) -> int:
+        """How many of the selected jobs are not final."""
+        query = (
+            select(func.count())
+            .select_from(JobRow)
+            .where(*selection.conditions(), JobRow.state.not_in(FINAL))
+        )
+        with self.database.read() as connection:
+            return connection.execute(query).scalar_one()
+
+    def missing(self, job_ids: Sequence[str]) -> list[str]:
+        """Those of `job_ids` (at most CHUNK) that no job has."""
+        with self.database.read() as connection:
+            found = set(connection.execute(select(JobRow.id).where(JobRow.id.in_(job_ids))).scalars())
+        return [job_id for job_id in job_ids if job_id not in found]
+
+    def counts(self, batch: str | None = None) -> dict[str, dict[str, int]]:
+        """Numbers of jobs: {"state": {...}, "stop_reason": {...}}."""
+        counted: dict[str, dict[str, int]] = {}
+        columns: list[InstrumentedAttribute[Any]] = [JobRow.state, JobRow.stop_reason]
+        with self.database.read() as connection:
+            for column in columns:
+                query = select(column, func.count()).where(column.is_not(None)).group_by(column)
+                if batch is not None:
+                    query = query.where(JobRow.batch == batch)
+                counted[column.key] = dict(map(tuple, connection.execute(query)))
+        return counted
+
+    def tokens(self, batch: str | None = None) -> tuple[int, int]:
+        """Sums of prompt tokens and completion tokens over finished jobs."""
+        query = select(
+            func.coalesce(func.sum(JobRow.prompt_tokens), 0),
+            func.coalesce(func.sum(JobRow.completion_tokens), 0),
+        )
+        if batch is not None:
+            query = query.where(JobRow.batch == batch)
+        with self.database.read() as connection:
+            row = connection.execute(query).one()
+        return int(row[0] or 0), int(row[1] or 0)
+
+    def workers(self) -> list[dict[str, Any]]:
+        """Every worker that was ever registered, newest first."""
+        with self.database.read() as connection:
+            rows = connection.execute(select(WorkerRow.__table__).order_by(WorkerRow.started_at.desc()))
+            return [dict(row) for row in rows.mappings()]
+
+    def known_models(self) -> set[str]:
+        """Names of the models that workers have ever served."""
+        with self.database.read() as connection:
+            return set(connection.execute(select(WorkerRow.model).distinct()).scalars())
+
+    # -- helpers ---------------------------------------------------------------------------------
+
+    @staticmethod
+    def _dialect_insert(connection: Connection, table: Any) -> Any:
+        make = sqlite_insert if connection.dialect.name == "sqlite" else postgresql_insert
+        return make(table)
+
+    def _enter_batches(self, rows: Sequence[Mapping[str, Any]], connection: Connection) -> None:
+        names = {row["batch"]: row for row in rows if row.get("batch")}
+        if names:
+            connection.execute(
+                self._dialect_insert(connection, BatchRow.__table__).on_conflict_do_nothing(
+                    index_elements=["name"]
+                ),
+                [
+                    {"name": name, "model": row.get("model"), "metadata": {}, "created_at": row["created_at"]}
+                    for name, row in sorted(names.items())
+                ],
+            )
+
+    @staticmethod
+    def _resolve_keys(rows: Sequence[Mapping[str, Any]], connection: Connection) -> dict[str, str]:
+        keyed = {row["idempotency_key"]: row for row in rows if row.get("idempotency_key")}
+        present: dict[str, tuple[str, str | None]] = {}
+        for chunk in chunked(keyed):
+            query = select(JobRow.idempotency_key, JobRow.id, JobRow.fingerprint).where(
+                JobRow.idempotency_key.in_(chunk)
+            )
+            for key, job_id, fingerprint in connection.execute(query):
+                if key is not None:
+                    present[key] = (job_id, fingerprint)
+        replaced: dict[str, str] = {}
+        for position, row in enumerate(rows):
+            key = row.get("idempotency_key")
+            if not key:
+                continue
+            job_id, fingerprint = present[key]
+            if fingerprint != row["fingerprint"]:
+                conflict = IdempotencyConflictError(
+                    f"idempotency_key: {key!r} belongs to job {job_id}, which has another prompt, model or "
+                    "parameters; use a new key for new content",
+                    field="idempotency_key",
+                )
+                conflict.position = position
+                raise conflict
+            if job_id != row["id"]:
+                replaced[row["id"]] = job_id
+        return replaced
+
+    @staticmethod
+    def _state_of(connection: Connection, job_id: str) -> JobState:
+        state = connection.execute(select(JobRow.state).where(JobRow.id == job_id)).scalar_one_or_none()
+        if state is None:
+            raise JobNotFoundError(f"there is no job {job_id!r}")
+        return JobState(state)
+
+
+def _cancelled_values(now: datetime) -> dict[str, Any]:
+    return {
+        "state": JobState.CANCELLED,
+        "stop_reason": StopReason.CANCELLED,
+        "cancel_requested_at": now,
+        "finished_at": now,
+    }
+
+
+def job_from_row(row: RowMapping) -> Job:
+    """A row of `jobs` as the public snapshot."""
+    return Job(
+        id=row["id"],
+        state=JobState(row["state"]),
+        prompt=row["prompt"],
+        messages=row["messages"],
+        params=GenerationParams.parse({**row["params"], "seed": row["seed"]}),
+        model=row["model"],
+        batch=row["batch"],
+        custom_id=row["custom_id"],
+        stop_reason=StopReason(row["stop_reason"]) if row["stop_reason"] else None,
+        text=row["text"],
+        prompt_tokens=row["prompt_tokens"],
+        completion_tokens=row["completion_tokens"],
+        error=row["error"],
+        errors=row["errors"] or [],
+        attempt=row["attempt"],
+        failures=row["failures"],
+        max_attempts=row["max_attempts"],
+        priority=row["priority"],
+        worker=row["worker"],
+        idempotency_key=row["idempotency_key"],
+        metadata=row["metadata"] or {},
+        cancel_requested_at=row["cancel_requested_at"],
+        created_at=row["created_at"],
+        scheduled_at=row["scheduled_at"],
+        deadline_at=row["deadline_at"],
+        started_at=row["started_at"],
+        finished_at=row["finished_at"],
+    )

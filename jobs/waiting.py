@@ -1,0 +1,133 @@
+"""Waiting for jobs, and reading results as they come, by polling the table."""
+
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from datetime import datetime, timedelta
+from typing import Literal
+
+from jobs.contract import Job
+from jobs.errors import InvalidParameterError, JobNotFoundError, WaitTimeoutError
+from jobs.store import CHUNK, Selection, Store, chunked
+
+Order = Literal["enqueued", "finished"]
+
+_FIRST_POLL = 0.02
+_SLOWEST_POLL = 0.5
+# A transaction that stamped its rows may become visible this much later than one stamped after it.
+_COMMIT_LAG = timedelta(seconds=30)
+
+
+class Waiting:
+    """Polls a store; see `Client.wait` and `Client.results`, which say what the arguments mean."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    def wait(self, jobs: str | Iterable[str] | None, batch: str | None, timeout: float | None) -> None:
+        """Return when all are final; raises WaitTimeoutError, JobNotFoundError."""
+        give_up_at = _deadline(timeout)
+        for selection in self._selections(jobs, batch):
+            self._wait_for(selection, give_up_at)
+
+    def results(
+        self, jobs: Iterable[str] | None, batch: str | None, order: Order, wait: bool, timeout: float | None
+    ) -> Iterator[Job]:
+        """Final jobs, one by one; raises WaitTimeoutError, JobNotFoundError."""
+        if order not in ("enqueued", "finished"):
+            raise InvalidParameterError(
+                f"order: must be 'enqueued' or 'finished' (got {order!r})", field="order"
+            )
+        ids = None if jobs is None else _id_list(jobs)
+        if order == "finished":
+            return self._as_they_finish(ids, batch, wait, _deadline(timeout))
+        return self._as_enqueued(ids, batch, wait, _deadline(timeout))
+
+    def _selections(self, jobs: str | Iterable[str] | None, batch: str | None) -> Iterator[Selection]:
+        if (jobs is None) == (batch is None):
+            raise InvalidParameterError("name either jobs or a batch", field="jobs")
+        if jobs is None:
+            yield Selection(batch=batch)
+            return
+        for chunk in chunked(_id_list(jobs)):
+            missing = self._store.missing(chunk)
+            if missing:
+                raise JobNotFoundError(f"there is no job {missing[0]!r}")
+            yield Selection(ids=chunk)
+
+    def _wait_for(self, selection: Selection, give_up_at: float | None) -> None:
+        pause = _FIRST_POLL
+        while left := self._store.count_unfinished(selection):
+            pause = self._pause(pause, give_up_at, left)
+
+    @staticmethod
+    def _pause(pause: float, give_up_at: float | None, left: int) -> float:
+        if give_up_at is not None:
+            remaining = give_up_at - time.monotonic()
+            if remaining <= 0:
+                jobs = "1 job is" if left == 1 else f"{left} jobs are"
+                raise WaitTimeoutError(f"{jobs} not finished in the time given; they go on")
+            pause = min(pause, remaining)
+        time.sleep(pause)
+        return min(max(pause, _FIRST_POLL) * 1.5, _SLOWEST_POLL)
+
+    def _as_enqueued(
+        self, ids: Sequence[str] | None, batch: str | None, wait: bool, give_up_at: float | None
+    ) -> Iterator[Job]:
+        for selection in self._pages(ids, batch):
+            if wait:
+                self._wait_for(selection, give_up_at)
+            found = {job.id: job for job in self._store.find(selection)}
+            for job_id in selection.ids or ():
+                job = found.get(job_id)
+                if job is not None and job.state.final:
+                    yield job
+
+    def _pages(self, ids: Sequence[str] | None, batch: str | None) -> Iterator[Selection]:
+        """Selections of at most CHUNK ids, in order; a batch is read on as it grows."""
+        if ids is not None:
+            yield from self._selections(ids, None)
+            return
+        if batch is None:
+            raise InvalidParameterError("name either jobs or a batch", field="jobs")
+        last: str | None = None
+        while page := self._store.ids(Selection(batch=batch, after_id=last), CHUNK):
+            last = page[-1]
+            yield Selection(ids=page)
+
+    def _as_they_finish(
+        self, ids: Sequence[str] | None, batch: str | None, wait: bool, give_up_at: float | None
+    ) -> Iterator[Job]:
+        selections = list(self._selections(ids, batch))
+        seen: set[str] = set()
+        pause = _FIRST_POLL
+        since: tuple[datetime, str] | None = None
+        while True:
+            # Counted before reading: when nothing was left before, the reading misses nothing.
+            left = sum(self._store.count_unfinished(selection) for selection in selections)
+            for selection in selections:
+                for job in self._newly_finished(selection, None if left == 0 else since):
+                    if job.id not in seen:
+                        seen.add(job.id)
+                        pause = _FIRST_POLL
+                        yield job
+            if left == 0 or not wait:
+                return
+            since = (self._store.database.now() - _COMMIT_LAG, "")
+            pause = self._pause(pause, give_up_at, left)
+
+    def _newly_finished(self, selection: Selection, since: tuple[datetime, str] | None) -> Iterator[Job]:
+        while page := self._store.finished_since(selection, since, CHUNK):
+            yield from page
+            last = page[-1]
+            assert last.finished_at is not None
+            since = (last.finished_at, last.id)
+
+
+def _deadline(timeout: float | None) -> float | None:
+    return None if timeout is None else time.monotonic() + timeout
+
+
+def _id_list(jobs: str | Iterable[str]) -> Sequence[str]:
+    if isinstance(jobs, str):
+        return [jobs]
+    return jobs if isinstance(jobs, Sequence) else list(jobs)

@@ -1,0 +1,21 @@
+"""Alembic's entry point. `nightmill migrate` hands in a connection; the `alembic` command line does not."""
+
+from alembic import context
+
+from jobs.database import Database
+from jobs.settings import Settings
+from jobs.tables import Base
+
+
+def run(connection: object) -> None:
+    context.configure(connection=connection, target_metadata=Base.metadata, render_as_batch=True)
+    with context.begin_transaction():
+        context.run_migrations()
+
+
+given = context.config.attributes.get("connection")
+if given is not None:
+    run(given)
+else:
+    with Database(Settings.from_env()).engine.begin() as own:
+        run(own)

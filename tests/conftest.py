@@ -1,0 +1,193 @@
+"""Fixtures that every test may use: real servers, isolated settings, clients with a clock of ours.
+
+`NIGHTMILL_TEST_REDIS_URL` (its database is emptied) and `NIGHTMILL_TEST_DATABASE_URL` (of a role that may
+create databases) name servers to use instead of those from the wheels. Nothing here
+skips: a server that does not start is an error.
+"""
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import hypothesis
+import pytest
+import redis
+from sqlalchemy.engine import make_url
+
+import jobs
+from jobs.client import Client
+from jobs.database import Database
+from jobs.settings import FOREIGN_PREFIXES, PREFIX, Settings
+from tests.servers import (
+    Clock,
+    PostgresServer,
+    RedisServer,
+    scratch_database,
+    scratch_directory,
+    start_postgres,
+    start_redis,
+)
+
+# Products of test size are not worth a second BLAS thread, which waits by spinning on a busy machine.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
+REDIS_URL = os.environ.get("NIGHTMILL_TEST_REDIS_URL")
+DATABASE_URL = os.environ.get("NIGHTMILL_TEST_DATABASE_URL")
+
+hypothesis.settings.register_profile("nightmill", deadline=None, database=None, print_blob=True)
+hypothesis.settings.load_profile("nightmill")
+
+
+@pytest.fixture(autouse=True)
+def _developers_environment_stays_outside(
+    monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[None]:
+    """No NIGHTMILL_* variable reaches a test, and no test reaches the data directory of a person."""
+    for name in list(os.environ):
+        if name.startswith(PREFIX) and not name.startswith(FOREIGN_PREFIXES):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path_factory.getbasetemp() / "xdg-data"))
+    jobs.default_client.cache_clear()
+    yield
+    if jobs.default_client.cache_info().currsize:
+        jobs.default_client().close()
+        jobs.default_client.cache_clear()
+
+
+@pytest.fixture(scope="session")
+def session_directory() -> Iterator[Path]:
+    """A directory (in memory, where possible) for the files of servers and databases."""
+    directory = scratch_directory()
+    yield directory
+    shutil.rmtree(directory, ignore_errors=True)
+
+
+@pytest.fixture
+def directory(session_directory: Path) -> Iterator[Path]:
+    """As `tmp_path`, but in memory where possible: for what waits for the disk at every commit."""
+    path = Path(tempfile.mkdtemp(dir=session_directory))
+    yield path
+    shutil.rmtree(path, ignore_errors=True)
+
+
+# -- servers -------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def redis_url(session_directory: Path) -> Iterator[str]:
+    """A Redis for the whole session; tests that use `broker_url` find it empty."""
+    if REDIS_URL:
+        yield REDIS_URL
+        return
+    with start_redis(session_directory / "redis") as server:
+        yield server.url
+
+
+@pytest.fixture
+def broker_url(redis_url: str) -> str:
+    """The URL of an empty Redis."""
+    with redis.Redis.from_url(redis_url) as client:
+        client.flushdb()
+    return redis_url
+
+
+@pytest.fixture
+def redis_server(directory: Path) -> Iterator[RedisServer]:
+    """A Redis of this test's own, to be stopped and started."""
+    with start_redis(directory / "own-redis") as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def postgres_server() -> Iterator[PostgresServer]:
+    """A PostgreSQL for the whole session."""
+    with PostgresServer(make_url(DATABASE_URL)) if DATABASE_URL else start_postgres() as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def postgres_template(postgres_server: PostgresServer) -> Iterator[str]:
+    """The URL of a migrated PostgreSQL database, to be copied."""
+    with scratch_database(postgres_server) as url:
+        _migrate(Settings(database_url=url))
+        yield url
+
+
+@pytest.fixture(scope="session")
+def sqlite_template(session_directory: Path) -> Path:
+    """A migrated SQLite file, to be copied."""
+    path = session_directory / "template.db"
+    _migrate(Settings(database_url=f"sqlite:///{path}"))
+    return path
+
+
+def _migrate(settings: Settings) -> None:
+    database = Database(settings)
+    database.migrate()
+    database.close()
+
+
+@pytest.fixture
+def empty_postgres_url(postgres_server: PostgresServer) -> Iterator[str]:
+    """The URL of a PostgreSQL database without tables."""
+    with scratch_database(postgres_server) as url:
+        yield url
+
+
+# -- settings and clients ------------------------------------------------------------------------
+
+
+@pytest.fixture(params=["embedded", "sqlite", "postgresql"])
+def settings(request: pytest.FixtureRequest, directory: Path, broker_url: str) -> Iterator[Settings]:
+    """Migrated databases: the embedded SQLite, a SQLite that a URL names, PostgreSQL. With a real Redis."""
+    yield from _settings(request.param, request, directory, broker_url)
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def server_settings(request: pytest.FixtureRequest, directory: Path, broker_url: str) -> Iterator[Settings]:
+    """As `settings`, without the embedded one: for tests where that adds nothing but time."""
+    yield from _settings(request.param, request, directory, broker_url)
+
+
+@pytest.fixture
+def sqlite_settings(request: pytest.FixtureRequest, directory: Path, broker_url: str) -> Iterator[Settings]:
+    """As `settings`, on SQLite only: for tests in which the database plays no part."""
+    yield from _settings("sqlite", request, directory, broker_url)
+
+
+def _settings(
+    kind: str, request: pytest.FixtureRequest, directory: Path, broker_url: str
+) -> Iterator[Settings]:
+    data_dir = directory / "data"
+    data_dir.mkdir()
+    if kind == "postgresql":
+        template = request.getfixturevalue("postgres_template")
+        with scratch_database(request.getfixturevalue("postgres_server"), template) as url:
+            yield Settings(data_dir=data_dir, database_url=url, broker_url=broker_url)
+        return
+    path = data_dir / "nightmill.db" if kind == "embedded" else directory / "configured.db"
+    shutil.copy(request.getfixturevalue("sqlite_template"), path)
+    configured = None if kind == "embedded" else f"sqlite:///{path}"
+    yield Settings(data_dir=data_dir, database_url=configured, broker_url=broker_url)
+
+
+@pytest.fixture
+def clock() -> Clock:
+    """A clock that moves only when told to; `client` tells the time by it."""
+    return Clock()
+
+
+@pytest.fixture
+def client(settings: Settings, clock: Clock) -> Iterator[Client]:
+    """A client on each kind of database."""
+    with Client(settings, clock=clock) as made:
+        yield made
+
+
+@pytest.fixture
+def sqlite_client(sqlite_settings: Settings, clock: Clock) -> Iterator[Client]:
+    """A client on SQLite only."""
+    with Client(sqlite_settings, clock=clock) as made:
+        yield made

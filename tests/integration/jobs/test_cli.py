@@ -1,0 +1,265 @@
+"""The `nightmill` command: what it prints for people and programs, and how it fails."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import click
+import pytest
+from click.testing import CliRunner, Result
+
+from jobs.claims import Claims, Outcome
+from jobs.cli import main
+from jobs.client import Client
+from jobs.contract import StopReason
+from jobs.settings import Settings
+from tests.servers import free_port, worker_env
+
+Run = Callable[..., Result]
+
+
+@pytest.fixture
+def run(sqlite_settings: Settings) -> Run:
+    """Runs `nightmill ARGUMENTS` in this process, with the settings of the test."""
+
+    def invoke(*arguments: str, stdin: str | None = None, **more: str) -> Result:
+        env = worker_env(sqlite_settings) | more
+        return CliRunner().invoke(main, list(arguments), input=stdin, env=env)
+
+    return invoke
+
+
+@pytest.fixture
+def cli_client(sqlite_settings: Settings) -> Client:
+    """A client beside the command."""
+    return Client(sqlite_settings)
+
+
+def _finish(client: Client, job_id: str, text: str = "a text") -> None:
+    claims = Claims(client.database, "a" * 32)
+    (claim,) = claims.claim([job_id])
+    claims.finish([Outcome(job_id, claim.attempt, StopReason.EOS, text, 2, 3)])
+
+
+def test_enqueue_prints_ids_and_keeps_every_option(run: Run, cli_client: Client) -> None:
+    result = run(
+        *(
+            "enqueue",
+            "one",
+            "two",
+            "--batch",
+            "b",
+            "--max-tokens",
+            "7",
+            "--temperature",
+            "0.5",
+            "--top-k",
+            "3",
+        ),
+        *(
+            "--top-p",
+            "0.9",
+            "--min-p",
+            "0.1",
+            "--repetition-penalty",
+            "1.1",
+            "--seed",
+            "4",
+            "--priority",
+            "8",
+        ),
+        *("--stop", "x", "--stop", "y"),
+    )
+    assert result.exit_code == 0, result.output
+    ids = result.stdout.split()
+    found = [cli_client.get(job_id) for job_id in ids]
+    assert [job.prompt for job in found] == ["one", "two"]
+    for job in found:
+        assert (job.batch, job.priority) == ("b", 8)
+        assert job.params.model_dump() == {
+            "max_tokens": 7,
+            "temperature": 0.5,
+            "top_k": 3,
+            "top_p": 0.9,
+            "min_p": 0.1,
+            "repetition_penalty": 1.1,
+            "seed": 4,
+            "stop": ("x", "y"),
+            "ignore_eos": False,
+        }
+
+
+def test_enqueue_reads_standard_input_and_makes_chats(run: Run, cli_client: Client) -> None:
+    result = run("enqueue", "-", "--system", "be brief", "--json", stdin="from stdin\n")
+    (job_id,) = json.loads(result.stdout)["ids"]
+    assert cli_client.get(job_id).messages == [
+        {"role": "system", "content": "be brief"},
+        {"role": "user", "content": "from stdin\n"},
+    ]
+    (chat,) = json.loads(run("enqueue", "hi", "--chat", "--json").stdout)["ids"]
+    assert cli_client.get(chat).messages == [{"role": "user", "content": "hi"}]
+
+
+def test_list_and_show_tell_people_and_programs(run: Run, cli_client: Client) -> None:
+    first = cli_client.enqueue("the first\nprompt", batch="b", metadata={"k": 1})
+    second = cli_client.enqueue([{"role": "user", "content": "a chat"}])
+    _finish(cli_client, first)
+    listed = run("list")
+    assert first in listed.stdout
+    assert "succeeded" in listed.stdout
+    lines = [json.loads(line) for line in run("list", "--json").stdout.splitlines()]
+    assert [line["id"] for line in lines] == [second, first]
+    assert [
+        json.loads(run("list", *chosen, "--json").stdout)["id"]
+        for chosen in (["--state", "queued"], ["--batch", "b"], ["-n", "1"])
+    ] == [second, first, second]
+    shown = run("show", first)
+    assert "state                succeeded" in shown.stdout
+    assert shown.stdout.endswith("\na text\n")
+    job = json.loads(run("show", first, "--json").stdout)
+    assert (job["state"], job["stop_reason"], job["text"]) == ("succeeded", "eos", "a text")
+    assert (job["prompt_tokens"], job["completion_tokens"], job["metadata"]) == (2, 3, {"k": 1})
+    assert job["params"]["max_tokens"] == 256
+    assert job["finished_at"].endswith("+00:00")
+
+
+def test_cancel_and_retry(run: Run, cli_client: Client) -> None:
+    running, queued = (cli_client.enqueue("prompt", batch="b") for _ in range(2))
+    Claims(cli_client.database, "a" * 32).claim([running])
+    assert (
+        run("cancel", running, queued).stdout == f"{running}: running, asked to stop\n{queued}: cancelled\n"
+    )
+    assert run("retry", queued).stdout == f"{queued}: queued\n"
+    assert json.loads(run("cancel", queued, "--json").stdout) == {queued: "cancelled"}
+    assert json.loads(run("retry", queued, "--json").stdout) == {"ids": [queued]}
+    assert json.loads(run("cancel", "--batch", "b", "--json").stdout) == {
+        "batch b": "1 cancelled, 1 running and asked to stop"
+    }
+    nothing = run("cancel")
+    assert nothing.exit_code == 2
+    assert "name job ids, or a --batch" in nothing.stderr
+
+
+def test_stats_count_jobs_messages_and_workers(run: Run, cli_client: Client) -> None:
+    _finish(cli_client, cli_client.enqueue("prompt", batch="b"))
+    cli_client.enqueue("prompt")
+    Claims(cli_client.database, "a" * 32).register("myhost", 4, "mymodel", None)
+    said = json.loads(run("stats", "--json").stdout)
+    assert said["state"] == {"queued": 1, "succeeded": 1}
+    assert said["stop_reason"] == {"eos": 1}
+    assert (said["prompt_tokens"], said["completion_tokens"], said["queue_messages"]) == (2, 3, 2)
+    assert [(worker["host"], worker["model"], worker["state"]) for worker in said["workers"]] == [
+        ("myhost", "mymodel", "starting")
+    ]
+    assert json.loads(run("stats", "--batch", "b", "--json").stdout)["state"] == {"succeeded": 1}
+    for_people = " ".join(run("stats").stdout.split())
+    assert "stopped by eos 1" in for_people
+    assert "worker aaaaaaaa starting, mymodel on myhost" in for_people
+
+
+def test_migrate_says_what_it_did(run: Run, directory: Path) -> None:
+    url = f"sqlite:///{directory}/fresh.db"
+    lacking = run("list", NIGHTMILL_DATABASE_URL=url)
+    assert (lacking.exit_code, lacking.stdout) == (1, "")
+    assert (
+        lacking.stderr == f"Error: the database at {url} has no Nightmill tables: run `nightmill migrate`\n"
+    )
+    assert run("migrate", NIGHTMILL_DATABASE_URL=url).stdout == f"{url}: schema 0001 (was empty)\n"
+    assert run("migrate", NIGHTMILL_DATABASE_URL=url).stdout == f"{url}: schema 0001 (was up to date)\n"
+    assert run("list", NIGHTMILL_DATABASE_URL=url).exit_code == 0
+
+
+def test_stop_ends_the_embedded_redis_and_no_other(run: Run, directory: Path) -> None:
+    own = {"NIGHTMILL_BROKER_URL": "", "NIGHTMILL_DATA_DIR": str(directory / "own")}
+    assert run("stop", **own).stdout == "no embedded Redis was running\n"
+    assert run("enqueue", "prompt", **own).exit_code == 0
+    assert run("stop", **own).stdout == "embedded Redis stopped\n"
+    configured = run("stop")
+    assert configured.exit_code == 1
+    assert "which Nightmill did not start" in configured.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "env", "message"),
+    [
+        (["show", "nothing"], {}, "there is no job 'nothing'"),
+        (["cancel", "nothing"], {}, "there is no job 'nothing'"),
+        (["enqueue", ""], {}, "prompt: is empty"),
+        (
+            ["enqueue", "x", "--max-tokens", "-1"],
+            {},
+            "max_tokens: Input should be greater than or equal to 1",
+        ),
+        (["enqueue", "x", "--temperature", "nan"], {}, "temperature: Input should be a finite number"),
+        (["list"], {"NIGHTMILL_BROKER": "x"}, "NIGHTMILL_BROKER is not a setting of Nightmill. Did you mean"),
+        (["list"], {"NIGHTMILL_DATABASE_URL": "mysql://x"}, "NIGHTMILL_DATABASE_URL: names 'mysql'"),
+        (
+            ["list"],
+            {"NIGHTMILL_DATABASE_URL": "postgresql://me:hunter2@127.0.0.1:1/x"},
+            "the database at postgresql+psycopg://me:***@127.0.0.1:1/x does not answer",
+        ),
+        (
+            ["stats"],
+            {"NIGHTMILL_BROKER_URL": "redis://:hunter2@127.0.0.1:1/0"},
+            "the broker at redis://:***@127.0.0.1:1/0 does not answer",
+        ),
+    ],
+)
+def test_an_error_is_one_line_and_exit_code_1(
+    run: Run, arguments: list[str], env: dict[str, str], message: str
+) -> None:
+    result = run(*arguments, **env)
+    assert result.exit_code == 1
+    assert result.stdout == ""
+    assert result.stderr.startswith(f"Error: {message}")
+    assert result.stderr.count("\n") == 1
+    assert "hunter2" not in result.output
+
+
+def test_a_broker_that_is_down_is_a_warning_and_the_id_is_printed(run: Run, cli_client: Client) -> None:
+    result = run("enqueue", "prompt", NIGHTMILL_BROKER_URL=f"redis://127.0.0.1:{free_port()}/0")
+    assert result.exit_code == 0
+    assert result.stderr.startswith("Warning: 1 job is kept in the database, and a worker will fetch")
+    assert cli_client.get(result.stdout.strip()).prompt == "prompt"
+
+
+def test_every_command_explains_itself() -> None:
+    context = click.Context(main)
+    names = main.list_commands(context)
+    assert {"enqueue", "list", "show", "cancel", "retry", "stats", "migrate", "stop"} <= set(names)
+    for name in names:
+        command = main.get_command(context, name)
+        assert command is not None
+        assert command.get_short_help_str(200), name
+    for arguments in (["--help"], ["-h"], ["enqueue", "--help"]):
+        result = CliRunner().invoke(main, arguments)
+        assert result.exit_code == 0
+        assert "Usage:" in result.stdout
+    assert "NIGHTMILL_DATABASE_URL" in CliRunner().invoke(main, ["--help"]).stdout
+    assert CliRunner().invoke(main, ["--version"], prog_name="nightmill").stdout.startswith("nightmill, ")
+
+
+def _nightmill(settings: Settings, *arguments: str, **more: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [str(Path(sys.executable).with_name("nightmill")), *arguments],
+        env=worker_env(settings, **more),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def test_the_installed_command_works_and_fails_without_a_traceback(server_settings: Settings) -> None:
+    done = _nightmill(server_settings, "enqueue", "grüße", "--json")
+    assert (done.returncode, done.stderr) == (0, "")
+    (job_id,) = json.loads(done.stdout)["ids"]
+    with Client(server_settings) as client:
+        assert client.get(job_id).prompt == "grüße"
+        _finish(client, job_id, "ünï")
+    waited = _nightmill(server_settings, "show", job_id, "--json")
+    assert json.loads(waited.stdout)["text"] == "ünï"
+    failed = _nightmill(server_settings, "show", "nothing")
+    assert (failed.returncode, failed.stdout, failed.stderr) == (1, "", "Error: there is no job 'nothing'\n")

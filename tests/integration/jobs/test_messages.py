@@ -1,0 +1,120 @@
+"""What lies in Redis: ids and nothing else, as JSON, in shards, by model, the urgent first."""
+
+import base64
+import json
+from typing import Any
+
+import pytest
+import redis
+from kombu import Consumer, Queue
+
+from jobs.broker import DEFAULT_QUEUE, TASK, make_app, queue_name
+from jobs.client import Client
+from jobs.settings import Settings
+
+
+def _raw(client: Client) -> dict[str, list[bytes]]:
+    """Every list of messages in Redis, as the bytes that are there."""
+    assert client.settings.broker_url is not None
+    with redis.Redis.from_url(client.settings.broker_url) as connection:
+        keys = [key for key in connection.scan_iter() if connection.type(key) == b"list"]
+        return {key.decode(): connection.lrange(key, 0, -1) for key in keys}
+
+
+def _shard(message: bytes) -> list[str]:
+    body = json.loads(base64.b64decode(json.loads(message)["body"]))
+    shard: list[str] = body[0][0]
+    return shard
+
+
+def _consume(client: Client, queue: str) -> list[list[str]]:
+    """Shards in the order in which a worker's consumer gets them, one at a time."""
+    shards: list[list[str]] = []
+
+    def receive(body: Any, message: Any) -> None:
+        shards.append(body[0][0])
+        message.ack()
+
+    with client.broker.connection() as connection:
+        channel = connection.channel()
+        channel.basic_qos(0, 1, False)
+        with Consumer(channel, [Queue(queue, channel=channel)], callbacks=[receive], accept=["json"]):
+            while client.broker.queue_length(None):
+                connection.drain_events(timeout=10)
+    return shards
+
+
+def test_a_message_is_json_and_holds_job_ids_only(sqlite_client: Client) -> None:
+    job_id = sqlite_client.enqueue("a secret prompt", metadata={"secret": "metadata"}, stop=["secret stop"])
+    ((message,),) = _raw(sqlite_client).values()
+    envelope = json.loads(message)
+    assert envelope["content-type"] == "application/json"
+    assert envelope["headers"]["task"] == TASK
+    arguments, keywords, embedded = json.loads(base64.b64decode(envelope["body"]))
+    assert (arguments, keywords) == ([[job_id]], {})
+    assert set(embedded.values()) == {None}
+    assert b"secret" not in message + base64.b64decode(envelope["body"])
+    assert "secret" not in envelope["headers"]["argsrepr"]
+
+
+def test_nothing_but_json_is_accepted() -> None:
+    app = make_app("redis://localhost")
+    assert app.conf.accept_content == ["json"]
+    assert app.conf.task_serializer == "json"
+    assert app.conf.result_backend is None
+
+
+def test_a_shard_is_of_one_from_enqueue_and_of_64_from_enqueue_many(sqlite_client: Client) -> None:
+    single = sqlite_client.enqueue("prompt")
+    many = list(sqlite_client.enqueue_many(["prompt"] * 150))
+    (messages,) = _raw(sqlite_client).values()
+    assert [_shard(message) for message in reversed(messages)] == [
+        [single],
+        many[:64],
+        many[64:128],
+        many[128:],
+    ]
+
+
+def test_the_size_of_shards_is_a_setting(sqlite_settings: Settings) -> None:
+    with Client(sqlite_settings.model_copy(update={"shard_size": 2})) as client:
+        client.enqueue_many(["prompt"] * 5)
+        (messages,) = _raw(client).values()
+        assert sorted(len(_shard(message)) for message in messages) == [1, 2, 2]
+
+
+def test_jobs_for_a_model_have_a_queue_of_their_own(sqlite_client: Client) -> None:
+    items = [{"prompt": "any"}, {"prompt": "one", "model": "one"}, {"prompt": "two", "model": "two"}]
+    ids = list(sqlite_client.enqueue_many(items))
+    assert (queue_name(None), queue_name("one")) == (DEFAULT_QUEUE, "nightmill.one")
+    assert [sqlite_client.broker.queue_length(model) for model in (None, "one", "two", "none")] == [
+        1,
+        1,
+        1,
+        0,
+    ]
+    found = {
+        key.split("\x06")[0]: [_shard(message) for message in raw] for key, raw in _raw(sqlite_client).items()
+    }
+    assert found == {"nightmill": [[ids[0]]], "nightmill.one": [[ids[1]]], "nightmill.two": [[ids[2]]]}
+
+
+def test_the_most_urgent_is_popped_first_and_equals_in_order(sqlite_client: Client) -> None:
+    enqueue = sqlite_client.enqueue
+    order = (5, 0, 9, 4, 8, 1, 7, 3, 6, 2)
+    expected = [(-one, [enqueue("prompt", priority=one)]) for one in order for _ in range(2)]
+    assert sqlite_client.broker.queue_length(None) == 20
+    assert _consume(sqlite_client, DEFAULT_QUEUE) == [shard for _, shard in sorted(expected)]
+
+
+def test_the_queue_can_be_asked_for_while_it_is_empty(sqlite_client: Client) -> None:
+    assert sqlite_client.broker.queue_length(None) == 0
+    sqlite_client.broker.ping()
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_closed_broker_opens_again(sqlite_client: Client, times: int) -> None:
+    for _ in range(times):
+        sqlite_client.broker.close()
+    sqlite_client.enqueue("prompt")
+    assert sqlite_client.broker.queue_length(None) == 1

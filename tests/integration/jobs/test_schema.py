@@ -1,0 +1,212 @@
+"""Migrations lead to exactly the declared schema, may be run at any time, and refuse the unknown."""
+
+import multiprocessing
+import sqlite3
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from alembic import command
+from alembic.autogenerate import compare_metadata
+from alembic.config import Config
+from alembic.migration import MigrationContext
+from alembic.script import ScriptDirectory
+from sqlalchemy import inspect, text
+
+from jobs.client import Client
+from jobs.database import Database, migrations_dir
+from jobs.errors import DatabaseError, SchemaError
+from jobs.settings import Settings
+from jobs.tables import SCHEMA_REVISION, Base
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def empty_database(request: pytest.FixtureRequest, directory: Path) -> Iterator[Database]:
+    """A configured database without tables."""
+    if request.param == "sqlite":
+        url = f"sqlite:///{directory}/empty.db"
+    else:
+        url = request.getfixturevalue("empty_postgres_url")
+    database = Database(Settings(database_url=url, data_dir=directory))
+    yield database
+    database.close()
+
+
+def _alembic() -> Config:
+    config = Config()
+    config.set_main_option("script_location", str(migrations_dir()))
+    return config
+
+
+def _differences(database: Database) -> list[object]:
+    """What Alembic would change; types and server defaults included."""
+    with database.engine.connect() as connection:
+        context = MigrationContext.configure(
+            connection, opts={"compare_type": True, "compare_server_default": True}
+        )
+        return list(compare_metadata(context, Base.metadata))
+
+
+def _indexes(database: Database) -> dict[str, str]:
+    """Every index as the database writes it down: with its condition, which Alembic does not compare."""
+    query = (
+        "SELECT name, sql FROM sqlite_master WHERE type = 'index' AND sql IS NOT NULL"
+        if database.is_sqlite
+        else "SELECT indexname, indexdef FROM pg_indexes WHERE schemaname = 'public'"
+    )
+    with database.engine.connect() as connection:
+        found = dict(tuple(row) for row in connection.execute(text(query)))
+    return {name: definition for name, definition in found.items() if not name.startswith("alembic")}
+
+
+def test_migrated_schema_is_the_declared_schema(empty_database: Database) -> None:
+    empty_database.migrate()
+    assert _differences(empty_database) == []
+    migrated = _indexes(empty_database)
+    assert {name.split("_")[0] for name in migrated} >= {"ix", "uq"}
+    with empty_database.engine.begin() as connection:
+        Base.metadata.drop_all(connection)
+        Base.metadata.create_all(connection)
+    assert _indexes(empty_database) == migrated
+
+
+def test_downgrade_to_nothing_and_back_leads_to_the_same_schema(empty_database: Database) -> None:
+    empty_database.migrate()
+    config = _alembic()
+    with empty_database.engine.begin() as connection:
+        config.attributes["connection"] = connection
+        command.downgrade(config, "base")
+    assert set(inspect(empty_database.engine).get_table_names()) == {"alembic_version"}
+    assert empty_database.revision() is None
+    empty_database.migrate()
+    assert _differences(empty_database) == []
+
+
+def test_the_revision_that_the_code_wants_is_the_last_one() -> None:
+    assert ScriptDirectory.from_config(_alembic()).get_heads() == [SCHEMA_REVISION]
+
+
+def test_migrating_twice_changes_nothing(empty_database: Database) -> None:
+    empty_database.migrate()
+    with empty_database.write() as connection:
+        connection.execute(
+            text("INSERT INTO batches (name, metadata, created_at) VALUES ('b', '{}', '2026-01-01')")
+        )
+    empty_database.migrate()
+    with empty_database.read() as connection:
+        assert connection.execute(text("SELECT name FROM batches")).scalars().all() == ["b"]
+    assert empty_database.revision() == SCHEMA_REVISION
+
+
+def test_a_configured_database_without_tables_says_how_to_make_them(empty_database: Database) -> None:
+    with pytest.raises(SchemaError) as caught, empty_database.read():
+        pass
+    where = empty_database.settings.safe_database_url
+    assert str(caught.value) == f"the database at {where} has no Nightmill tables: run `nightmill migrate`"
+
+
+def test_a_database_of_another_version_is_refused_by_programs(empty_database: Database) -> None:
+    empty_database.migrate()
+    _set_revision(empty_database, "9999")
+    with pytest.raises(SchemaError) as caught, empty_database.write():
+        pass
+    assert "has schema 9999, this version of Nightmill needs 0001: run `nightmill migrate`" in str(
+        caught.value
+    )
+
+
+def test_a_database_of_a_newer_version_is_not_migrated(empty_database: Database) -> None:
+    empty_database.migrate()
+    _set_revision(empty_database, "9999")
+    with pytest.raises(
+        SchemaError, match="cannot be migrated: Can't locate revision identified by '9999'"
+    ) as caught:
+        empty_database.migrate()
+    assert "newer version of Nightmill" in str(caught.value)
+    assert empty_database.revision() == "9999"
+
+
+def test_an_embedded_database_of_a_newer_version_is_refused(directory: Path, sqlite_template: Path) -> None:
+    (directory / "nightmill.db").write_bytes(sqlite_template.read_bytes())
+    with sqlite3.connect(directory / "nightmill.db") as connection:
+        connection.execute("UPDATE alembic_version SET version_num = '9999'")
+    connection.close()
+    database = Database(Settings(data_dir=directory))
+    with pytest.raises(SchemaError, match="newer version of Nightmill"), database.read():
+        pass
+    database.close()
+
+
+def test_a_table_that_vanished_is_a_schema_error(empty_database: Database) -> None:
+    empty_database.migrate()
+    with empty_database.write() as connection:
+        connection.execute(text("DROP TABLE jobs"))
+    missing = pytest.raises(SchemaError, match=r"lacks a table \(.*jobs.*\): run `nightmill migrate`")
+    with missing, empty_database.read() as connection:
+        connection.execute(text("SELECT * FROM jobs"))
+
+
+def test_a_statement_that_is_refused_is_named_so(empty_database: Database) -> None:
+    empty_database.migrate()
+    statement = text("INSERT INTO batches (name, metadata) VALUES ('b', '{}')")  # without created_at
+    with (
+        pytest.raises(DatabaseError, match=r"refused a statement: .*created_at"),
+        empty_database.write() as connection,
+    ):
+        connection.execute(statement)
+
+
+def _use_first(settings: Settings, barrier: object, said: object) -> None:
+    try:
+        with Client(settings) as client:
+            barrier.wait(60)  # type: ignore[attr-defined]
+            if not settings.embedded_database:
+                client.database.migrate()
+            said.put(client.enqueue("prompt"))  # type: ignore[attr-defined]
+    except BaseException as error:
+        said.put(repr(error))  # type: ignore[attr-defined]
+        raise
+
+
+@pytest.mark.parametrize("kind", ["embedded", "postgresql"])
+def test_processes_that_use_a_new_database_at_once_all_succeed(
+    kind: str, request: pytest.FixtureRequest, directory: Path, broker_url: str
+) -> None:
+    url = None if kind == "embedded" else request.getfixturevalue("empty_postgres_url")
+    settings = Settings(data_dir=directory / "new" / "data", database_url=url, broker_url=broker_url)
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["jobs.client", "alembic.command"])
+    count = 4
+    barrier, said = context.Barrier(count), context.Queue()
+    processes = [context.Process(target=_use_first, args=(settings, barrier, said)) for _ in range(count)]
+    for process in processes:
+        process.start()
+    ids = [said.get(timeout=60) for _ in processes]
+    for process in processes:
+        process.join(30)
+    assert [process.exitcode for process in processes] == [0] * count, ids
+    with Client(settings) as client:
+        assert [job.id for job in client.list_jobs()] == sorted(ids, reverse=True)
+
+
+def test_an_embedded_database_is_private_and_keeps_a_write_ahead_log(
+    directory: Path, broker_url: str
+) -> None:
+    settings = Settings(data_dir=directory / "data", broker_url=broker_url)
+    with Client(settings) as client, client.database.write() as connection:
+        assert connection.execute(text("PRAGMA journal_mode")).scalar_one() == "wal"
+        assert connection.execute(text("PRAGMA foreign_keys")).scalar_one() == 1
+    assert (directory / "data").stat().st_mode & 0o777 == 0o700
+
+
+def test_an_in_memory_sqlite_is_refused() -> None:
+    with pytest.raises(
+        DatabaseError, match="in-memory SQLite, which other processes cannot see: name a file"
+    ):
+        Database(Settings(database_url="sqlite://"))
+
+
+def _set_revision(database: Database, revision: str) -> None:
+    with database.engine.begin() as connection:
+        connection.execute(text("UPDATE alembic_version SET version_num = :revision"), {"revision": revision})
+    database._schema_revision = None

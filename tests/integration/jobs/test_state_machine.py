@@ -1,0 +1,461 @@
+"""Every transition of a job, by a property-based test: a model in Python against the SQL of Store and Claims.
+
+Hypothesis plays a client, two workers (which fall silent, come back as zombies, and get messages twice) and
+time. After each step the tables must say what the model says, and must not have broken a rule that is written
+down apart from the model.
+"""
+
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import HealthCheck, Phase
+from hypothesis import settings as hypothesis_settings
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    rule,
+    run_state_machine_as_test,
+)
+from sqlalchemy import delete, select
+
+from jobs.claims import Claims, Outcome
+from jobs.contract import GenerationParams, JobState, StopReason
+from jobs.database import Database
+from jobs.errors import InvalidTransitionError
+from jobs.ids import IdSource
+from jobs.requests import Options, build_row
+from jobs.settings import Settings
+from jobs.store import JOBS, Store
+from jobs.sweep import Sweep
+from jobs.tables import BatchRow, JobRow, WorkerRow
+from tests.servers import Clock
+
+QUEUED, RUNNING = JobState.QUEUED, JobState.RUNNING
+SUCCEEDED, FAILED, CANCELLED = JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED
+STALE_AFTER = timedelta(seconds=30)
+WORKERS = 2
+MOST_JOBS = 4  # few, so that much happens to each
+
+ALLOWED = {
+    (QUEUED, RUNNING),  # claim
+    (QUEUED, CANCELLED),  # cancel
+    (QUEUED, FAILED),  # expire
+    (RUNNING, SUCCEEDED),  # finish
+    (RUNNING, FAILED),  # finish, or the last attempt died
+    (RUNNING, CANCELLED),  # finish, or handed back with a cancellation pending
+    (RUNNING, QUEUED),  # hand back, give up, rescue
+}
+RETRY = {(FAILED, QUEUED), (CANCELLED, QUEUED)}
+
+
+@dataclass
+class Expected:
+    """What the model knows of a job."""
+
+    max_attempts: int
+    priority: int
+    deadline: datetime | None
+    scheduled: datetime | None
+    sent: bool
+    state: JobState = QUEUED
+    attempt: int = 0
+    failures: int = 0
+    worker: int | None = None
+    cancel_requested: bool = False
+    stop_reason: StopReason | None = None
+    text: str | None = None
+    errors: list[tuple[int, int]] = field(default_factory=list)  # (attempt, worker)
+
+    def end(self, reason: StopReason, text: str | None = None) -> None:
+        self.state, self.stop_reason = reason.state, reason
+        if text is not None:
+            self.text = text
+
+    def back_to_queue(self) -> None:
+        self.state, self.worker, self.sent = QUEUED, None, False
+
+    def attempt_died(self) -> None:
+        assert self.worker is not None
+        self.failures += 1
+        self.errors.append((self.attempt, self.worker))
+        if self.cancel_requested:
+            self.end(StopReason.CANCELLED)
+        elif self.failures < self.max_attempts:
+            self.back_to_queue()
+        else:
+            self.end(StopReason.ERROR)
+
+
+@dataclass(frozen=True)
+class Held:
+    """A claim that a worker made once, and may still believe in."""
+
+    worker: int
+    job: str
+    attempt: int
+
+
+deadlines = st.sampled_from([None] * 4 + [timedelta(seconds=1), timedelta(seconds=40)])
+job_options = st.builds(
+    Options,
+    priority=st.sampled_from([2, 5]),
+    max_attempts=st.integers(1, 3),
+    deadline=deadlines,
+    scheduled_at=deadlines,
+)
+
+
+workers = st.integers(0, WORKERS - 1)
+numbers = st.integers(0, 7)  # of a job or a claim, as far as there are so many
+endings = st.tuples(numbers, st.sampled_from(StopReason), st.sampled_from(["", "text\x00", "ünï"]))
+
+
+def happens(name: str, *arguments: st.SearchStrategy[Any]) -> st.SearchStrategy[tuple[Any, ...]]:
+    """A call of the machine's method `name`."""
+    return st.tuples(st.just(name), *arguments)
+
+
+# One rule that chooses among these, since Hypothesis switches rules off for whole histories to vary them, and
+# what is to be found here needs nearly all of them.
+EVENTS = st.one_of(
+    happens("enqueue", job_options),
+    happens("cancel", numbers),
+    happens("retry", numbers, deadlines),
+    happens("claim", workers, st.sets(numbers, min_size=1)),
+    happens("claim_everything", workers),
+    happens("claim_everything", workers),
+    happens("finish", st.lists(endings, min_size=1, max_size=3)),
+    happens("hand_back", numbers),
+    happens("give_up", numbers),
+    happens("zombies_write", workers),
+    happens("beat", workers),
+    happens("time_passes", st.sampled_from([1, 39, 40])),
+    happens("rescue", workers),
+    happens("expire"),
+    happens("sweep"),
+    happens("leave_queued", numbers),
+)
+
+
+class Jobs(RuleBasedStateMachine):
+    """What may happen, each a method; and what must hold after it."""
+
+    def __init__(self, database: Database, clock: Clock) -> None:
+        super().__init__()
+        self.database, self.clock = database, clock
+        self.store = Store(database)
+        self.ids = IdSource()
+        self.model: dict[str, Expected] = {}
+        self.before: dict[str, Any] = {}
+        self.retried: str | None = None
+        self.claimed: list[Held] = []
+
+    @initialize(options=st.lists(job_options, min_size=2, max_size=MOST_JOBS))
+    def begin(self, options: list[Options]) -> None:
+        """Empty tables, live workers, and a few jobs: few, so that much happens to each."""
+        with self.database.write() as connection:
+            for table in (JobRow, BatchRow, WorkerRow):
+                connection.execute(delete(table))
+        self.claims = [Claims(self.database, f"{n:032x}") for n in range(WORKERS)]
+        self.alive = [True] * WORKERS
+        self.beaten = [self.clock()] * WORKERS
+        for claims in self.claims:
+            claims.register("host", 1, "model", None)
+        for one in options:
+            self.enqueue(one)
+
+    @rule(event=EVENTS)
+    def something_happens(self, event: tuple[Any, ...]) -> None:
+        name, *arguments = event
+        getattr(self, name)(*arguments)
+
+    # -- the client ------------------------------------------------------------------------------
+
+    def enqueue(self, options: Options) -> None:
+        if len(self.model) == MOST_JOBS:
+            return
+        job_id = self.ids.draw()
+        row = build_row(job_id, "prompt", GenerationParams(), options, self.clock(), 3)
+        with self.database.write() as connection:
+            assert self.store.insert([row], connection) == {}
+        self.model[job_id] = Expected(
+            max_attempts=row["max_attempts"],
+            priority=row["priority"],
+            deadline=row["deadline_at"],
+            scheduled=row["scheduled_at"],
+            sent=row["scheduled_at"] is None,
+        )
+
+    def cancel(self, number: int) -> None:
+        job = self._job(number)
+        expected = self.model[job]
+        if expected.state in (SUCCEEDED, FAILED):
+            with pytest.raises(InvalidTransitionError):
+                self.store.cancel(job)
+            return
+        expected.cancel_requested |= expected.state in (QUEUED, RUNNING)
+        if expected.state is QUEUED:
+            expected.end(StopReason.CANCELLED)
+        assert self.store.cancel(job) is expected.state
+
+    def retry(self, number: int, deadline: timedelta | None) -> None:
+        job = self._job(number)
+        expected = self.model[job]
+        moment = None if deadline is None else self.clock() + deadline
+        if expected.state not in (FAILED, CANCELLED):
+            with pytest.raises(InvalidTransitionError):
+                self.store.retry(job, moment)
+            return
+        self.store.retry(job, moment)
+        self.retried = job
+        expected.state, expected.worker, expected.sent = QUEUED, None, True
+        expected.failures, expected.cancel_requested = 0, False
+        expected.stop_reason = expected.text = expected.scheduled = None
+        expected.deadline = moment
+
+    # -- the workers -----------------------------------------------------------------------------
+
+    def claim(self, worker: int, numbers: set[int]) -> None:
+        """A shard arrives: for the first time, again, or at a worker that was given up for dead."""
+        self._claim(worker, [job for number, job in enumerate(self.model) if number in numbers])
+
+    def claim_everything(self, worker: int) -> None:
+        self._claim(worker, list(reversed(self.model)))
+
+    def _claim(self, worker: int, shard: list[str]) -> None:
+        due = [job for job in shard if self._claimable(self.model[job])]
+        claimed = self.claims[worker].claim(shard)
+        assert [claim.job_id for claim in claimed] == due
+        for claim in claimed:
+            expected = self.model[claim.job_id]
+            expected.state, expected.worker = RUNNING, worker
+            expected.attempt += 1
+            assert claim.attempt == expected.attempt
+        assert self.claims[worker].claim(shard) == []  # delivered again
+        self.claimed += [Held(worker, claim.job_id, claim.attempt) for claim in claimed]
+
+    def finish(self, endings: list[tuple[int, StopReason, str]]) -> None:
+        """Outcomes are written together; by a zombie, or for the second time, they change nothing."""
+        group = [(claim, reason, text) for n, reason, text in endings if (claim := self._claimed(n))]
+        one_each = {one[0].job: one for one in group if one[0].worker == group[0][0].worker}
+        expected = self._finish_expected(list(one_each.values()))
+        assert self._finish(list(one_each.values())) == expected
+
+    def zombies_write(self, worker: int) -> None:
+        """All that a worker ever claimed and lost is written, handed back and given up: nothing changes."""
+        late = [claim for claim in self.claimed if claim.worker == worker and not self._ours(claim)]
+        assert self._finish([(claim, StopReason.EOS, "late") for claim in late]) == 0
+        assert self._finish([(claim, StopReason.ERROR, "late") for claim in late]) == 0
+        pairs = [(claim.job, claim.attempt) for claim in late]
+        assert self.claims[worker].hand_back(pairs) == []
+        self.claims[worker].give_up(pairs, "late")
+
+    def hand_back(self, number: int) -> None:
+        claim = self._claimed(number)
+        if claim is None:
+            return
+        expected, ours = self.model[claim.job], self._ours(claim)
+        queued_again = ours and not expected.cancel_requested
+        returned = self.claims[claim.worker].hand_back([(claim.job, claim.attempt)])
+        assert returned == ([claim.job] if queued_again else [])
+        if queued_again:
+            expected.back_to_queue()
+        elif ours:
+            expected.end(StopReason.CANCELLED)
+
+    def give_up(self, number: int) -> None:
+        claim = self._claimed(number)
+        if claim is None:
+            return
+        ours = self._ours(claim)
+        self.claims[claim.worker].give_up([(claim.job, claim.attempt)], "the engine failed")
+        if ours:
+            self.model[claim.job].attempt_died()
+
+    def beat(self, worker: int) -> None:
+        assert self.claims[worker].beat("ready") is self.alive[worker]
+        self.alive[worker], self.beaten[worker] = True, self.clock()
+
+    # -- time, and what any worker does for all --------------------------------------------------
+
+    def time_passes(self, seconds: int) -> None:
+        self.clock.advance(seconds)
+
+    def rescue(self, worker: int) -> None:
+        """Jobs of silent workers are charged with a failure, and queued again or parked."""
+        owners = {expected.worker for expected in self.model.values() if expected.state is RUNNING}
+        queued = []
+        for silent in range(WORKERS):
+            stale = self.beaten[silent] < self.clock() - STALE_AFTER
+            if not stale or not (self.alive[silent] or silent in owners):
+                continue
+            self.alive[silent] = False
+            for job, expected in self.model.items():
+                if expected.state is RUNNING and expected.worker == silent:
+                    expected.attempt_died()
+                    if expected.state is QUEUED:
+                        queued.append(job)
+        assert sorted(Sweep(self.claims[worker].database).rescue(STALE_AFTER)) == sorted(queued)
+
+    def expire(self) -> None:
+        late = [
+            expected
+            for expected in self.model.values()
+            if expected.state is QUEUED and expected.deadline and expected.deadline <= self.clock()
+        ]
+        assert Sweep(self.claims[0].database).expire() == len(late)
+        for expected in late:
+            expected.end(StopReason.DEADLINE)
+
+    def leave_queued(self, number: int) -> None:
+        """A shard that a draining worker would not begin."""
+        job = self._job(number)
+        self.claims[0].leave_queued([job])
+        if self.model[job].state is QUEUED:
+            self.model[job].sent = False
+
+    def sweep(self) -> None:
+        """Each queued, due job that no message announces is announced once."""
+        due = {
+            job: expected
+            for job, expected in self.model.items()
+            if expected.state is QUEUED
+            and not expected.sent
+            and (expected.scheduled is None or expected.scheduled <= self.clock())
+        }
+        announced = Sweep(self.claims[0].database).unsent(limit=1000)
+        assert sorted(job for one in announced for job in one.job_ids) == sorted(due)
+        for one in announced:
+            assert {due[job].priority for job in one.job_ids} == {one.priority}
+        for expected in due.values():
+            expected.sent = True
+
+    # -- what must hold --------------------------------------------------------------------------
+
+    @invariant()
+    def all_is_as_it_should_be(self) -> None:
+        now = self._rows()
+        self._tables_say_what_the_model_says(now)
+        self._rules_of_a_jobs_life_are_kept(now)
+
+    def _tables_say_what_the_model_says(self, now: dict[str, Any]) -> None:
+        assert now.keys() == self.model.keys()
+        for job, row in now.items():
+            expected = self.model[job]
+            worker = None if row.worker is None else int(row.worker, 16)
+            assert (row.state, row.attempt, row.failures) == (
+                expected.state,
+                expected.attempt,
+                expected.failures,
+            )
+            assert worker == expected.worker
+            assert (row.cancel_requested_at is not None) is expected.cancel_requested
+            assert row.stop_reason == expected.stop_reason
+            assert row.text == (None if expected.text is None else expected.text.replace("\x00", "\ufffd"))
+            assert (row.sent_at is not None) is expected.sent
+            assert [(e["attempt"], int(e["worker"], 16)) for e in row.errors or []] == expected.errors
+
+    def _rules_of_a_jobs_life_are_kept(self, now: dict[str, Any]) -> None:
+        for job, row in now.items():
+            state = JobState(row.state)
+            was = self.before.get(job)
+            assert (row.finished_at is not None) is state.final
+            assert (row.stop_reason is not None) is state.final
+            assert state is not QUEUED or (row.worker is None and row.started_at is None)
+            assert state is not RUNNING or (row.worker is not None and row.started_at is not None)
+            assert state is not FAILED or row.error
+            assert row.failures <= row.max_attempts
+            assert len(row.errors or []) >= row.failures
+            if was is None:
+                assert state is QUEUED
+                continue
+            assert row.attempt - was.attempt in (0, 1)
+            assert (row.errors or [])[: len(was.errors or [])] == (was.errors or [])  # history only grows
+            assert (row.seed, row.prompt, row.created_at) == (was.seed, was.prompt, was.created_at)
+            if job == self.retried:
+                assert (JobState(was.state), state) in RETRY
+            elif JobState(was.state).final:
+                assert row == was
+            elif was.state != row.state:
+                assert (JobState(was.state), state) in ALLOWED
+        self.before, self.retried = now, None
+
+    def teardown(self) -> None:
+        """Whatever happened: once everybody is silent for long, no job is left with an owner."""
+        if not hasattr(self, "claims"):
+            return
+        self.clock.advance(STALE_AFTER.total_seconds() + 1)
+        Sweep(self.database).rescue(STALE_AFTER)
+        assert [job for job, row in self._rows().items() if row.state == RUNNING] == []
+
+    # -- helpers ---------------------------------------------------------------------------------
+
+    def _job(self, number: int) -> str:
+        return list(self.model)[number % len(self.model)]
+
+    def _claimed(self, number: int) -> Held | None:
+        """A claim that was made, the latest first; None where there was none."""
+        return self.claimed[-1 - number % len(self.claimed)] if self.claimed else None
+
+    def _rows(self) -> dict[str, Any]:
+        with self.database.read() as connection:
+            return {row.id: row for row in connection.execute(select(JOBS).order_by(JobRow.id))}
+
+    def _claimable(self, expected: Expected) -> bool:
+        return (
+            expected.state is QUEUED
+            and (expected.scheduled is None or expected.scheduled <= self.clock())
+            and (expected.deadline is None or expected.deadline > self.clock())
+        )
+
+    def _ours(self, claim: Held) -> bool:
+        expected = self.model[claim.job]
+        return expected.state is RUNNING and (expected.attempt, expected.worker) == (
+            claim.attempt,
+            claim.worker,
+        )
+
+    def _finish(self, group: list[tuple[Held, StopReason, str]]) -> int:
+        if not group:
+            return 0
+        outcomes = [
+            Outcome(
+                claim.job, claim.attempt, reason, text, 3, 4, "broke" if reason is StopReason.ERROR else None
+            )
+            for claim, reason, text in group
+        ]
+        return self.claims[group[0][0].worker].finish(outcomes)
+
+    def _finish_expected(self, group: list[tuple[Held, StopReason, str]]) -> int:
+        written = 0
+        for claim, reason, text in group:
+            expected = self.model[claim.job]
+            if not self._ours(claim):
+                continue
+            written += 1
+            expected.end(reason, text)
+            if reason is StopReason.ERROR:
+                expected.errors.append((claim.attempt, claim.worker))
+        return written
+
+
+def test_every_history_keeps_the_rules(server_settings: Settings) -> None:
+    clock = Clock(datetime(2026, 1, 1, tzinfo=UTC))
+    database = Database(server_settings, clock)
+    try:
+        run_state_machine_as_test(
+            lambda: Jobs(database, clock),  # type: ignore[arg-type]
+            settings=hypothesis_settings(
+                max_examples=60,
+                stateful_step_count=50,
+                deadline=None,
+                suppress_health_check=list(HealthCheck),
+                phases=[Phase.generate, Phase.shrink],
+            ),
+        )
+    finally:
+        database.close()

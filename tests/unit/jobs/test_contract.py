@@ -1,0 +1,214 @@
+"""The words of the contract, and what may be said about a job: bad values fail with their field's name."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import FrozenInstanceError
+from datetime import UTC, datetime, timedelta
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jobs.client import split_settings
+from jobs.contract import FINAL_STATES, MAX_SEED, GenerationParams, JobState, StopReason, unstorable
+from jobs.errors import InvalidParameterError, InvalidPromptError, InvalidRequestError
+from jobs.requests import Options, build_row, check_prompt
+
+NOW = datetime(2026, 1, 1, tzinfo=UTC)
+NUL, SURROGATE = "a\x00b", "ab\ud800"
+NUL_SAID = "contains a NUL character at position 1, which SQL text cannot hold"
+SURROGATE_SAID = "contains a lone surrogate (U+D800) at position 2: it is not valid Unicode"
+
+
+def test_three_states_are_final_and_every_stop_reason_leads_to_one() -> None:
+    assert {"succeeded", "failed", "cancelled"} == FINAL_STATES
+    assert [state.final for state in JobState] == [False, False, True, True, True]
+    assert {str(reason): str(reason.state) for reason in StopReason} == {
+        "eos": "succeeded",
+        "stop_sequence": "succeeded",
+        "length": "succeeded",
+        "context_full": "succeeded",
+        "cancelled": "cancelled",
+        "deadline": "failed",
+        "error": "failed",
+    }
+
+
+def test_the_defaults_of_generation_are_those_of_the_contract() -> None:
+    assert GenerationParams().model_dump() == {
+        "max_tokens": 256,
+        "temperature": 1.0,
+        "top_k": 0,
+        "top_p": 1.0,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+        "seed": None,
+        "stop": (),
+        "ignore_eos": False,
+    }
+
+
+@pytest.mark.parametrize(
+    ("settings", "field", "message"),
+    [
+        ({"max_tokens": -1}, "max_tokens", "Input should be greater than or equal to 1 (got -1)"),
+        ({"max_tokens": 0}, "max_tokens", "Input should be greater than or equal to 1 (got 0)"),
+        ({"max_tokens": 1_000_001}, "max_tokens", "Input should be less than or equal to 1000000"),
+        ({"max_tokens": True}, "max_tokens", "Input should be a valid integer (got True)"),
+        ({"max_tokens": 1.5}, "max_tokens", "Input should be a valid integer"),
+        ({"max_tokens": "12"}, "max_tokens", "Input should be a valid integer (got '12')"),
+        ({"max_tokens": None}, "max_tokens", "Input should be a valid integer (got None)"),
+        ({"temperature": math.nan}, "temperature", "Input should be a finite number (got nan)"),
+        ({"temperature": math.inf}, "temperature", "Input should be a finite number (got inf)"),
+        ({"temperature": -0.1}, "temperature", "Input should be greater than or equal to 0 (got -0.1)"),
+        ({"temperature": True}, "temperature", "Input should be a valid number (got True)"),
+        ({"temperature": "hot"}, "temperature", "Input should be a valid number (got 'hot')"),
+        ({"top_k": -1}, "top_k", "Input should be greater than or equal to 0"),
+        ({"top_k": False}, "top_k", "Input should be a valid integer"),
+        ({"top_p": 0.0}, "top_p", "Input should be greater than 0"),
+        ({"top_p": 1.01}, "top_p", "Input should be less than or equal to 1"),
+        ({"min_p": 2.0}, "min_p", "Input should be less than or equal to 1"),
+        ({"repetition_penalty": 0}, "repetition_penalty", "Input should be greater than 0"),
+        ({"seed": -1}, "seed", "Input should be greater than or equal to 0"),
+        ({"seed": MAX_SEED + 1}, "seed", f"Input should be less than or equal to {MAX_SEED}"),
+        ({"seed": True}, "seed", "Input should be a valid integer"),
+        ({"ignore_eos": 1}, "ignore_eos", "Input should be a valid boolean (got 1)"),
+        ({"stop": ""}, "stop", "a stop string must not be empty"),
+        ({"stop": ["x", ""]}, "stop", "a stop string must not be empty"),
+        ({"stop": NUL}, "stop", f"a stop string {NUL_SAID}"),
+        ({"stop": ["x", SURROGATE]}, "stop", f"a stop string {SURROGATE_SAID}"),
+        ({"stop": ["x"] * 17}, "stop", "Tuple should have at most 16 items"),
+        ({"stop": [3]}, "stop", "Input should be a valid string (got 3)"),
+        ({"stop": b"x"}, "stop", "Input should be a valid tuple"),
+        ({"priority": 10}, "priority", "must be a whole number from 0 to 9 (got '10')"),
+        ({"priority": -1}, "priority", "must be a whole number from 0 to 9"),
+        ({"priority": True}, "priority", "must be a whole number from 0 to 9 (got 'True')"),
+        ({"priority": 5.0}, "priority", "must be a whole number from 0 to 9"),
+        ({"max_attempts": 0}, "max_attempts", "must be a whole number from 1 to 100"),
+        ({"deadline": datetime(2026, 1, 1)}, "deadline", "must have a time zone, e.g. datetime.now(timezone"),
+        ({"scheduled_at": datetime(2026, 1, 1)}, "scheduled_at", "must have a time zone"),
+        ({"deadline": 60}, "deadline", "must be a datetime or a timedelta (got '60')"),
+        ({"deadline": timedelta.max}, "deadline", "lies beyond the calendar"),
+        ({"scheduled_at": timedelta.max}, "scheduled_at", "lies beyond the calendar"),
+        ({"model": "two words"}, "model", "must be a name of letters, digits and . _ : + / @ - (got 'two"),
+        ({"model": ""}, "model", "must be a name"),
+        ({"model": "m" * 201}, "model", "must be a name"),
+        ({"model": 3}, "model", "must be a name"),
+        ({"batch": ""}, "batch", "must be a text of 1 to 200 characters (got '')"),
+        ({"batch": "b" * 201}, "batch", "must be a text of 1 to 200 characters"),
+        ({"batch": NUL}, "batch", NUL_SAID),
+        ({"custom_id": SURROGATE}, "custom_id", SURROGATE_SAID),
+        ({"custom_id": 12}, "custom_id", "must be a text of 1 to 512 characters"),
+        ({"idempotency_key": "k" * 256}, "idempotency_key", "must be a text of 1 to 255 characters"),
+        ({"idempotency_key": NUL}, "idempotency_key", NUL_SAID),
+        ({"metadata": [1]}, "metadata", "must be a mapping that JSON can hold"),
+        ({"metadata": {"a": math.nan}}, "metadata", "is not JSON: Out of range float values"),
+        ({"metadata": {"a": {1, 2}}}, "metadata", "is not JSON: Object of type set is not JSON"),
+        ({"metadata": {"a": NUL}}, "metadata", "contains a NUL character"),
+        ({"metadata": {"a": [{NUL: 1}]}}, "metadata", "contains a NUL character"),
+        ({"metadata": {"a": SURROGATE}}, "metadata", "contains a lone surrogate (U+D800)"),
+        ({"temprature": 1.0}, "temprature", "unknown parameter; did you mean temperature?"),
+        ({"max_token": 1}, "max_token", "unknown parameter; did you mean max_tokens?"),
+        ({"xyzzy": 1}, "xyzzy", "unknown parameter; known are batch, custom_id, deadline, "),
+    ],
+)
+def test_a_bad_value_fails_with_the_name_of_its_field(
+    settings: Mapping[str, Any], field: str, message: str
+) -> None:
+    with pytest.raises(InvalidParameterError) as caught:
+        params, options = split_settings(settings)
+        build_row("0" * 32, "prompt", params, options, NOW, 3)
+    assert caught.value.field == field
+    assert str(caught.value).startswith(f"{field}: {message}")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "field", "message"),
+    [
+        ("", "prompt", "is empty"),
+        (NUL, "prompt", NUL_SAID),
+        (SURROGATE, "prompt", f"{SURROGATE_SAID}; decode the input properly before enqueueing"),
+        (b"bytes", "prompt", "must be a text or a list of messages, not bytes"),
+        (None, "prompt", "must be a text or a list of messages, not NoneType"),
+        (7, "prompt", "must be a text or a list of messages, not int"),
+        ({"role": "user", "content": "x"}, "prompt", "must be a text or a list of messages, not dict"),
+        ([], "messages", "the list is empty"),
+        (["hello"], "messages[0]", "Input should be a valid dictionary"),
+        ([{"role": "user"}], "messages[0].content", "Field required"),
+        ([{"content": "x"}], "messages[0].role", "Field required"),
+        ([{"role": "robot", "content": "x"}], "messages[0].role", "Input should be 'system', 'user', "),
+        ([{"role": "user", "content": None}], "messages[0].content", "Input should be a valid string"),
+        ([{"role": "user", "content": [{"type": "text"}]}], "messages[0].content", "Input should be a valid"),
+        ([{"role": "user", "content": "x", "name": "y"}], "messages[0].name", "is not supported"),
+        (
+            [{"role": "user", "content": "x"}, {"role": "assistant", "content": "", "tool_calls": []}],
+            "messages[1].tool_calls",
+            "is not supported",
+        ),
+        ([{"role": "user", "content": NUL}], "messages[0].content", NUL_SAID),
+        ([{"role": "user", "content": SURROGATE}], "messages[0].content", SURROGATE_SAID),
+    ],
+)
+def test_a_bad_prompt_fails_with_its_place(prompt: Any, field: str, message: str) -> None:
+    with pytest.raises(InvalidPromptError) as caught:
+        check_prompt(prompt)
+    assert caught.value.field == field
+    assert str(caught.value).startswith(f"{field}: {message}")
+    assert "\n" not in str(caught.value)
+    assert isinstance(caught.value, ValueError)
+
+
+def test_texts_and_chats_of_any_sequence_of_mappings_are_kept_as_they_are() -> None:
+    message = {"role": "user", "content": "grüße 👋\n\t"}
+    assert check_prompt("grüße 👋\n\t") == ("grüße 👋\n\t", None)
+    for chat in ([message], (message,), [MappingProxyType(message)], iter([message])):
+        assert check_prompt(chat) == (None, [message])  # type: ignore[arg-type]
+
+
+def test_whole_numbers_are_good_where_fractions_are_and_one_stop_string_needs_no_list() -> None:
+    params, _ = split_settings({"temperature": 0, "top_p": 1, "stop": "END"})
+    assert (params.temperature, params.top_p, params.stop) == (0.0, 1.0, ("END",))
+    assert GenerationParams.parse({"stop": ["a", "b"]}).stop == ("a", "b")
+
+
+def test_metadata_may_hold_what_only_looks_like_a_nul() -> None:
+    metadata = {"regex": "\\u0000", "text": "ünï\n", "deep": [1, None, {"x": 0.5}]}
+    assert Options(metadata=metadata).metadata == metadata
+
+
+def test_metadata_that_contains_itself_is_refused() -> None:
+    metadata: dict[str, Any] = {}
+    metadata["self"] = metadata
+    with pytest.raises(InvalidParameterError, match="metadata: is not JSON: Circular reference"):
+        Options(metadata=metadata)
+
+
+@given(st.text(st.characters(codec=None, categories=None)))
+def test_unstorable_says_so_exactly_of_nul_and_lone_surrogates(text: str) -> None:
+    bad = any(character == "\x00" or "\ud800" <= character <= "\udfff" for character in text)
+    assert (unstorable(text) is not None) is bad
+
+
+def test_a_seed_is_drawn_where_none_is_given_and_spreads_over_63_bits() -> None:
+    rows = [build_row("0" * 32, "p", GenerationParams(), Options(), NOW, 3) for _ in range(64)]
+    seeds = {row["seed"] for row in rows}
+    assert len(seeds) == 64
+    assert all(0 <= seed <= MAX_SEED for seed in seeds)
+    assert max(seeds) > 2**56  # 64 draws below it: one in 2**448
+    assert all("seed" not in row["params"] for row in rows)
+    given_seed = build_row("0" * 32, "p", GenerationParams(seed=0), Options(), NOW, 3)
+    assert given_seed["seed"] == 0
+
+
+def test_parameters_and_options_cannot_be_changed() -> None:
+    with pytest.raises(ValueError, match="frozen"):
+        GenerationParams().max_tokens = 3
+    with pytest.raises(FrozenInstanceError):
+        Options().priority = 3  # type: ignore[misc]
+
+
+def test_errors_say_their_docstring_where_they_are_given_no_words() -> None:
+    assert str(InvalidRequestError()) == "The request can never run as it stands."
