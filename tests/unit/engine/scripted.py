@@ -1,0 +1,221 @@
+"""A runner without arithmetic: the next token is a hash of the seed and of what lies in the cache.
+
+It reads a sequence back through its block table, so a wrong page, slot, position or chunk changes the text.
+"""
+
+import codecs
+from collections import deque
+from dataclasses import fields
+from hashlib import blake2b
+
+import numpy as np
+
+from jobs.contract import GenerationParams, StopReason
+from jobs.errors import RunnerError
+from worker.engine.engine import Engine
+from worker.engine.request import Completion, Request
+from worker.runners.base import FROM_SLOT, SampledTokens, StepBatch
+
+# Two bytes of "é", three of "€" and overlapping words, so that borders fall everywhere.
+PIECES = [
+    b"a",
+    b"b",
+    b"ab",
+    b"ba",
+    b" ",
+    b"\xc3",
+    b"\xa9",
+    b"\xe2",
+    b"\x82",
+    b"\xac",
+    "é".encode(),
+    b"STOP",
+    b"ST",
+    b"OP",
+    b"!",
+]
+EOS = len(PIECES) - 1
+VOCAB = len(PIECES)
+
+
+class PieceStream:
+    """Decodes PIECES."""
+
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def push(self, token_id: int) -> str:
+        return self._decoder.decode(PIECES[token_id])
+
+    def flush(self) -> str:
+        return self._decoder.decode(b"", final=True)
+
+
+def next_token(seed: int, tokens: list[int]) -> int:
+    """A pseudo-random token that depends on every token before it; EOS about one time in twenty."""
+    digest = blake2b(bytes(tokens), key=seed.to_bytes(8, "little"), digest_size=4).digest()
+    number = int.from_bytes(digest, "little")
+    return EOS if number % 20 == 0 else number // 20 % EOS
+
+
+class ScriptedRunner:
+    """Computes in `launch`; checks every batch it is given."""
+
+    def __init__(
+        self,
+        *,
+        kv_blocks: int = 64,
+        block_size: int = 4,
+        slots: int = 8,
+        depth: int = 1,
+        script: list[int] | None = None,
+    ) -> None:
+        self.kv_blocks, self.block_size, self.slots, self.depth, self.vocab = (
+            kv_blocks,
+            block_size,
+            slots,
+            depth,
+            VOCAB,
+        )
+        self.script = script  # the tokens of every answer, instead of the hash
+        self.cache = np.full(kv_blocks * block_size, -7)
+        self.last = np.zeros(slots, dtype=np.int64)
+        self.admitted: list[tuple[int, int] | None] = [None] * slots  # seed, prompt and answer length
+        self.queue: deque[tuple[SampledTokens, set[int]]] = deque()
+        self.batches: list[StepBatch] = []
+        self.fail_at: int | None = None
+
+    def launch(self, batch: StepBatch) -> None:
+        if self.fail_at is not None and len(self.batches) >= self.fail_at:
+            raise RunnerError("scripted failure")
+        assert len(self.queue) < self.depth
+        for field in fields(batch):
+            if field.name != "admissions":
+                assert getattr(batch, field.name).dtype == np.int32
+        self.batches.append(batch)
+        busy = set().union(*(slots for _, slots in self.queue)) if self.queue else set()
+        for admission in batch.admissions:
+            assert admission.slot not in busy, "a slot changed hands while a launch still used it"
+            self.admitted[admission.slot] = (admission.seed, len(admission.token_ids))
+            self.last[admission.slot] = -99
+        assert len(set(batch.slots.tolist())) == len(batch.slots)
+        starts = batch.sequence_starts
+        assert starts[0] == 0 and starts[-1] == len(batch.tokens) == len(batch.positions) == len(
+            batch.cache_rows
+        )
+        assert len(set(batch.cache_rows.tolist())) == len(batch.cache_rows), "two tokens share a cache row"
+        drawn = []
+        for s, slot in enumerate(batch.slots):
+            part = slice(starts[s], starts[s + 1])
+            tokens = batch.tokens[part].astype(np.int64)
+            assert (tokens[:-1] != FROM_SLOT).all()
+            tokens[tokens == FROM_SLOT] = self.last[slot]
+            length = batch.context_lengths[s]
+            assert batch.positions[part].tolist() == list(range(length - len(tokens), length))
+            table = batch.block_tables[s]
+            places = np.arange(length)
+            rows = table[places // self.block_size] * self.block_size + places % self.block_size
+            assert (rows >= 0).all()
+            assert batch.cache_rows[part].tolist() == rows[length - len(tokens) :].tolist()
+            self.cache[batch.cache_rows[part]] = tokens
+            if starts[s + 1] - 1 in batch.sample_rows:
+                admitted = self.admitted[slot]
+                assert admitted is not None
+                drawn.append((slot, self.draw(admitted[0], self.cache[rows].tolist())))
+        assert [slot for slot, _ in drawn] == batch.sample_slots.tolist()
+        for slot, token in drawn:
+            self.last[slot] = token
+        tokens = np.array([token for _, token in drawn], dtype=np.int32)
+        self.queue.append((SampledTokens(batch.sample_slots, tokens), set(batch.slots.tolist())))
+
+    def draw(self, seed: int, tokens: list[int]) -> int:
+        if self.script is not None:
+            return self.script[len(tokens) - seed]  # seed doubles as prompt length
+        return next_token(seed, tokens)
+
+    def collect(self) -> SampledTokens | None:
+        return self.queue.popleft()[0] if self.queue else None
+
+    def close(self) -> None:
+        pass
+
+
+class Clock:
+    """Time that stands still until told otherwise."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def make_engine(runner: ScriptedRunner, clock: Clock | None = None, **limits: int) -> Engine:
+    settings = {"context_length": 64, "max_sequences": runner.slots, "token_budget": 32} | limits
+    return Engine(
+        runner, text_stream=PieceStream, eos_ids=frozenset({EOS}), clock=clock or Clock(), **settings
+    )
+
+
+def make_request(
+    job_id: str = "j", prompt: tuple[int, ...] = (0, 1, 2), *, seed: int = 1, deadline: float | None = None,
+    priority: int = 5, attempt: int = 1, **params: object,
+) -> Request:  # fmt: skip
+    return Request(job_id, attempt, prompt, GenerationParams.parse(params), seed, deadline, priority)
+
+
+def run(engine: Engine, steps: int = 10_000) -> list[Completion]:
+    """Step until there is nothing left, auditing after each step."""
+    done: list[Completion] = []
+    for _ in range(steps):
+        if not engine.has_work:
+            return done
+        done += engine.step()
+        engine.check_integrity()
+    raise AssertionError("the engine does not come to an end")
+
+
+def text_of(tokens: list[int]) -> str:
+    return b"".join(PIECES[token] for token in tokens).decode("utf-8", errors="replace")
+
+
+def first_stop(text: str, stop: tuple[str, ...]) -> int | None:
+    """Where the first stop string begins, reading character by character."""
+    for end in range(1, len(text) + 1):
+        starts = [end - len(s) for s in stop if text[:end].endswith(s)]
+        if starts:
+            return min(starts)
+    return None
+
+
+def stable_prefix(tokens: list[int]) -> str:
+    """The text that no later token can change."""
+    return codecs.getincrementaldecoder("utf-8")(errors="replace").decode(b"".join(PIECES[t] for t in tokens))
+
+
+def expected(request: Request, context: int) -> tuple[tuple[int, ...], str, StopReason]:
+    """The answer by definition: one request, no cache, the whole text looked at anew after each token."""
+    tokens, params = list(request.prompt_ids), request.params
+    answer: list[int] = []
+    while True:
+        token = next_token(request.seed, tokens)
+        tokens.append(token)
+        answer.append(token)
+        if token == EOS and not params.ignore_eos:
+            reason, visible = StopReason.EOS, text_of(answer[:-1])
+            break
+        cut = first_stop(stable_prefix(answer), params.stop)
+        if cut is not None:
+            return tuple(answer), stable_prefix(answer)[:cut], StopReason.STOP_SEQUENCE
+        if len(answer) == params.max_tokens:
+            reason, visible = StopReason.LENGTH, text_of(answer)
+            break
+        if len(tokens) == context:
+            reason, visible = StopReason.CONTEXT_FULL, text_of(answer)
+            break
+    cut = first_stop(visible, params.stop)  # bytes that never became a character may complete one
+    return (
+        (tuple(answer), visible, reason)
+        if cut is None
+        else (tuple(answer), visible[:cut], StopReason.STOP_SEQUENCE)
+    )

@@ -1,0 +1,128 @@
+"""The engine under random use: each request completes once, with the text it would have alone."""
+
+from typing import Any
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from jobs.contract import StopReason
+from tests.unit.engine.scripted import VOCAB, Clock, ScriptedRunner, expected, make_engine, make_request
+from worker.engine.request import Completion, Request
+
+CONTEXT = 24
+EARLY = {StopReason.CANCELLED, StopReason.DEADLINE}
+
+
+class EngineMachine(RuleBasedStateMachine):
+    """Submits, cancels, steps and lets time pass; audits after every operation."""
+
+    @initialize(
+        depth=st.integers(1, 3),
+        blocks=st.integers(2, 14),
+        block_size=st.sampled_from([1, 2, 4]),
+        slots=st.integers(1, 5),
+        spare=st.sampled_from([0, 1, 3, 30]),
+    )
+    def build(self, depth: int, blocks: int, block_size: int, slots: int, spare: int) -> None:
+        self.clock = Clock()
+        runner = ScriptedRunner(kv_blocks=blocks, block_size=block_size, slots=slots, depth=depth)
+        self.context = min(CONTEXT, blocks * block_size)
+        self.engine = make_engine(runner, self.clock, context_length=CONTEXT, token_budget=slots + spare)
+        self.requests: dict[tuple[str, int], Request] = {}
+        self.attempts: dict[str, int] = {}
+        self.cancelled: set[str] = set()
+        self.done: dict[tuple[str, int], Completion] = {}
+
+    @rule(
+        job=st.integers(0, 9),
+        prompt=st.lists(st.integers(0, VOCAB - 1), max_size=12),
+        seed=st.integers(0, 2**63 - 1),
+        max_tokens=st.integers(1, 20),
+        stop=st.sampled_from([(), (), ("ab",), ("é", "ST"), ("a ", "ba", "€b")]),
+        ignore_eos=st.booleans(),
+        priority=st.integers(0, 2),
+        patience=st.sampled_from([None, None, None, 0, 1, 5]),
+    )
+    def submit(self, job: int, prompt: list[int], seed: int, patience: int | None, **params: Any) -> None:
+        job_id = f"j{job}"
+        attempt = self.attempts[job_id] = self.attempts.get(job_id, 0) + 1
+        deadline = None if patience is None else self.clock.now + patience
+        request = make_request(job_id, tuple(prompt), seed=seed, attempt=attempt, deadline=deadline, **params)
+        self.cancelled.discard(job_id)
+        self.requests[job_id, attempt] = request
+        self.engine.submit(request)
+
+    @rule(job=st.integers(0, 9))
+    def cancel(self, job: int) -> None:
+        self.cancelled.add(f"j{job}")
+        self.engine.cancel(f"j{job}")
+
+    @rule(seconds=st.sampled_from([0.5, 2.0]))
+    def let_time_pass(self, seconds: float) -> None:
+        self.clock.now += seconds
+
+    @rule(steps=st.integers(1, 8))
+    def step(self, steps: int) -> None:
+        for _ in range(steps):
+            self.take(self.engine.step())
+            self.engine.check_integrity()
+
+    @precondition(lambda self: self.requests)
+    @rule()
+    def abandon(self) -> None:
+        for partial in self.engine.abandon():
+            key = (partial.job_id, partial.attempt)
+            request = self.requests.pop(key)
+            assert key not in self.done
+            tokens = expected(request, self.context)[0]
+            assert tokens[: len(partial.token_ids)] == partial.token_ids
+            assert len(partial.token_ids) < len(tokens)
+
+    @invariant()
+    def books_are_in_order(self) -> None:
+        if hasattr(self, "engine"):
+            self.engine.check_integrity()
+
+    def take(self, completions: list[Completion]) -> None:
+        for completion in completions:
+            key = (completion.job_id, completion.attempt)
+            assert key not in self.done, "completed twice"
+            self.done[key] = completion
+            self.check(self.requests[key], completion)
+
+    def check(self, request: Request, completion: Completion) -> None:
+        assert completion.completion_tokens == len(completion.token_ids)
+        assert completion.prompt_tokens == len(request.prompt_ids)
+        if completion.stop_reason is StopReason.ERROR:
+            assert not request.prompt_ids or len(request.prompt_ids) >= self.context
+            return
+        tokens, text, reason = expected(request, self.context)
+        if completion.stop_reason in EARLY:
+            if completion.stop_reason is StopReason.DEADLINE:
+                assert request.deadline is not None
+                assert request.deadline <= self.clock.now
+            else:
+                newer = self.attempts[request.job_id] > request.attempt
+                assert newer or request.job_id in self.cancelled
+            assert tokens[: completion.completion_tokens] == completion.token_ids
+            return
+        assert (completion.token_ids, completion.text, completion.stop_reason) == (tokens, text, reason)
+
+    def teardown(self) -> None:
+        if not hasattr(self, "engine"):
+            return
+        for _ in range(5000):
+            if not self.engine.has_work:
+                break
+            self.take(self.engine.step())
+        assert not self.engine.has_work, "livelock"
+        assert self.done.keys() == self.requests.keys()
+        stats = self.engine.stats
+        assert stats.free_pages == stats.pages
+        assert (stats.running, stats.waiting) == (0, 0)
+        self.engine.check_integrity()
+
+
+TestEngineAtRandom = EngineMachine.TestCase
+TestEngineAtRandom.settings = settings(max_examples=80, stateful_step_count=30, deadline=None)

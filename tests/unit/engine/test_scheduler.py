@@ -1,0 +1,151 @@
+"""Admission, budget and preemption, planned step by step without a runner."""
+
+import pytest
+
+from jobs.contract import GenerationParams
+from worker.engine.kv_cache import BlockPool
+from worker.engine.request import Request, Sequence, SequenceState
+from worker.engine.scheduler import Scheduler, StepPlan
+
+
+def sequence(order: int, prompt: int, *, priority: int = 5, limit: int = 1000) -> Sequence:
+    request = Request(f"j{order}", 1, (0,) * prompt, GenerationParams(), 0, None, priority)
+    return Sequence(request, order, [0] * prompt, limit)
+
+
+def scheduler(*sequences: Sequence, pages: int = 100, slots: int = 8, budget: int = 32) -> Scheduler:
+    made = Scheduler(BlockPool(pages, 4), max_sequences=slots, token_budget=budget)
+    for one in sequences:
+        made.add(one)
+    return made
+
+
+def shape(plan: StepPlan) -> list[tuple[str, int, int]]:
+    return [(chunk.sequence.request.job_id, chunk.start, chunk.length) for chunk in plan.chunks]
+
+
+def carry_out(plan: StepPlan) -> None:
+    """What the engine does around a launch that is collected at once."""
+    for chunk in plan.chunks:
+        chunk.sequence.computed += chunk.length
+        if chunk.sequence.computed == len(chunk.sequence.tokens):
+            chunk.sequence.tokens.append(0)
+
+
+def step(made: Scheduler) -> list[tuple[str, int, int]]:
+    plan = made.plan()
+    carry_out(plan)
+    made.check_integrity()
+    return shape(plan)
+
+
+def test_a_prompt_within_the_budget_is_one_chunk() -> None:
+    made = scheduler(sequence(1, 20), sequence(2, 5))
+    assert step(made) == [("j1", 0, 20), ("j2", 0, 5)]
+    assert step(made) == [("j1", 20, 1), ("j2", 5, 1)]
+
+
+def test_a_long_prompt_takes_as_few_chunks_as_the_budget_allows_and_decoding_goes_on() -> None:
+    made = scheduler(sequence(1, 3), budget=10)
+    assert step(made) == [("j1", 0, 3)]
+    made.add(sequence(2, 20))
+    assert step(made) == [("j1", 3, 1), ("j2", 0, 9)]
+    assert step(made) == [("j1", 4, 1), ("j2", 9, 9)]
+    assert step(made) == [("j1", 5, 1), ("j2", 18, 2)]
+    assert step(made) == [("j1", 6, 1), ("j2", 20, 1)]
+
+
+def test_neither_prefill_nor_decode_starves_when_all_slots_are_taken() -> None:
+    made = scheduler(*(sequence(n, 1) for n in range(1, 4)), sequence(4, 3), slots=4, budget=4)
+    assert step(made) == [("j1", 0, 1), ("j2", 0, 1), ("j3", 0, 1), ("j4", 0, 1)]
+    assert step(made) == [("j1", 1, 1), ("j2", 1, 1), ("j3", 1, 1), ("j4", 1, 1)]
+    assert step(made)[-1] == ("j4", 2, 1)
+
+
+def test_priority_then_order_of_submission() -> None:
+    made = scheduler(
+        sequence(1, 2, priority=1), sequence(2, 2), sequence(3, 2, priority=9), sequence(4, 2), slots=3
+    )
+    assert [name for name, *_ in step(made)] == ["j3", "j2", "j4"]
+    assert made.waiting == 1
+
+
+def test_a_sequence_that_does_not_fit_is_not_overtaken() -> None:
+    made = scheduler(sequence(1, 8), sequence(2, 30), sequence(3, 1), pages=8)
+    assert [name for name, *_ in step(made)] == ["j1"]
+    assert (made.running, made.waiting) == (1, 2)
+
+
+def test_a_page_for_each_running_sequence_is_kept_back_at_admission() -> None:
+    made = scheduler(sequence(1, 8), sequence(2, 8), sequence(3, 4), pages=6)
+    assert [name for name, *_ in step(made)] == ["j1", "j2"]  # 4 of 6 pages; j3 needs 1 and 2 are kept back
+    assert made.waiting == 1
+
+
+def test_the_last_in_rank_gives_way_and_is_recomputed_as_one_prompt() -> None:
+    first, last = sequence(1, 7), sequence(2, 7)
+    made = scheduler(first, last, pages=5)
+    assert step(made) == [("j1", 0, 7), ("j2", 0, 7)]
+    assert step(made) == [("j1", 7, 1), ("j2", 7, 1)]
+    plan = made.plan()  # both need a third page, one is left
+    assert shape(plan) == [("j1", 8, 1)]
+    assert plan.preempted == [last]
+    assert (last.state, last.computed, len(last.tokens), last.slot) == (SequenceState.WAITING, 0, 9, None)
+    carry_out(plan)
+    made.finish(first)
+    assert step(made) == [("j2", 0, 9)]
+    assert made.preemptions == 1
+
+
+def test_lower_priority_gives_way_before_later_submission() -> None:
+    low, high = sequence(1, 7, priority=1), sequence(2, 7, priority=2)
+    made = scheduler(low, high, pages=5)
+    step(made)
+    step(made)
+    assert made.plan().preempted == [low]
+
+
+def test_pages_of_a_sequence_in_flight_are_kept_until_its_launch_is_done() -> None:
+    first, last = sequence(1, 7), sequence(2, 7)
+    made = scheduler(first, last, pages=5)
+    step(made)
+    step(made)
+    last.in_flight = 1
+    plan = made.plan()  # j1 takes the last page, j2 gives way
+    carry_out(plan)
+    assert (plan.preempted, shape(plan)) == ([last], [("j1", 8, 1)])
+    assert last.block_table
+    assert last.slot is not None
+    for _ in range(3):
+        assert len(step(made)) == 1
+    assert step(made) == []  # j1 waits for a page; nobody else has to go
+    assert (first.state, made.preemptions) == (SequenceState.RUNNING, 1)
+    last.in_flight = 0
+    assert step(made) == [("j1", 12, 1)]
+    assert last.slot is None
+
+
+def test_finishing_from_every_state_gives_everything_back() -> None:
+    made = scheduler(sequence(1, 7), slots=1)
+    waiting, running = sequence(2, 3), sequence(3, 3, priority=9)
+    made.add(waiting)
+    made.add(running)
+    step(made)
+    assert running.state is SequenceState.RUNNING
+    made.finish(waiting)
+    made.finish(running)
+    made.check_integrity()
+    assert step(made) == [("j1", 0, 7)]
+    assert (made.running, made.waiting) == (1, 0)
+
+
+def test_nothing_is_planned_past_the_length_limit() -> None:
+    only = sequence(1, 3, limit=5)
+    made = scheduler(only)
+    assert [step(made), step(made), step(made)] == [[("j1", 0, 3)], [("j1", 3, 1)], []]
+
+
+@pytest.mark.parametrize(("slots", "budget", "fault"), [(0, 8, "max_sequences"), (8, 7, "token budget of 7")])
+def test_limits_that_contradict_each_other_are_refused(slots: int, budget: int, fault: str) -> None:
+    with pytest.raises(ValueError, match=fault):
+        scheduler(slots=slots, budget=budget)

@@ -1,0 +1,307 @@
+"""Ids match the models' own tokenizers, decoding never halves a character, text never becomes control."""
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gguf import TokenType
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jobs.errors import InvalidPromptError, ModelFileError
+from tests.ggufs import CONTROL, TestVocabulary, byte_vocabulary, sentencepiece_vocabulary, write_model
+from tests.unit.model.conftest import real_tokenizer
+from worker.model.gguf_file import GgufFile
+from worker.model.tokenizer import Tokenizer
+
+VOCABULARIES = {"bytes": byte_vocabulary(), "spm": sentencepiece_vocabulary()}
+
+
+def tokenizer_of(path: Path, vocabulary: TestVocabulary, **options: Any) -> Tokenizer:
+    with GgufFile.open(write_model(path / "model.gguf", layers=1, vocabulary=vocabulary, **options)) as file:
+        return Tokenizer.from_gguf(file)
+
+
+@pytest.fixture(scope="module", params=VOCABULARIES)
+def either(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return tokenizer_of(tmp_path_factory.mktemp("vocab"), VOCABULARIES[request.param])
+
+
+@pytest.fixture(scope="module")
+def byte_level(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return tokenizer_of(tmp_path_factory.mktemp("bytes"), VOCABULARIES["bytes"])
+
+
+@pytest.mark.parametrize("name", ["qwen2", "llama-bpe", "llama-spm"])
+def test_ids_are_those_llama_cpp_expects(name: str, vocab_dir: Path) -> None:
+    path = vocab_dir / f"ggml-vocab-{name}.gguf"
+    with Path(f"{path}.inp").open(encoding="utf-8", newline="") as stream:
+        *texts, rest = stream.read().split("\n__ggml_vocab_test__\n")
+    expected = [list(map(int, line.split())) for line in Path(f"{path}.out").read_text().splitlines()]
+    assert rest == ""
+    assert len(texts) == len(expected) >= 46
+    tokenizer = real_tokenizer(path)
+    for text, ids in zip(texts, expected, strict=True):
+        assert tokenizer.encode(text, add_bos=False) == ids, text
+        assert tokenizer.decode(ids) == text
+        stream_ = tokenizer.stream()
+        assert "".join(map(stream_.push, ids)) + stream_.flush() == text
+    assert tokenizer.encode_batch(texts, add_bos=False) == expected
+
+
+def test_real_vocabularies_know_their_ends_and_starts(vocab_dir: Path) -> None:
+    qwen2, llama3, llama2 = (
+        real_tokenizer(vocab_dir / f"ggml-vocab-{name}.gguf") for name in ("qwen2", "llama-bpe", "llama-spm")
+    )
+    assert qwen2.eos_ids == {151643, 151645}  # declared: <|endoftext|>; known by its text: <|im_end|>
+    assert llama3.eos_ids == {128001, 128009}
+    assert llama2.eos_ids == {2}
+    assert [t.add_bos for t in (qwen2, llama3, llama2)] == [False, True, True]
+    assert llama2.encode("Hello") == [1, 15043]
+    assert llama3.encode("Hello") == [128000, 9906]
+    assert qwen2.encode("<|im_start|>user", special=True) == [151644, 872]
+    assert llama3.encode("<|eot_id|>", add_bos=False, special=True) == [128009]
+    assert 128009 not in llama3.encode("<|eot_id|>")
+
+
+def test_every_aliased_pre_tokenizer_groups_digits_as_its_model_does(tmp_path: Path) -> None:
+    vocabulary = byte_vocabulary()
+    vocabulary.tokens[300:300] = ["12", "123", "1234"]
+    vocabulary.types[300:300] = [1, 1, 1]
+    vocabulary.merges.extend(["1 2", "12 3", "123 4"])  # type: ignore[union-attr]
+    longest = {"qwen2": "1", "deepseek-r1-qwen": "1", "smollm": "1", "gpt-2": "1234"}
+    longest |= dict.fromkeys(("llama-bpe", "llama3", "llama-v3"), "123")
+    for pre, first in longest.items():
+        tokenizer = tokenizer_of(tmp_path, vocabulary, pre=pre)
+        ids = tokenizer.encode("1234", add_bos=False)
+        assert vocabulary.tokens[ids[0]] == first, pre
+        assert tokenizer.decode(ids) == "1234"
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.text(st.characters(exclude_categories=["Cs"])))
+def test_decoding_gives_the_text_back(either: Tokenizer, text: str) -> None:
+    assert either.decode(either.encode(text, add_bos=False)) == text
+
+
+CONTROLISH = st.lists(
+    st.one_of(
+        st.sampled_from(
+            [*CONTROL, "<tool_call>", "</s>", "<s>", "<unk>", "<|", "im_end", "|>", "<0x41>", " "]
+        ),
+        st.text(max_size=5),
+    )
+).map("".join)
+
+
+@settings(max_examples=100, deadline=None)
+@given(CONTROLISH)
+def test_text_never_yields_a_special_token(either: Tokenizer, text: str) -> None:
+    ids = either.encode(text, add_bos=False)
+    assert not set(ids) & set(either.markers.values())
+    assert either.decode(ids) == text
+
+
+def test_special_text_is_recognised_on_request(either: Tokenizer) -> None:
+    text = "<|im_start|>user\nhello<|im_end|>"
+    ids = either.encode(text, special=True, add_bos=False)
+    assert (ids[0], ids[-1]) == (either.markers["<|im_start|>"], either.markers["<|im_end|>"])
+    assert either.decode(ids).strip() == "user\nhello"
+    assert either.decode(ids, special=True).replace(" ", "") == text
+
+
+def test_ordinary_vocabularies_cannot_form_a_control_token_by_merging(tmp_path: Path) -> None:
+    vocabulary = byte_vocabulary(extra=[("stop", TokenType.CONTROL)])
+    vocabulary.merges.extend(["s t", "o p", "st op"])  # type: ignore[union-attr]
+    vocabulary.tokens[256:256] = ["st", "op"]
+    vocabulary.types[256:256] = [1, 1]
+    for pre in ("qwen2", "llama-bpe"):  # the latter looks whole words up in the vocabulary
+        tokenizer = tokenizer_of(tmp_path, vocabulary, pre=pre)
+        stop = vocabulary.id("stop")
+        assert stop not in tokenizer.encode("stop")
+        assert tokenizer.encode("stop", special=True, add_bos=False) == [stop]
+
+
+def test_plain_user_defined_tokens_belong_to_text(tmp_path: Path) -> None:
+    vocabulary = byte_vocabulary(extra=[("\n\n\n", TokenType.USER_DEFINED)])
+    tokenizer = tokenizer_of(tmp_path, vocabulary)
+    ids = tokenizer.encode("a\n\n\nb<tool_call>")
+    assert ids[1] == vocabulary.id("\n\n\n")
+    assert vocabulary.id("<tool_call>") not in ids
+    assert tokenizer.decode(ids) == "a\n\n\nb<tool_call>"
+    assert tokenizer.encode("<tool_call>", special=True) == [vocabulary.id("<tool_call>")]
+    assert tokenizer.decode([vocabulary.id("<tool_call>")]) == "<tool_call>"
+
+
+def test_control_tokens_declared_as_text_are_recognised_as_control(tmp_path: Path) -> None:
+    vocabulary = byte_vocabulary(extra=[("<|eot_id|>", TokenType.USER_DEFINED), ("<|mark|>", 4)])
+    tokenizer = tokenizer_of(tmp_path, vocabulary)
+    assert vocabulary.id("<|eot_id|>") in tokenizer.eos_ids
+    assert tokenizer.decode([vocabulary.id("<|eot_id|>"), vocabulary.id("<|mark|>")]) == ""
+    untyped = tokenizer_of(tmp_path, vocabulary, metadata={"tokenizer.ggml.token_type": None})
+    assert untyped.encode("<|im_start|>", special=True) == [vocabulary.id("<|im_start|>")]
+
+
+def test_all_declared_ends_stop_an_answer(tmp_path: Path) -> None:
+    declared = {"tokenizer.ggml.eot_token_id": 300, "tokenizer.ggml.eom_token_id": 301}
+    vocabulary = byte_vocabulary()
+    vocabulary.types[300:302] = [3, 3]
+    tokenizer = tokenizer_of(tmp_path, vocabulary, metadata=declared)
+    named = {vocabulary.id("<|im_end|>"), vocabulary.id("<|endoftext|>")}
+    assert tokenizer.eos_ids == named | {300, 301}
+
+
+def test_bos_follows_the_metadata_unless_told(tmp_path: Path) -> None:
+    on = tokenizer_of(tmp_path, byte_vocabulary(), metadata={"tokenizer.ggml.add_bos_token": True})
+    off = tokenizer_of(
+        tmp_path, byte_vocabulary(), pre="llama-bpe", metadata={"tokenizer.ggml.add_bos_token": False}
+    )
+    assert on.encode("a")[0] == on.bos_id
+    assert on.encode("a", add_bos=False) == off.encode("a")
+    assert off.encode("a", add_bos=True) == on.encode("a")
+    assert on.encode("") == [on.bos_id]
+    assert off.encode("") == []
+    assert off.encode_batch([]) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tokenizer.ggml.model": None}, "tokenizer.ggml.model: the key is missing"),
+        (
+            {"tokenizer.ggml.model": "bert"},
+            "tokenizer.ggml.model: 'bert' is not supported; supported are gpt2",
+        ),
+        (
+            {"tokenizer.ggml.pre": "tekken"},
+            "tokenizer.ggml.pre: 'tekken' is not supported; supported are qwen2",
+        ),
+        (
+            {"tokenizer.ggml.pre": None},
+            "tokenizer.ggml.pre: 'default' is not supported; .* gguf-new-metadata",
+        ),
+        ({"tokenizer.ggml.tokens": None}, "tokenizer.ggml.tokens: the key is missing"),
+        (
+            {"tokenizer.ggml.tokens": ["a"], "tokenizer.ggml.token_type": None},
+            "bos_token_id: is 348, but there are 1 tokens",
+        ),
+        ({"tokenizer.ggml.token_type": [1, 1]}, "token_type: has 2 entries for 351 tokens"),
+        (
+            {"tokenizer.ggml.eos_token_id": 351},
+            "tokenizer.ggml.eos_token_id: is 351, but there are 351 tokens",
+        ),
+        ({"tokenizer.ggml.bos_token_id": 2**32 - 1}, "tokenizer.ggml.bos_token_id: is 4294967295"),
+        ({"tokenizer.ggml.bos_token_id": -1}, "tokenizer.ggml.bos_token_id: is -1, expected 0"),
+        ({"tokenizer.ggml.merges": None}, "tokenizer.ggml.merges: the key is missing"),
+        (
+            {"tokenizer.ggml.merges": ["h e", "he zz"]},
+            "merges: item 1, 'he zz', names a token that does not exist",
+        ),
+        ({"tokenizer.ggml.merges": ["he"]}, "merges: item 0, 'he', names a token"),
+        (
+            {"tokenizer.ggml.bos_token_id": None, "tokenizer.ggml.add_bos_token": True},
+            "bos_token_id: is missing, but add_bos_token asks for it",
+        ),
+    ],
+)
+def test_faulty_vocabulary_is_refused_by_key(options: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ModelFileError, match=message):
+        tokenizer_of(tmp_path, byte_vocabulary(), metadata=options)
+
+
+def test_missing_bytes_and_scores_are_refused_by_key(tmp_path: Path) -> None:
+    lacking = byte_vocabulary()
+    lacking.tokens[0x41] = "replaced"
+    with pytest.raises(ModelFileError, match=r"tokenizer.ggml.tokens: has no token for byte 0x41 \('A'\)"):
+        tokenizer_of(tmp_path, lacking)
+    pieces = sentencepiece_vocabulary()
+    with pytest.raises(ModelFileError, match=r"tokenizer.ggml.scores: has 1 entries for \d+ tokens"):
+        tokenizer_of(tmp_path, pieces, metadata={"tokenizer.ggml.scores": [0.5]})
+    pieces.tokens[3 + 0x0A] = "replaced"
+    with pytest.raises(ModelFileError, match="has no token <0x0A> for byte 10"):
+        tokenizer_of(tmp_path, pieces)
+
+
+def test_an_empty_vocabulary_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelFileError, match=r"tokenizer.ggml.tokens: (has no tokens|the key is missing)"):
+        tokenizer_of(tmp_path, byte_vocabulary(), metadata={"tokenizer.ggml.tokens": []})
+
+
+def test_sentencepiece_merges_the_best_scoring_pair_first(tmp_path: Path) -> None:
+    vocabulary = sentencepiece_vocabulary()
+    scores = list(vocabulary.scores or [])
+    extra = {"ab": -1.0, "bc": -0.5, "abc": -9.0}
+    tokens = vocabulary.tokens + list(extra)
+    tokenizer = tokenizer_of(
+        tmp_path,
+        TestVocabulary("llama", tokens, vocabulary.types + [1] * 3, scores=scores + list(extra.values())),
+        metadata={"tokenizer.ggml.add_space_prefix": False},
+    )
+    ids = tokenizer.encode("xabcab", add_bos=False)
+    assert [tokens[i] for i in ids] == ["x", "abc", "ab"]  # bc before ab, then a with bc
+    assert tokenizer.decode(ids) == "xabcab"
+
+
+def test_sentencepiece_space_is_stripped_only_where_a_text_begins(tmp_path: Path) -> None:
+    tokenizer = tokenizer_of(tmp_path, sentencepiece_vocabulary())
+    ids = tokenizer.encode("hello world", add_bos=False)
+    assert tokenizer.decode(ids) == "hello world"
+    assert tokenizer.decode(ids, continues=True) == " hello world"
+    stream = tokenizer.stream(continues=True)
+    assert "".join(map(stream.push, ids)) == " hello world"
+    bare = tokenizer_of(
+        tmp_path, sentencepiece_vocabulary(), metadata={"tokenizer.ggml.add_space_prefix": False}
+    )
+    assert bare.decode(bare.encode(" hello", add_bos=False)) == " hello"
+
+
+def streamed(tokenizer: Tokenizer, ids: list[int]) -> str:
+    stream = tokenizer.stream()
+    return "".join(map(stream.push, ids)) + stream.flush()
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.binary(max_size=40), st.lists(st.integers(0, 40)))
+def test_streaming_any_bytes_equals_decoding_them(
+    byte_level: Tokenizer, data: bytes, breaks: list[int]
+) -> None:
+    ids = list(data)  # ids 0 to 255 are the bytes
+    for place in breaks:
+        ids.insert(min(place, len(ids)), byte_level.markers["<|im_end|>"])  # adds nothing to the text
+    assert streamed(byte_level, ids) == byte_level.decode(ids) == data.decode("utf-8", errors="replace")
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_streaming_any_ids_equals_decoding_them(either: Tokenizer, data: st.DataObject) -> None:
+    ids = data.draw(st.lists(st.integers(0, either.vocab_size + 3)))
+    assert streamed(either, ids) == either.decode(ids)
+
+
+def test_stream_holds_back_half_a_character(byte_level: Tokenizer) -> None:
+    stream = byte_level.stream()
+    assert [stream.push(byte) for byte in "a🦙é".encode()] == ["a", "", "", "", "🦙", "", "é"]
+    assert [stream.push(byte) for byte in b"\xf0\x9f"] == ["", ""]
+    assert stream.push(ord("x")) == "\ufffdx"  # can no longer be completed
+    assert stream.push(0xC3) == ""
+    assert stream.flush() == "\ufffd"
+
+
+def test_padding_ids_add_nothing_and_negative_ids_are_refused(byte_level: Tokenizer) -> None:
+    assert byte_level.decode([65, byte_level.vocab_size + 10, 66]) == "AB"
+    with pytest.raises(ValueError, match="negative"):
+        byte_level.decode([-1])
+
+
+def test_lone_surrogates_are_refused(byte_level: Tokenizer) -> None:
+    with pytest.raises(InvalidPromptError, match="lone surrogate"):
+        byte_level.encode("a\udc80")
+
+
+def test_threads_may_share_a_tokenizer(either: Tokenizer) -> None:
+    texts = [f"hello world {n} <|im_end|> ß🦙" * 20 for n in range(64)]
+    alone = [either.encode(text) for text in texts]
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(either.encode, texts)) == alone
+        assert all(pool.map(lambda _: either.encode_batch(texts) == alone, range(8)))

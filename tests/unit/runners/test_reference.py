@@ -1,0 +1,350 @@
+"""The reference runner through the engine: the right tokens, whatever the batch, the chunks and the pages."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from jobs.contract import GenerationParams
+from jobs.errors import RunnerError
+from tests.ggufs import byte_vocabulary, write_model
+from worker.engine.engine import Engine
+from worker.engine.request import Completion, Request
+from worker.model.config import ModelConfig, RopeStyle, rope_frequencies
+from worker.model.gguf_file import GgufFile
+from worker.runners.base import Admission, StepBatch
+from worker.runners.philox import token_words, uniform
+from worker.runners.reference import ReferenceRunner, choose_kv_blocks
+from worker.runners.sampling import gumbel
+
+Array = npt.NDArray[np.float32]
+Wide = npt.NDArray[np.float64]
+VOCAB = len(byte_vocabulary().tokens)
+MODELS: dict[str, dict[str, Any]] = {
+    "qwen2": {},
+    "qwen2-seven-to-one": {"heads": 7, "kv_heads": 1, "width": 56, "tied": False},
+    "qwen2-fourteen-to-two": {"heads": 14, "kv_heads": 2, "width": 56, "tied": False},
+    "llama": {"architecture": "llama", "heads": 4, "kv_heads": 4, "tied": False},
+    "llama3": {"architecture": "llama", "rope_freqs": np.linspace(1, 8, 8), "heads": 4},
+    "qwen3": {"architecture": "qwen3", "heads": 4, "kv_heads": 2, "head_dim": 24, "ffn": 200},
+    "yarn": {"rope_scaling": {"type": "yarn", "factor": 4.0, "original_context_length": 64}},
+}
+
+
+class NoText:
+    def push(self, token_id: int) -> str:
+        return ""
+
+    def flush(self) -> str:
+        return ""
+
+
+class Bench:
+    """A model file and short ways to run it."""
+
+    def __init__(self, path: Path, **options: Any) -> None:
+        self.file = GgufFile.open(write_model(path, **options))
+        self.config = ModelConfig.from_gguf(self.file)
+
+    def runner(self, *, kv_blocks: int = 64, slots: int = 4, **options: Any) -> ReferenceRunner:
+        return ReferenceRunner(self.file, self.config, kv_blocks=kv_blocks, slots=slots, **options)
+
+    def generate(
+        self, requests: list[Request], *, budget: int = 512, at_once: int | None = None, **options: Any
+    ) -> dict[str, Completion]:
+        runner = self.runner(**options)
+        engine = Engine(
+            runner, text_stream=NoText, eos_ids=frozenset(), context_length=self.config.context_length,
+            max_sequences=at_once or runner.slots, token_budget=max(budget, at_once or 1),
+        )  # fmt: skip
+        for request in requests:
+            engine.submit(request)
+        done: dict[str, Completion] = {}
+        while engine.has_work:
+            done |= {completion.job_id: completion for completion in engine.step()}
+            engine.check_integrity()
+        assert all(completion.error is None for completion in done.values())
+        self.stats = engine.stats
+        return done
+
+    def logits(self, prompt: list[int], answer: int = 5, **options: Any) -> tuple[tuple[int, ...], Array]:
+        """A greedy answer and the logits each of its tokens was chosen from."""
+        rows: list[Array] = []
+
+        def keep(stage: str, values: Array) -> None:
+            if stage == "logits":
+                rows.append(values.copy())
+
+        done = self.generate(
+            [request("j", prompt, max_tokens=answer, temperature=0.0)], at_once=1, trace=keep, **options
+        )
+        return done["j"].token_ids, np.concatenate(rows)
+
+
+MakeBench = Callable[..., Bench]
+
+
+@pytest.fixture
+def make_bench(tmp_path: Path) -> MakeBench:
+    def make(name: str = "qwen2", **options: Any) -> Bench:
+        return Bench(tmp_path / f"{name}-{len(list(tmp_path.iterdir()))}.gguf", **(MODELS[name] | options))
+
+    return make
+
+
+def request(job_id: str, prompt: list[int], *, seed: int = 0, priority: int = 5, **params: Any) -> Request:
+    return Request(job_id, 1, tuple(prompt), GenerationParams.parse(params), seed, None, priority)
+
+
+def random_prompt(seed: int, length: int) -> list[int]:
+    return np.random.default_rng(seed).integers(0, VOCAB, length).tolist()
+
+
+def mixed_requests(count: int, **more: Any) -> list[Request]:
+    """Requests of many lengths and all kinds of sampling."""
+    kinds: list[dict[str, Any]] = [
+        {"temperature": 0.0}, {}, {"top_k": 20, "temperature": 0.8}, {"top_p": 0.9},
+        {"repetition_penalty": 1.3}, {"min_p": 0.05, "repetition_penalty": 0.9},
+    ]  # fmt: skip
+    params = [{"max_tokens": 10 + n % 7} | kinds[n % 6] | more for n in range(count)]
+    return [request(f"j{n}", random_prompt(n, 1 + n * 37 % 90), seed=n, **params[n]) for n in range(count)]
+
+
+def straightforward_logits(file: GgufFile, config: ModelConfig, tokens: list[int]) -> Wide:
+    """The model in float64 over a whole sequence, without cache, pages, fused matrices or `reference_ops`."""
+
+    def array(name: str) -> Wide:
+        return file.array(name).astype(np.float64)
+
+    def norm(x: Wide, weight: Wide) -> Wide:
+        return x / np.sqrt((x * x).mean(-1, keepdims=True) + config.norm_eps) * weight
+
+    divisors = file.array("rope_freqs.weight") if "rope_freqs.weight" in file.tensors else None
+    frequencies, magnitude = rope_frequencies(config, divisors)
+
+    def rotate(x: Wide) -> Wide:
+        turn = np.exp(1j * np.arange(len(x))[:, None] * frequencies) * magnitude
+        half = x.shape[1] // 2
+        if config.rope_style is RopeStyle.PAIRS:
+            turned = (x[:, 0::2] + 1j * x[:, 1::2]) * turn
+            return np.stack([turned.real, turned.imag], axis=-1).reshape(x.shape)
+        turned = (x[:, :half] + 1j * x[:, half:]) * turn
+        return np.concatenate([turned.real, turned.imag], axis=-1)
+
+    x = array("token_embd.weight")[tokens]
+    causal = np.tril(np.ones((len(tokens), len(tokens)), dtype=bool))
+    size = config.head_dim
+    for layer in range(config.layers):
+        block = f"blk.{layer}."
+        normed = norm(x, array(block + "attn_norm.weight"))
+        parts = {}
+        for part in "qkv":
+            parts[part] = normed @ array(f"{block}attn_{part}.weight").T
+            if config.qkv_bias:
+                parts[part] += array(f"{block}attn_{part}.bias")
+        outputs = []
+        for head in range(config.heads):
+            kv = head // (config.heads // config.kv_heads)
+            q = parts["q"][:, head * size : (head + 1) * size]
+            k, v = (parts[part][:, kv * size : (kv + 1) * size] for part in "kv")
+            if config.qk_norm:
+                q, k = (
+                    norm(q, array(block + "attn_q_norm.weight")),
+                    norm(k, array(block + "attn_k_norm.weight")),
+                )
+            scores = np.where(causal, rotate(q) @ rotate(k).T / np.sqrt(size), -np.inf)
+            weights = np.exp(scores - scores.max(-1, keepdims=True))
+            outputs.append(weights / weights.sum(-1, keepdims=True) @ v)
+        x = x + np.concatenate(outputs, axis=1) @ array(block + "attn_output.weight").T
+        normed = norm(x, array(block + "ffn_norm.weight"))
+        gate, up = (normed @ array(f"{block}ffn_{part}.weight").T for part in ("gate", "up"))
+        x = x + (gate / (1 + np.exp(-gate)) * up) @ array(block + "ffn_down.weight").T
+    head_weight = array("token_embd.weight" if config.tied_head else "output.weight")
+    return norm(x, array("output_norm.weight")) @ head_weight.T
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_agree_with_a_straightforward_model_in_float64(name: str, make_bench: MakeBench) -> None:
+    bench = make_bench(name)
+    prompt = random_prompt(1, 150)
+    answer, logits = bench.logits(prompt, answer=8)
+    expected = straightforward_logits(bench.file, bench.config, prompt + list(answer[:-1]))[149:]
+    error = np.linalg.norm(logits - expected, axis=1) / np.linalg.norm(expected, axis=1)
+    assert error.max() < 2e-5
+    assert answer == tuple(expected.argmax(axis=1))
+    assert len(set(answer)) > 1
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_chunks_of_any_size_give_the_same_bits(name: str, make_bench: MakeBench) -> None:
+    bench = make_bench(name)
+    prompt = random_prompt(2, 135)
+    answer, whole = bench.logits(prompt)
+    for budget in (13, 64, *([1] if name == "qwen2" else [])):
+        other, chunked = bench.logits(prompt, budget=budget)
+        assert other == answer
+        np.testing.assert_allclose(chunked, whole, rtol=1e-4, atol=1e-5)
+        assert (chunked == whole).all()
+
+
+@pytest.mark.parametrize("name", ["qwen2", "qwen2-seven-to-one", "llama", "qwen3"])
+def test_a_job_gets_the_same_tokens_alone_and_in_a_crowd(name: str, make_bench: MakeBench) -> None:
+    bench = make_bench(name)
+    requests = mixed_requests(32)
+    crowd = bench.generate(requests, slots=32, kv_blocks=400)
+    shuffled = [requests[n] for n in np.random.default_rng(0).permutation(32)]
+    other = bench.generate(shuffled, slots=7, kv_blocks=400, budget=50, block_size=4)
+    assert {job: c.token_ids for job, c in other.items()} == {job: c.token_ids for job, c in crowd.items()}
+    for alone in requests[::5]:
+        assert bench.generate([alone], slots=1)[alone.job_id].token_ids == crowd[alone.job_id].token_ids
+    assert len({completion.token_ids for completion in crowd.values()}) == 32
+
+
+def test_logits_have_the_same_bits_alone_and_in_a_crowd(make_bench: MakeBench) -> None:
+    bench = make_bench("qwen2-fourteen-to-two")
+    alone = bench.logits(random_prompt(3, 60), answer=4)[1]
+    rows: list[Array] = []
+
+    def keep(stage: str, values: Array) -> None:
+        if stage == "logits":
+            rows.append(values.copy())
+
+    # All prompts end in the first step, so row 0 of every step belongs to "j", the highest in rank.
+    crowd = [request("j", random_prompt(3, 60), max_tokens=4, temperature=0.0, priority=9)]
+    crowd += [request(f"k{n}", random_prompt(n, 1 + 5 * n), seed=n, max_tokens=9) for n in range(31)]
+    bench.generate(crowd, slots=32, kv_blocks=400, budget=10_000, trace=keep)
+    assert [len(row) for row in rows[:4]] == [32] * 4
+    assert (np.stack([row[0] for row in rows[:4]]) == alone).all()
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_preemption_and_running_ahead_change_no_token(depth: int, make_bench: MakeBench) -> None:
+    bench = make_bench()
+    requests = mixed_requests(12, max_tokens=60)
+    roomy = bench.generate(requests, slots=12, kv_blocks=300)
+    assert bench.stats.preemptions == 0
+    tight = bench.generate(requests, slots=12, kv_blocks=26, depth=depth)
+    assert bench.stats.preemptions > 0
+    assert {job: c.token_ids for job, c in tight.items()} == {job: c.token_ids for job, c in roomy.items()}
+
+
+def test_what_must_not_be_read_is_not_read(make_bench: MakeBench) -> None:
+    bench = make_bench()
+    requests = mixed_requests(6)
+    clean = bench.generate(requests, slots=6)
+    runner = bench.runner(slots=6)
+    runner._keys[:, :-1] = np.nan  # every page; the row of zeros behind them is no page
+    runner._values[:, :-1] = np.nan
+    bench.runner = lambda **_: runner  # type: ignore[method-assign, misc, assignment]
+    poisoned = bench.generate(requests)
+    assert {job: c.token_ids for job, c in poisoned.items()} == {job: c.token_ids for job, c in clean.items()}
+    assert (runner._keys[:, -1] == 0).all()
+    assert (runner._values[:, -1] == 0).all()
+
+
+@pytest.mark.parametrize("part", ["k", "v"])
+@pytest.mark.parametrize("head", [0, 1])
+def test_every_kv_head_counts(part: str, head: int, make_bench: MakeBench) -> None:
+    bench = make_bench(layers=1)
+    name = f"blk.0.attn_{part}.weight"
+    weight = bench.file.array(name).copy()
+    weight[head * 16 : (head + 1) * 16] *= -1
+    other = make_bench(layers=1, tensors={name: weight})
+    prompt = random_prompt(5, 40)
+    before, after = bench.logits(prompt, answer=1)[1], other.logits(prompt, answer=1)[1]
+    assert np.linalg.norm(before - after) > 0.01 * np.linalg.norm(before)
+
+
+def test_every_token_of_the_prompt_counts(make_bench: MakeBench) -> None:
+    bench = make_bench()
+    prompt = random_prompt(6, 40)
+    logits = bench.logits(prompt, answer=1)[1]
+    for place in (0, 1, 15, 16, 38, 39):
+        changed = list(prompt)
+        changed[place] = (changed[place] + 1) % VOCAB
+        assert (bench.logits(changed, answer=1)[1] != logits).any()
+
+
+def test_the_penalty_sees_prompt_and_answer_and_is_forgotten_with_the_slot(make_bench: MakeBench) -> None:
+    bench = make_bench()
+    prompt = random_prompt(7, 20)
+    strong = {"repetition_penalty": 100.0, "temperature": 0.0, "max_tokens": 60}
+    done = bench.generate([request("a", prompt, **strong), request("b", prompt, temperature=0.0)], slots=1)
+    answer = done["a"].token_ids
+    plain = bench.generate([request("b", prompt, temperature=0.0)], slots=1)
+    # Negative logits multiplied by 100 sink out of reach, positive ones shrink to almost nothing.
+    assert len(set(answer)) == len(answer)
+    assert not set(answer) & set(prompt)
+    assert done["b"].token_ids == plain["b"].token_ids
+
+
+def test_the_seed_decides_and_repeats(make_bench: MakeBench) -> None:
+    bench = make_bench()
+    prompt = random_prompt(8, 10)
+    first, second, again = (
+        bench.generate([request("j", prompt, seed=seed, max_tokens=30)])["j"].token_ids
+        for seed in (1, 2**63 - 1, 1)
+    )
+    assert first != second
+    assert first == again
+
+
+def test_damaged_weights_are_an_error_not_a_text(make_bench: MakeBench) -> None:
+    bench = make_bench(tensors={"output_norm.weight": np.full(64, np.nan, dtype=np.float32)})
+    with pytest.raises(RunnerError, match="not a number"):
+        bench.generate([request("j", [1, 2, 3])])
+
+
+def one_token_batch(tokens: list[int]) -> StepBatch:
+    def ints(*values: int) -> npt.NDArray[np.int32]:
+        return np.array(values, dtype=np.int32)
+
+    return StepBatch(
+        tokens=ints(*tokens), positions=ints(0), cache_rows=ints(0), sequence_starts=ints(0, 1),
+        context_lengths=ints(1), block_tables=ints(0)[None], slots=ints(0), sample_rows=ints(0),
+        sample_slots=ints(0), admissions=(Admission(0, tuple(tokens), GenerationParams(), 0),),
+    )  # fmt: skip
+
+
+def test_a_draw_is_keyed_by_seed_and_the_place_of_the_token_drawn(make_bench: MakeBench) -> None:
+    logits: list[Array] = []
+    runner = make_bench().runner(
+        trace=lambda stage, values: logits.append(values) if stage == "logits" else None
+    )
+    batch = one_token_batch([1])
+    seed = (7 << 32) + 5
+    runner.launch(replace(batch, admissions=(Admission(0, (1,), GenerationParams(), seed),)))
+    drawn = runner.collect()
+    assert drawn is not None
+    blocks = np.arange(-(-VOCAB // 4), dtype=np.uint32)
+    # The prompt's only token has place 0, so this one has place 1.
+    words = token_words(np.array([seed], np.uint64), np.array([1], np.uint32), blocks).reshape(-1)[:VOCAB]
+    assert drawn.tokens[0] == (logits[0][0] + gumbel(uniform(words))).argmax()
+
+
+def test_results_queue_up_to_the_depth(make_bench: MakeBench) -> None:
+    runner = make_bench().runner(depth=2)
+    assert runner.collect() is None
+    runner.launch(one_token_batch([1]))
+    runner.launch(one_token_batch([2]))
+    with pytest.raises(RunnerError, match="2 launches are outstanding"):
+        runner.launch(one_token_batch([3]))
+    for _ in range(2):
+        drawn = runner.collect()
+        assert drawn is not None
+        assert drawn.slots.tolist() == [0]
+    assert runner.collect() is None
+    runner.close()
+    runner.close()
+
+
+def test_the_cache_is_as_large_as_needed_and_memory_allows(make_bench: MakeBench) -> None:
+    config = make_bench().config  # 2 layers, 2 KV heads of 16: 512 bytes a token
+    assert choose_kv_blocks(config, max_sequences=3, context=100) == 3 * 7
+    assert choose_kv_blocks(config, max_sequences=3, context=100, memory=16 * 512 * 5 + 1) == 5
+    with pytest.raises(RunnerError, match="one page of this model takes 8192"):
+        choose_kv_blocks(config, max_sequences=3, context=100, memory=8191)

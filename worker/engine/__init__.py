@@ -1,0 +1,1 @@
+"""Generation policy: what runs in each step, where its KV pages are, and when a sequence stops."""

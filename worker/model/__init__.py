@@ -1,0 +1,1 @@
+"""What a model file says: checked metadata, sizes, vocabulary and chat template."""

@@ -1,0 +1,82 @@
+"""Rotary position frequencies, in one place, so that every runner rotates by the same angles.
+
+Token at position p: pair i of a head is rotated by the angle p * frequency[i], and cosine and sine are
+multiplied by one magnitude. Which two elements form pair i is the model's `rope_style`.
+"""
+
+import math
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+FloatArray = npt.NDArray[np.float64]
+
+
+class RopeStyle(StrEnum):
+    """Which elements of a head are rotated together."""
+
+    HALVES = "halves"
+    """Element i with i + rope_dim/2 (GPT-NeoX order: qwen2, qwen3)."""
+    PAIRS = "pairs"
+    """Element 2i with 2i + 1 (llama: the GGUF converter permutes the weights to this order)."""
+
+
+@dataclass(frozen=True, slots=True)
+class RopeScaling:
+    """How a model stretches its positions past the context it was first trained on.
+
+    `attention_factor` multiplies cosine and sine, whatever the kind. `original_context`, `beta_fast` and
+    `beta_slow` matter for YaRN alone.
+    """
+
+    kind: Literal["none", "linear", "yarn"] = "none"
+    factor: float = 1.0
+    attention_factor: float = 1.0
+    original_context: int = 0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+
+    @property
+    def magnitude(self) -> float:
+        """What cosine and sine are multiplied by; scores therefore by its square.
+
+        YaRN: 0.1 ln(factor) + 1 (Peng et al. 2023, arXiv:2309.00071, section 3.4), as Hugging Face's
+        `_compute_yarn_parameters` has it; llama.cpp multiplies the file's attn_factor on top.
+        """
+        if self.kind == "yarn" and self.factor > 1.0:
+            return (0.1 * math.log(self.factor) + 1.0) * self.attention_factor
+        return self.attention_factor
+
+
+def frequencies(
+    base: float, dimensions: int, scaling: RopeScaling, divisors: npt.ArrayLike | None = None
+) -> FloatArray:
+    """Radians per position of each rotated pair, shape (dimensions / 2,).
+
+    Unscaled: base ** (-2i / dimensions) (Su et al. 2021, arXiv:2104.09864). `divisors`: the file's
+    `rope_freqs.weight`, shape (dimensions / 2,), one divisor a frequency: how llama.cpp's converter writes
+    Llama 3's scaling. YaRN blends as ggml's `rope_yarn` does: fast pairs keep their frequency, slow ones
+    are divided by the factor, and between the two lies a linear ramp over the pair's index.
+    """
+    pairs = np.arange(dimensions // 2, dtype=np.float64)
+    plain = base ** (-2.0 * pairs / dimensions)
+    if divisors is not None:
+        plain = plain / np.asarray(divisors, dtype=np.float64)
+    if scaling.kind == "none":
+        return plain
+    stretched = plain / scaling.factor
+    if scaling.kind == "linear":
+        return stretched
+
+    def pair_turning(rotations: float) -> float:
+        # The (fractional) pair that turns this many times over the original context.
+        turns = scaling.original_context / (rotations * 2.0 * math.pi)
+        return dimensions * math.log(turns) / (2.0 * math.log(base))
+
+    low = max(0.0, math.floor(pair_turning(scaling.beta_fast)))
+    high = min(dimensions - 1.0, math.ceil(pair_turning(scaling.beta_slow)))
+    ramp = np.clip((pairs - low) / max(0.001, high - low), 0.0, 1.0)
+    return stretched * ramp + plain * (1.0 - ramp)

@@ -1,0 +1,166 @@
+"""The vocabulary of a GGUF file, checked: which text or bytes each token id stands for, and what it is for.
+
+Tokens fall into four groups. *Ordinary* tokens are what text is spelt with. *Markers* are control tokens
+and everything that looks like one (`<|im_end|>`, `[INST]`): they structure a prompt and are never read out
+of user content. *Plain* user-defined tokens (runs of spaces, words) belong to text and are recognised
+anywhere. *Unused* tokens are padding.
+"""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Final, Self
+
+from gguf import TokenType
+
+from worker.model.gguf_file import GgufFile
+
+END_OF_TURN: Final = frozenset(
+    {
+        "</s>",
+        "<|im_end|>",
+        "<|endoftext|>",
+        "<|eot_id|>",
+        "<|eom_id|>",
+        "<|end_of_text|>",
+        "<|end_of_turn|>",
+        "<|end|>",
+        "<|return|>",
+        "<end_of_turn>",
+        "<|EOT|>",
+        "<EOT>",
+        "<｜end▁of▁sentence｜>",
+    }
+)
+"""Texts of control tokens that end an answer, whatever the metadata says (after llama.cpp's list)."""
+
+_SPACE: Final = "\u2581"  # SentencePiece's visible space
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_MARKUP = re.compile(r"<\S+>|\[\S+\]")
+_SILENT = (TokenType.CONTROL, TokenType.UNKNOWN, TokenType.UNUSED)
+
+
+def byte_alphabet() -> dict[int, str]:
+    """The character that stands for each byte in byte-level BPE vocabularies (GPT-2's bytes_to_unicode)."""
+    visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    hidden = [byte for byte in range(256) if byte not in visible]
+    return {byte: chr(byte) for byte in visible} | {byte: chr(256 + i) for i, byte in enumerate(hidden)}
+
+
+_BYTE_OF: Final = {char: byte for byte, char in byte_alphabet().items()}
+
+
+@dataclass(slots=True)
+class Vocabulary:
+    """Tokens by id. `byte_level`: GPT-2 style; otherwise SentencePiece with byte tokens."""
+
+    byte_level: bool
+    tokens: list[str]
+    kinds: list[int]
+    bos_id: int | None
+    eos_id: int | None
+    eos_ids: frozenset[int]
+    _bytes: list[bytes | None] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self._bytes = [None] * len(self.tokens)
+
+    @classmethod
+    def from_gguf(cls, file: GgufFile) -> Self:
+        """Read the vocabulary; raises ModelFileError that names the key at fault."""
+        model = file.string("tokenizer.ggml.model")
+        if model not in ("gpt2", "llama"):
+            file.fail(f"tokenizer.ggml.model: {model!r} is not supported; supported are gpt2, llama")
+        tokens = file.strings("tokenizer.ggml.tokens")
+        if not tokens:
+            file.fail("tokenizer.ggml.tokens: has no tokens")
+        types = file.integers("tokenizer.ggml.token_type", default=None)
+        if types is not None and len(types) != len(tokens):
+            file.fail(f"tokenizer.ggml.token_type: has {len(types)} entries for {len(tokens)} tokens")
+
+        def declared(name: str) -> int | None:
+            key = f"tokenizer.ggml.{name}_token_id"
+            if file.integer(key, default=0) >= len(tokens):
+                file.fail(f"{key}: is {file.integer(key)}, but there are {len(tokens)} tokens")
+            return file.integer(key, default=None)
+
+        bos_id, eos_id = declared("bos"), declared("eos")
+        ends = {end for end in (eos_id, declared("eot"), declared("eom")) if end is not None}
+        kinds = [int(TokenType.NORMAL)] * len(tokens) if types is None else types
+        for index, text in enumerate(tokens):
+            if _is_control(text, kinds[index], typed=types is not None):
+                kinds[index] = TokenType.CONTROL
+        for index in ends if bos_id is None else ends | {bos_id}:
+            kinds[index] = TokenType.CONTROL
+        ends |= {
+            index
+            for index, text in enumerate(tokens)
+            if kinds[index] == TokenType.CONTROL and text in END_OF_TURN
+        }
+        return cls(model == "gpt2", tokens, kinds, bos_id, eos_id, frozenset(ends))
+
+    def ordinary(self) -> dict[str, int]:
+        """Ids of the tokens that text is spelt with; of tokens with the same text the last counts."""
+        silent = {*_SILENT, TokenType.USER_DEFINED}
+        return {
+            text: index for index, text in enumerate(self.tokens) if text and self.kinds[index] not in silent
+        }
+
+    def markers(self) -> dict[str, int]:
+        """Ids of the tokens that structure a prompt and are never recognised in user content."""
+        return self._chosen(
+            lambda kind, text: (
+                kind in (TokenType.CONTROL, TokenType.UNKNOWN)
+                or (kind == TokenType.USER_DEFINED and _MARKUP.fullmatch(text) is not None)
+            )
+        )
+
+    def plain(self) -> dict[str, int]:
+        """Ids of user-defined tokens that are recognised in any text, before it is split into words."""
+        return self._chosen(
+            lambda kind, text: kind == TokenType.USER_DEFINED and _MARKUP.fullmatch(text) is None
+        )
+
+    def _chosen(self, wanted: Callable[[int, str], bool]) -> dict[str, int]:
+        return {
+            text: index for index, text in enumerate(self.tokens) if text and wanted(self.kinds[index], text)
+        }
+
+    def bytes_of(self, token_id: int) -> bytes:
+        """The bytes a token adds to the text; empty for control, unused and padding ids."""
+        if token_id < 0:
+            raise ValueError(f"token id {token_id} is negative")
+        if token_id >= len(self.tokens):
+            return b""  # embedding rows past the vocabulary are padding
+        known = self._bytes[token_id]
+        if known is None:
+            known = self._bytes[token_id] = self._spell(token_id)
+        return known
+
+    def text_of(self, token_id: int) -> str:
+        """The token as the vocabulary writes it, for display."""
+        return self.tokens[token_id] if 0 <= token_id < len(self.tokens) else ""
+
+    def _spell(self, token_id: int) -> bytes:
+        text, kind = self.tokens[token_id], self.kinds[token_id]
+        if kind in _SILENT:
+            return b""
+        if not self.byte_level:
+            byte = _BYTE_TOKEN.fullmatch(text)
+            return bytes([int(byte[1], 16)]) if byte else text.replace(_SPACE, " ").encode()
+        if kind == TokenType.USER_DEFINED:
+            return text.encode()  # written as it is, not in the byte alphabet
+        return b"".join(bytes([_BYTE_OF[char]]) if char in _BYTE_OF else char.encode() for char in text)
+
+
+def _is_control(text: str, kind: int, *, typed: bool) -> bool:
+    """Whether a token is a control token that the file declares as something else.
+
+    Converters before mid-2024 wrote `<|im_end|>` and its like as user-defined or normal tokens; llama.cpp
+    overrides their type too. `</s>` is left alone: as a normal token it is a piece of HTML.
+    """
+    named = text in END_OF_TURN and text != "</s>"
+    pipes = text.startswith("<|") and text.endswith("|>") and len(text) > 4
+    if kind == TokenType.USER_DEFINED or not typed:
+        return named or pipes
+    return kind == TokenType.NORMAL and named

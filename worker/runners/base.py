@@ -1,0 +1,96 @@
+"""The seam between policy and arithmetic: what an engine hands a runner, and what it gets back.
+
+A runner owns the weights, the KV cache pages and, per *slot*, the state that a running sequence needs on
+the device: the last token sampled, the sampling parameters and the set of tokens seen (for the repetition
+penalty). The engine owns all decisions: which sequence sits in which slot, which pages it has, which
+tokens are computed in a step. Launches are executed in order; `collect` returns their results in order.
+
+Running ahead: with `depth` > 1 the engine launches the next step before it has seen the tokens of the
+last one. Where the host does not know a token yet it writes FROM_SLOT, and the runner takes the token it
+last sampled for that slot. Results of sequences that turn out to have stopped are simply dropped.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from jobs.contract import GenerationParams
+
+IntArray = npt.NDArray[np.int32]
+
+FROM_SLOT = -1  # a token id still unknown to the host: the one last sampled in this sequence's slot
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """A sequence takes a slot, new or after preemption. `token_ids`: all its tokens so far, prompt first."""
+
+    slot: int
+    token_ids: tuple[int, ...]
+    params: GenerationParams
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepBatch:
+    """One step: T tokens of S sequences, R <= S of which draw their next token. All arrays are int32.
+
+    tokens          (T,)    ids, or FROM_SLOT
+    positions       (T,)    place of each token in its sequence, from 0
+    cache_rows      (T,)    where its key and value go: page * block_size + offset
+    sequence_starts (S + 1,) sequence s owns tokens[sequence_starts[s]:sequence_starts[s + 1]]
+    context_lengths (S,)    tokens of sequence s in the cache once this step has run
+    block_tables    (S, B)  its pages in order, padded with -1; what lies past its context is never read
+    slots           (S,)    its slot
+    sample_rows     (R,)    indices into `tokens`: the last token of each sequence that draws
+    sample_slots    (R,)    the slots of those sequences
+    admissions      applied before the step
+    """
+
+    tokens: IntArray
+    positions: IntArray
+    cache_rows: IntArray
+    sequence_starts: IntArray
+    context_lengths: IntArray
+    block_tables: IntArray
+    slots: IntArray
+    sample_rows: IntArray
+    sample_slots: IntArray
+    admissions: tuple[Admission, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class SampledTokens:
+    """The tokens one launch drew: `tokens[i]` for `slots[i]`, in the order of `StepBatch.sample_slots`."""
+
+    slots: IntArray
+    tokens: IntArray
+
+
+class Runner(Protocol):
+    """Executes steps. Every method may raise RunnerError; after one, the runner is not used again."""
+
+    kv_blocks: int
+    """Pages in the KV cache."""
+    block_size: int
+    """Tokens in a page."""
+    vocab: int
+    """Token ids are below this."""
+    slots: int
+    """Sequences that can be admitted at once."""
+    depth: int
+    """Launches that may be outstanding before the oldest is collected; 1 means none runs ahead."""
+
+    def launch(self, batch: StepBatch) -> None:
+        """Start a step; may return before it is done."""
+        ...
+
+    def collect(self) -> SampledTokens | None:
+        """Wait for the oldest uncollected launch and return what it drew; None where none is outstanding."""
+        ...
+
+    def close(self) -> None:
+        """Release what the runner holds; safe to call twice."""
+        ...

@@ -1,0 +1,301 @@
+"""The transformer in NumPy: what a GPU runner has to reproduce, and the runner where there is no GPU.
+
+float32 throughout. All tokens of a step go through the matrices together; attention takes the sequences that
+decode (one token each) in one piece and every longer chunk by itself. The LM head sees only the rows that
+draw. A job's tokens do not depend on what else is in the batch (see `reference_ops`).
+"""
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from jobs.errors import RunnerError
+from worker.model.config import ModelConfig, RopeStyle, rope_frequencies
+from worker.model.gguf_file import GgufFile
+from worker.runners import reference_ops as ops
+from worker.runners.base import FROM_SLOT, Admission, SampledTokens, StepBatch
+from worker.runners.sampling import SamplingRows, sample
+
+FloatArray = npt.NDArray[np.float32]
+Trace = Callable[[str, npt.NDArray[Any]], None]
+DEFAULT_CACHE_BYTES = 512 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """One block's weights; matrices are (inputs, outputs): tokens are rows, and multiply from the left."""
+
+    attn_norm: FloatArray
+    qkv: FloatArray
+    qkv_bias: FloatArray | None
+    q_norm: FloatArray | None
+    k_norm: FloatArray | None
+    attn_output: FloatArray
+    ffn_norm: FloatArray
+    gate_up: FloatArray
+    ffn_down: FloatArray
+
+    @property
+    def matrices(self) -> tuple[FloatArray, ...]:
+        """The weights that tokens are multiplied with."""
+        return (self.qkv, self.attn_output, self.gate_up, self.ffn_down)
+
+
+@dataclass(frozen=True, slots=True)
+class _Places:
+    """Where a step's tokens read and write the cache; the same for all layers."""
+
+    cosine: ops.FloatArray
+    sine: ops.FloatArray
+    single: npt.NDArray[np.intp]  # indices of the tokens that are alone in their sequence's chunk
+    single_rows: npt.NDArray[np.intp]  # (their number, L) cache rows
+    chunks: list[tuple[slice, npt.NDArray[np.intp]]]  # longer chunks: their tokens, cache rows (1, L)
+
+
+def choose_kv_blocks(
+    config: ModelConfig,
+    *,
+    max_sequences: int,
+    context: int,
+    block_size: int = 16,
+    memory: int = DEFAULT_CACHE_BYTES,
+) -> int:
+    """Pages for `max_sequences` full contexts, or as many as fit into `memory` bytes.
+
+    Raises RunnerError where not even one page fits.
+    """
+    page_bytes = 2 * config.layers * block_size * config.kv_heads * config.head_dim * 4
+    if memory < page_bytes:
+        raise RunnerError(
+            f"the KV cache was given {memory} bytes, but one page of this model takes {page_bytes}"
+        )
+    return min(max_sequences * -(-context // block_size), memory // page_bytes)
+
+
+class ReferenceRunner:
+    """Runs steps on the CPU; `launch` computes, `collect` hands out the result.
+
+    file, config     the model; weights are kept as float32
+    kv_blocks        pages of `block_size` tokens; the memory is only touched as pages are used
+    slots            sequences at once
+    depth            launches that may be queued before one is collected
+    trace            called with a name and an array at each stage of a step: "embedding", "layer.0", ...,
+                     "norm" (all tokens), "logits" (only the rows that draw)
+    """
+
+    def __init__(
+        self, file: GgufFile, config: ModelConfig, *, kv_blocks: int, block_size: int = 16, slots: int,
+        depth: int = 1, trace: Trace | None = None,
+    ) -> None:  # fmt: skip
+        self.kv_blocks = kv_blocks
+        self.block_size = block_size
+        self.slots = slots
+        self.depth = depth
+        self.vocab = config.vocab
+        self._config = config
+        self._trace = trace
+        self._embedding = file.array("token_embd.weight")
+        self._layers = [_load_layer(file, index) for index in range(config.layers)]
+        self._output_norm = file.array("output_norm.weight")
+        head = self._embedding if config.tied_head else file.array("output.weight")
+        self._head = head.T
+        shapes = {matrix.shape: matrix for layer in self._layers[:1] for matrix in layer.matrices}
+        self._tiled = not all(map(ops.rows_are_independent, (*shapes.values(), self._head)))
+        divisors = file.array("rope_freqs.weight") if "rope_freqs.weight" in file.tensors else None
+        self._frequencies, self._magnitude = rope_frequencies(config, divisors)
+        # The row after the last page is never written: padding reads zeros there.
+        self._zero_row = kv_blocks * block_size
+        shape = (config.layers, self._zero_row + 1, config.kv_heads, config.head_dim)
+        self._keys = np.zeros(shape, dtype=np.float32)
+        self._values = np.zeros(shape, dtype=np.float32)
+        self._last_token = np.zeros(slots, dtype=np.int32)
+        self._temperature = np.zeros(slots, dtype=np.float32)
+        self._top_k = np.zeros(slots, dtype=np.int32)
+        self._top_p = np.ones(slots, dtype=np.float32)
+        self._min_p = np.zeros(slots, dtype=np.float32)
+        self._penalty = np.ones(slots, dtype=np.float32)
+        self._seeds = np.zeros(slots, dtype=np.uint64)
+        self._seen: list[npt.NDArray[np.bool_] | None] = [None] * slots
+        self._results: deque[SampledTokens] = deque()
+
+    def launch(self, batch: StepBatch) -> None:
+        """Compute a step and queue its tokens.
+
+        Raises RunnerError where the model's output is no number, or memory runs out.
+        """
+        if len(self._results) >= self.depth:
+            raise RunnerError(f"{self.depth} launches are outstanding already: collect one first")
+        for admission in batch.admissions:
+            self._admit(admission)
+        try:
+            hidden = self._forward(batch)
+            self._results.append(self._draw(batch, hidden[batch.sample_rows]))
+        except MemoryError as error:
+            raise RunnerError(f"out of memory in a step of {len(batch.tokens)} tokens: {error}") from error
+
+    def collect(self) -> SampledTokens | None:
+        """Return the tokens of the oldest launch that was not yet collected."""
+        return self._results.popleft() if self._results else None
+
+    def close(self) -> None:
+        """Drop weights and cache."""
+        self._layers = []
+        self._keys = self._values = np.zeros((0, 0, 0, 0), dtype=np.float32)
+        self._results.clear()
+
+    def _admit(self, admission: Admission) -> None:
+        slot, params = admission.slot, admission.params
+        self._last_token[slot] = admission.token_ids[-1]
+        self._temperature[slot] = params.temperature
+        self._top_k[slot] = params.top_k
+        self._top_p[slot] = params.top_p
+        self._min_p[slot] = params.min_p
+        self._penalty[slot] = params.repetition_penalty
+        self._seeds[slot] = admission.seed
+        self._seen[slot] = None
+        if params.repetition_penalty != 1.0:
+            seen = np.zeros(self.vocab, dtype=np.bool_)
+            seen[list(admission.token_ids)] = True
+            self._seen[slot] = seen
+
+    def _forward(self, batch: StepBatch) -> ops.FloatArray:
+        """All layers over all tokens; returns the normed hidden states (T, width)."""
+        eps = self._config.norm_eps
+        token_slots = np.repeat(batch.slots, np.diff(batch.sequence_starts))
+        tokens = np.where(batch.tokens == FROM_SLOT, self._last_token[token_slots], batch.tokens)
+        places = self._places(batch)
+        x = ops.embedding(self._embedding, tokens)
+        self._report("embedding", x)
+        for index, layer in enumerate(self._layers):
+            x = x + self._attend(batch, index, layer, ops.rms_norm(x, layer.attn_norm, eps), places)
+            gate_up = self._linear(ops.rms_norm(x, layer.ffn_norm, eps), layer.gate_up)
+            x = x + self._linear(ops.swiglu(gate_up), layer.ffn_down)
+            self._report(f"layer.{index}", x)
+        x = ops.rms_norm(x, self._output_norm, eps)
+        self._report("norm", x)
+        return x
+
+    def _attend(
+        self, batch: StepBatch, index: int, layer: _Layer, x: ops.FloatArray, places: _Places
+    ) -> ops.FloatArray:
+        """Self-attention of one block: writes the step's keys and values, then reads the cache."""
+        config = self._config
+        heads, kv_heads, head_dim = config.heads, config.kv_heads, config.head_dim
+        qkv = self._linear(x, layer.qkv, layer.qkv_bias).reshape(len(x), heads + 2 * kv_heads, head_dim)
+        q, k, v = np.split(qkv, [heads, heads + kv_heads], axis=1)
+        if layer.q_norm is not None and layer.k_norm is not None:
+            q = ops.rms_norm(q, layer.q_norm, config.norm_eps)
+            k = ops.rms_norm(k, layer.k_norm, config.norm_eps)
+        interleaved = config.rope_style is RopeStyle.PAIRS
+        q = ops.rope(q, places.cosine, places.sine, interleaved=interleaved)
+        keys, values = self._keys[index], self._values[index]
+        keys[batch.cache_rows] = ops.rope(k, places.cosine, places.sine, interleaved=interleaved)
+        values[batch.cache_rows] = v
+        mixed = np.empty_like(q)
+        positions = batch.positions
+        if places.single.size:
+            single = places.single
+            mixed[single] = ops.paged_attention(
+                q[single, None], keys, values, places.single_rows, positions[single, None]
+            )[:, 0]
+        for tokens, rows in places.chunks:
+            mixed[tokens] = ops.paged_attention(q[None, tokens], keys, values, rows, positions[None, tokens])[
+                0
+            ]
+        return self._linear(mixed.reshape(len(x), heads * head_dim), layer.attn_output)
+
+    def _places(self, batch: StepBatch) -> _Places:
+        cosine, sine = ops.rope_table(batch.positions, self._frequencies, self._magnitude, np.float32)
+        starts = batch.sequence_starts
+        lengths = np.diff(starts)
+        alone = np.flatnonzero(lengths == 1)
+        longer = np.flatnonzero(lengths > 1)
+        return _Places(
+            cosine=cosine,
+            sine=sine,
+            single=starts[alone].astype(np.intp),
+            single_rows=self._rows(batch, alone),
+            chunks=[
+                (slice(starts[index], starts[index + 1]), self._rows(batch, longer[place : place + 1]))
+                for place, index in enumerate(longer)
+            ],
+        )
+
+    def _rows(self, batch: StepBatch, sequences: npt.NDArray[np.intp]) -> npt.NDArray[np.intp]:
+        """Cache rows (S, L) of the tokens of some sequences, padded with the row of zeros."""
+        if not sequences.size:
+            return np.zeros((0, ops.KEY_TILE), dtype=np.intp)
+        lengths = batch.context_lengths[sequences]
+        places = np.arange(-(-int(lengths.max()) // ops.KEY_TILE) * ops.KEY_TILE)
+        tables = batch.block_tables[sequences]
+        pages = tables[:, np.minimum(places // self.block_size, tables.shape[1] - 1)]
+        rows = pages.astype(np.intp) * self.block_size + places % self.block_size
+        return np.where(places < lengths[:, None], rows, self._zero_row)
+
+    def _draw(self, batch: StepBatch, hidden: ops.FloatArray) -> SampledTokens:
+        slots = batch.sample_slots
+        if not slots.size:
+            return SampledTokens(slots, np.zeros(0, dtype=np.int32))
+        logits = self._linear(hidden, self._head).astype(np.float32, copy=False)
+        self._report("logits", logits)
+        if not np.isfinite(logits.max(axis=1)).all():  # a maximum with NaN is NaN
+            raise RunnerError("the model's output is not a number; its file is damaged or overflows float32")
+        tokens = sample(
+            logits,
+            SamplingRows(
+                temperature=self._temperature[slots],
+                top_k=self._top_k[slots],
+                top_p=self._top_p[slots],
+                min_p=self._min_p[slots],
+                penalty=self._penalty[slots],
+                seeds=self._seeds[slots],
+                positions=batch.positions[batch.sample_rows].astype(np.int64) + 1,
+                seen=[self._seen[slot] for slot in slots],
+            ),
+        )
+        self._last_token[slots] = tokens
+        for slot, token in zip(slots, tokens, strict=True):
+            if (seen := self._seen[slot]) is not None:
+                seen[token] = True
+        return SampledTokens(slots, tokens)
+
+    def _linear(
+        self, x: ops.FloatArray, weight: FloatArray, bias: FloatArray | None = None
+    ) -> ops.FloatArray:
+        return ops.linear(x, weight, bias, tiled=self._tiled)
+
+    def _report(self, stage: str, values: npt.NDArray[Any]) -> None:
+        if self._trace is not None:
+            self._trace(stage, values)
+
+
+def _load_layer(file: GgufFile, index: int) -> _Layer:
+    """Read block `index`, joining the matrices that share an input."""
+
+    def array(name: str) -> FloatArray:
+        return file.array(f"blk.{index}.{name}")
+
+    def optional(name: str) -> FloatArray | None:
+        return array(name) if f"blk.{index}.{name}" in file.tensors else None
+
+    def joined(*names: str) -> FloatArray:
+        return np.ascontiguousarray(np.concatenate([array(f"{name}.weight") for name in names]).T)
+
+    biases = [optional(f"attn_{part}.bias") for part in "qkv"]
+    return _Layer(
+        attn_norm=array("attn_norm.weight"),
+        qkv=joined("attn_q", "attn_k", "attn_v"),
+        qkv_bias=np.concatenate([bias for bias in biases if bias is not None])
+        if biases[0] is not None
+        else None,
+        q_norm=optional("attn_q_norm.weight"),
+        k_norm=optional("attn_k_norm.weight"),
+        attn_output=joined("attn_output"),
+        ffn_norm=array("ffn_norm.weight"),
+        gate_up=joined("ffn_gate", "ffn_up"),
+        ffn_down=joined("ffn_down"),
+    )

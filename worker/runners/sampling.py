@@ -1,0 +1,135 @@
+"""Draws the next token of each row; the definition that every runner has to reproduce.
+
+For one row of logits l over the vocabulary, in this order:
+
+1. penalty      a token seen in prompt or answer: l / r where l > 0, else l * r (Keskar et al. 2019, CTRL)
+2. greedy       temperature 0: the largest l, the lowest id of equals; nothing below applies
+3. temperature  l = (l - max l) / T
+4. top-k        keep l >= the k-th largest l
+5. top-p        q = softmax of what is left; keep a token if the q of all strictly likelier ones sum to < p
+6. min-p        keep l >= max l + ln(min_p), which is q >= min_p * max q
+7. draw         the largest l + g, g = -ln(-ln(1 - v)), v the uniform of (seed, position, token id)
+
+Every filter keeps l >= a threshold: equals stand or fall together, and a GPU finds the threshold by search,
+without a sort. k = 0, p = 1 and min_p = 0 switch a filter off. The most likely token always survives.
+
+The draw is Gumbel-max: it picks token i with probability q_i (renormalised over the survivors), whatever was
+filtered, needs neither a normalised distribution nor an order, and is one pass with a running maximum that
+fuses with the LM head. One uniform through the inverse CDF would be cheaper here, but sums the vocabulary
+twice, and its choice hangs on the rounding of a running sum. v < 2**-24 keeps precision where it counts: g is
+large where v is near 0 (on a GPU: -logf(-log1pf(-v)) with v as in `philox.uniform`). As g <= 22.88, a token
+whose l is more than that below the best l + g cannot win: both runners may skip its random number.
+
+Row r depends on its logits, parameters, seed and position, and on nothing else.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from worker.runners.philox import token_words, uniform
+
+FloatArray = npt.NDArray[np.float32]
+IntArray = npt.NDArray[np.int32]
+
+_LARGEST_NOISE = np.float32(22.88)  # -ln(-ln(1 - 2**-33)) = 22.874, rounded up
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingRows:
+    """Parameters of R rows: float32 (R,), but top_k int32 (0: off), seeds uint64, positions int64.
+
+    seen: one bool mask (V,) a row, None where the row has no penalty.
+    """
+
+    temperature: FloatArray
+    top_k: IntArray
+    top_p: FloatArray
+    min_p: FloatArray
+    penalty: FloatArray
+    seeds: npt.NDArray[np.uint64]
+    positions: npt.NDArray[np.int64]
+    seen: list[npt.NDArray[np.bool_] | None]
+
+
+def sample(logits: FloatArray, rows: SamplingRows) -> IntArray:
+    """Draw one token id a row from logits (R, V). Not-finite logits are the caller's to refuse."""
+    penalised = penalise(logits, rows)
+    tokens: IntArray = penalised.argmax(axis=1).astype(np.int32)
+    warm = np.flatnonzero(rows.temperature > 0)
+    if warm.size:
+        scaled = penalised[warm]
+        scaled -= scaled.max(axis=1, keepdims=True)
+        with np.errstate(over="ignore"):  # a tiny temperature sends all but the best to -inf, as it should
+            scaled /= rows.temperature[warm, None]
+        filter_rows(scaled, rows.top_k[warm], rows.top_p[warm], rows.min_p[warm])
+        tokens[warm] = _gumbel_argmax(scaled, rows.seeds[warm], rows.positions[warm])
+    return tokens
+
+
+def penalise(logits: FloatArray, rows: SamplingRows) -> FloatArray:
+    """Apply the repetition penalty; returns `logits` itself where no row has one."""
+    if all(seen is None for seen in rows.seen):
+        return logits
+    result = logits.copy()
+    for row, seen in enumerate(rows.seen):
+        if seen is not None:
+            values = result[row, seen]
+            penalty = rows.penalty[row]
+            result[row, seen] = np.where(values > 0, values / penalty, values * penalty)
+    return result
+
+
+def filter_rows(scaled: FloatArray, top_k: IntArray, top_p: FloatArray, min_p: FloatArray) -> None:
+    """Set to -inf, in place, what top-k, top-p and min-p remove from (R, V) logits whose maximum is 0."""
+    vocab = scaled.shape[1]
+    keep_k = np.where(top_k > 0, np.minimum(top_k, vocab), vocab)
+    threshold = np.full(len(scaled), -np.inf, dtype=np.float32)
+    sorting = np.flatnonzero((keep_k < vocab) | (top_p < 1))
+    if sorting.size:
+        ranked = np.sort(scaled[sorting], axis=1)[:, ::-1]
+        kth = ranked[np.arange(sorting.size), keep_k[sorting] - 1]
+        threshold[sorting] = np.maximum(kth, _top_p_threshold(ranked, kth, top_p[sorting]))
+    with np.errstate(divide="ignore"):  # ln 0 = -inf: off
+        threshold = np.maximum(threshold, np.log(min_p))
+    if np.isfinite(threshold).any():
+        scaled[scaled < threshold[:, None]] = -np.inf
+
+
+def _top_p_threshold(ranked: FloatArray, kth: FloatArray, top_p: FloatArray) -> FloatArray:
+    """The smallest logit that top-p keeps, of logits in descending order whose top-k threshold is `kth`."""
+    mass = np.exp(ranked, dtype=np.float64)
+    mass[ranked < kth[:, None]] = 0.0
+    before = np.cumsum(mass, axis=1) - mass
+    # Of equals the first in order has the least before it, so it decides for all of them.
+    kept = before < top_p[:, None].astype(np.float64) * mass.sum(axis=1, keepdims=True)
+    last = kept.shape[1] - 1 - kept[:, ::-1].argmax(axis=1)
+    threshold: FloatArray = np.where(top_p < 1, ranked[np.arange(len(ranked)), last], np.float32(-np.inf))
+    return threshold
+
+
+def _gumbel_argmax(
+    scaled: FloatArray, seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.int64]
+) -> npt.NDArray[np.intp]:
+    """Argmax of logits plus noise, in blocks of four tokens, which share one Philox counter."""
+    count, vocab = scaled.shape
+    blocks = -(-vocab // 4)
+    noisy = np.full((count, blocks * 4), -np.inf, dtype=np.float32)
+    noisy[:, :vocab] = scaled
+    noisy = noisy.reshape(count, blocks, 4)
+    best_in_block = np.maximum.reduce([noisy[:, :, lane] for lane in range(4)])
+    row, block = np.nonzero(best_in_block > -_LARGEST_NOISE - 3)  # the best, at 0, gets no less than -3
+    words = token_words(seeds[row], positions[row].astype(np.uint32), block.astype(np.uint32))
+    scores = noisy[row, block] + gumbel(uniform(words))
+    noisy.fill(-np.inf)
+    noisy[row, block] = scores
+    best: npt.NDArray[np.intp] = noisy.reshape(count, blocks * 4).argmax(axis=1)
+    return best
+
+
+def gumbel(v: FloatArray) -> FloatArray:
+    """Standard Gumbel noise -ln(-ln(1 - v)) of uniforms v."""
+    # 1 - v needs more than float32 where v is small; the outer logarithm does not.
+    exponential = (-np.log(1.0 - v.astype(np.float64))).astype(np.float32)
+    return -np.log(exponential)
