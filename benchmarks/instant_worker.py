@@ -1,0 +1,59 @@
+"""A worker whose runner does no arithmetic: what remains is the cost of everything else.
+
+For `end_to_end.py` only. Texts it writes are meaningless.
+"""
+
+from collections import deque
+
+import numpy as np
+
+import worker.app
+from jobs.settings import Settings
+from worker.commands import worker as worker_command
+from worker.engine.engine import Engine
+from worker.loading import LoadedModel
+from worker.runners.base import SampledTokens, StepBatch
+
+SEQUENCES = 512
+CONTEXT = 512
+
+
+class InstantRunner:
+    """Draws token 65 for every row at once."""
+
+    kv_blocks = SEQUENCES * CONTEXT // 16
+    block_size = 16
+    slots = SEQUENCES
+    depth = 1
+
+    def __init__(self, vocab: int) -> None:
+        self.vocab = vocab
+        self._drawn: deque[SampledTokens] = deque()
+
+    def launch(self, batch: StepBatch) -> None:
+        """Remember which slots draw."""
+        self._drawn.append(SampledTokens(batch.sample_slots, np.full_like(batch.sample_slots, 65)))
+
+    def collect(self) -> SampledTokens | None:
+        """The oldest launch's tokens."""
+        return self._drawn.popleft() if self._drawn else None
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+def build_engine(settings: Settings, model: LoadedModel) -> Engine:
+    """The real engine, tokenizer and scheduler on the instant runner."""
+    return Engine(
+        InstantRunner(model.config.vocab),
+        text_stream=lambda: model.tokenizer.stream(continues=True),
+        eos_ids=model.tokenizer.eos_ids,
+        context_length=CONTEXT,
+        max_sequences=SEQUENCES,
+        token_budget=16384,
+    )
+
+
+if __name__ == "__main__":
+    worker.app.build_engine = build_engine
+    worker_command.main(["--max-sequences", str(SEQUENCES)])

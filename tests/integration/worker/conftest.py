@@ -1,0 +1,50 @@
+"""A worker's fixtures: quick heartbeats, and processes that are gone when a test is over."""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+from subprocess import Popen
+from typing import Any
+
+import pytest
+
+from jobs.client import Client
+from jobs.settings import Settings
+from worker.commands import running_worker
+from worker.loading import demo_model
+
+StartWorker = Callable[..., AbstractContextManager[Popen[bytes]]]
+
+
+@pytest.fixture
+def quick(server_settings: Settings) -> Settings:
+    """Settings on which a dead worker is noticed after a second, and a lost message after two."""
+    return server_settings.model_copy(
+        update={
+            "model": demo_model(),
+            "reference": True,
+            "heartbeat_seconds": 0.2,
+            "stale_seconds": 1.5,
+            "resend_seconds": 2.0,
+            "drain_seconds": 20.0,
+        }
+    )
+
+
+@pytest.fixture
+def jobs_client(quick: Settings) -> Iterator[Client]:
+    """A client on the quick settings."""
+    with Client(quick) as client:
+        yield client
+
+
+@pytest.fixture
+def start_worker(jobs_client: Client, tmp_path: Path) -> StartWorker:
+    """Start a worker process and wait until it takes jobs: `with start_worker("a", ...) as process`."""
+
+    def start(name: str, *arguments: str, **changes: Any) -> AbstractContextManager[Popen[bytes]]:
+        changed = jobs_client.settings.model_copy(update=changes)
+        client = Client(changed) if changes else jobs_client
+        return running_worker(client, tmp_path / f"{name}.log", list(arguments))
+
+    return start

@@ -1,0 +1,204 @@
+"""Workers as processes: killed, drained, cancelled, one beside another; on SQLite and on PostgreSQL."""
+
+import signal
+import time
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from jobs.client import Client
+from jobs.contract import Job, JobState, StopReason
+from tests.integration.worker.conftest import StartWorker
+from tests.servers import wait_until
+
+# Several seconds of work for the reference runner, so that it can be interrupted.
+LONG: dict[str, Any] = {"max_tokens": 300, "ignore_eos": True, "temperature": 0.8}
+# A finished long job fills its limit; the demo model's context is 512.
+PATIENCE = 120.0
+
+
+def in_state(client: Client, state: JobState) -> list[Job]:
+    return client.list_jobs(state=state, limit=1000)
+
+
+def running_attempt(client: Client, job_id: str) -> int | None:
+    job = client.get(job_id)
+    return job.attempt if job.state is JobState.RUNNING else None
+
+
+def test_enqueued_prompts_arrive_as_text_with_reasons(jobs_client: Client, start_worker: StartWorker) -> None:
+    plain = jobs_client.enqueue("Write a haiku about rain", max_tokens=3, temperature=0)
+    chat = jobs_client.enqueue([{"role": "user", "content": "Write a haiku about rain"}], temperature=0)
+    with start_worker("a"):
+        later = jobs_client.enqueue_many(["Count from 1 to 5"] * 70, max_tokens=4, temperature=0)
+        jobs_client.wait([plain, chat, *later], timeout=PATIENCE)
+    cut = jobs_client.get(plain)
+    assert (cut.state, cut.stop_reason, cut.completion_tokens) == (JobState.SUCCEEDED, StopReason.LENGTH, 3)
+    answered = jobs_client.get(chat)
+    assert (answered.state, answered.stop_reason) == (JobState.SUCCEEDED, StopReason.EOS)
+    assert answered.text and "<|" not in answered.text
+    assert answered.attempt == 1 and answered.error is None and answered.prompt_tokens
+    assert {job.text for job in jobs_client.results(later)} == {jobs_client.get(later[0]).text}
+    assert [worker["state"] for worker in jobs_client.store.workers()] == ["stopped"]
+
+
+def test_killed_worker_loses_no_job_and_repeats_none(jobs_client: Client, start_worker: StartWorker) -> None:
+    ids = jobs_client.enqueue_many(["Write a haiku about the sea"] * 16, **LONG)
+    with start_worker("doomed", "--max-sequences", "8") as doomed:
+        wait_until(lambda: len(in_state(jobs_client, JobState.RUNNING)) >= 8, PATIENCE)
+        doomed.send_signal(signal.SIGKILL)
+        doomed.wait()
+        struck = {job.id for job in in_state(jobs_client, JobState.RUNNING)}
+    assert struck
+    with start_worker("rescuer"):
+        jobs_client.wait(ids, timeout=PATIENCE)
+    for job in jobs_client.results(ids):
+        assert (job.state, job.stop_reason) == (JobState.SUCCEEDED, StopReason.LENGTH)
+        assert job.completion_tokens == LONG["max_tokens"]
+        if job.id in struck:
+            assert (job.attempt, job.failures) == (2, 1)
+            assert len(job.errors) == 1 and "fell silent" in job.errors[0]["error"]
+        else:
+            assert (job.attempt, job.failures, job.errors) == (1, 0, [])
+
+
+def test_job_that_kills_every_worker_ends_failed_with_its_history(
+    jobs_client: Client, start_worker: StartWorker
+) -> None:
+    job_id = jobs_client.enqueue("Write a haiku about the moon", max_attempts=2, **LONG)
+    for attempt in (1, 2):
+        with start_worker(f"doomed-{attempt}") as process:
+            wait_until(lambda: running_attempt(jobs_client, job_id) == attempt, PATIENCE)  # noqa: B023
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+    with start_worker("third"):
+        jobs_client.wait(job_id, timeout=PATIENCE)
+    job = jobs_client.get(job_id)
+    assert (job.state, job.stop_reason) == (JobState.FAILED, StopReason.ERROR)
+    assert (job.attempt, job.failures, len(job.errors)) == (2, 2, 2)
+    assert job.error is not None and job.error.startswith("all 2 attempts failed; the last: worker")
+
+
+def test_sigterm_hands_unfinished_jobs_back_with_no_attempt_lost(
+    jobs_client: Client, start_worker: StartWorker
+) -> None:
+    short = jobs_client.enqueue("Write a haiku about snow", max_tokens=2, temperature=0)
+    ids = jobs_client.enqueue_many(["Write a haiku about snow"] * 14, **LONG)
+    with start_worker("leaving", "--max-sequences", "8", drain_seconds=0.3) as leaving:
+        wait_until(lambda: jobs_client.get(short).state.final, PATIENCE)
+        wait_until(lambda: in_state(jobs_client, JobState.RUNNING), PATIENCE)
+        leaving.send_signal(signal.SIGTERM)
+        assert leaving.wait(timeout=60) == 0
+    assert in_state(jobs_client, JobState.RUNNING) == []
+    left = in_state(jobs_client, JobState.QUEUED)
+    assert left and all(job.failures == 0 and job.errors == [] for job in left)
+    with start_worker("next"):
+        jobs_client.wait(ids, timeout=PATIENCE)
+    finished = list(jobs_client.results(ids))
+    assert {job.state for job in finished} == {JobState.SUCCEEDED}
+    assert all(job.failures == 0 for job in finished)
+    assert {job.attempt for job in finished} <= {1, 2}
+
+
+def test_sigterm_lets_running_jobs_finish_within_the_drain_time(
+    jobs_client: Client, start_worker: StartWorker
+) -> None:
+    job_id = jobs_client.enqueue("Write a haiku about wind", max_tokens=60, ignore_eos=True)
+    with start_worker("leaving", drain_seconds=60.0) as leaving:
+        wait_until(lambda: jobs_client.get(job_id).state is JobState.RUNNING, PATIENCE)
+        leaving.send_signal(signal.SIGTERM)
+        assert leaving.wait(timeout=90) == 0
+    job = jobs_client.get(job_id)
+    assert (job.state, job.attempt, job.completion_tokens) == (JobState.SUCCEEDED, 1, 60)
+
+
+def test_cancelled_jobs_stop_and_keep_their_text(jobs_client: Client, start_worker: StartWorker) -> None:
+    ids = jobs_client.enqueue_many(["Write a haiku about stars"] * 12, **LONG)
+    with start_worker("a", "--max-sequences", "4"):
+        running = wait_until(lambda: in_state(jobs_client, JobState.RUNNING), PATIENCE)[0].id
+        time.sleep(0.3)  # some tokens
+        queued = in_state(jobs_client, JobState.QUEUED)[0].id
+        assert jobs_client.cancel(queued) is JobState.CANCELLED
+        assert jobs_client.get(queued).state is JobState.CANCELLED
+        assert jobs_client.cancel(running) is JobState.RUNNING
+        stopped = wait_until(lambda: (job := jobs_client.get(running)).state.final and job, PATIENCE)
+        assert (stopped.state, stopped.stop_reason) == (JobState.CANCELLED, StopReason.CANCELLED)
+        assert stopped.completion_tokens is not None and stopped.completion_tokens < LONG["max_tokens"]
+        for job_id in ids:
+            if not jobs_client.get(job_id).state.final:
+                jobs_client.cancel(job_id)
+        jobs_client.wait(ids, timeout=PATIENCE)
+
+
+def test_deadline_stops_a_running_job_and_keeps_its_text(
+    jobs_client: Client, start_worker: StartWorker
+) -> None:
+    with start_worker("a"):
+        job_id = jobs_client.enqueue("Write a haiku about fire", deadline=timedelta(seconds=1), **LONG)
+        expired = jobs_client.enqueue(
+            "Write a haiku about fire", deadline=timedelta(seconds=0.3), scheduled_at=timedelta(hours=1)
+        )
+        jobs_client.wait([job_id, expired], timeout=PATIENCE)
+    job = jobs_client.get(job_id)
+    assert (job.state, job.stop_reason) == (JobState.FAILED, StopReason.DEADLINE)
+    assert job.error is not None and job.error.startswith("the deadline passed after")
+    assert job.text
+    waiting = jobs_client.get(expired)
+    assert (waiting.state, waiting.stop_reason) == (JobState.FAILED, StopReason.DEADLINE)
+    assert waiting.error == "the deadline passed before a worker began"
+
+
+def test_scheduled_job_runs_when_it_is_due(jobs_client: Client, start_worker: StartWorker) -> None:
+    with start_worker("a"):
+        job_id = jobs_client.enqueue("Count from 1 to 3", max_tokens=2, scheduled_at=timedelta(seconds=1))
+        jobs_client.wait(job_id, timeout=PATIENCE)
+    job = jobs_client.get(job_id)
+    assert job.state is JobState.SUCCEEDED
+    assert job.started_at is not None and job.scheduled_at is not None
+    assert job.started_at >= job.scheduled_at
+
+
+def test_bad_jobs_cost_no_other_job_anything(jobs_client: Client, start_worker: StartWorker) -> None:
+    good = jobs_client.enqueue_many(["Count from 1 to 3"] * 8, max_tokens=4, temperature=0)
+    too_long = jobs_client.enqueue("word " * 2000)
+    with start_worker("a"):
+        jobs_client.wait([*good, too_long], timeout=PATIENCE)
+    assert {job.state for job in jobs_client.results(good)} == {JobState.SUCCEEDED}
+    failed = jobs_client.get(too_long)
+    assert (failed.state, failed.stop_reason, failed.attempt) == (JobState.FAILED, StopReason.ERROR, 1)
+    assert failed.error is not None
+    assert "this worker's context holds 512" in failed.error and "shorten it" in failed.error
+
+
+def test_jobs_whose_message_is_lost_are_run_all_the_same(
+    jobs_client: Client, start_worker: StartWorker
+) -> None:
+    ids = jobs_client.enqueue_many(["Count from 1 to 3"] * 3, max_tokens=2)
+    with jobs_client.broker.connection() as connection:
+        connection.default_channel.client.flushall()
+    with start_worker("a"):
+        jobs_client.wait(ids, timeout=PATIENCE)
+    assert {job.attempt for job in jobs_client.results(ids)} == {1}
+
+
+def test_redelivered_shard_runs_nothing_twice(jobs_client: Client, start_worker: StartWorker) -> None:
+    ids = list(jobs_client.enqueue_many(["Count from 1 to 3"] * 20, max_tokens=40, ignore_eos=True))
+    for _ in range(3):
+        jobs_client.broker.announce(ids, None, 5)
+    with start_worker("a", "--max-sequences", "4"), start_worker("b", "--max-sequences", "4"):
+        jobs_client.wait(ids, timeout=PATIENCE)
+        wait_until(lambda: jobs_client.broker.queue_length(None) == 0, PATIENCE)
+    finished = list(jobs_client.results(ids))
+    assert {job.attempt for job in finished} == {1}
+    assert {job.completion_tokens for job in finished} == {40}
+
+
+def test_worker_serves_the_model_that_jobs_name(jobs_client: Client, start_worker: StartWorker) -> None:
+    with start_worker("a", "--name", "alpha"):
+        named = jobs_client.enqueue("Count from 1 to 3", model="alpha", max_tokens=2)
+        any_model = jobs_client.enqueue("Count from 1 to 3", max_tokens=2)
+        jobs_client.wait([named, any_model], timeout=PATIENCE)
+    assert jobs_client.get(named).model == "alpha"
+    with pytest.raises(ValueError, match=r"no worker has ever served 'alhpa'.*Did you mean 'alpha'"):
+        jobs_client.enqueue("x", model="alhpa")

@@ -1,0 +1,157 @@
+"""Ways to start a worker, and what is said where it cannot start: one line, never a traceback."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from jobs.client import Client
+from jobs.contract import JobState
+from jobs.settings import Settings
+from tests.ggufs import write_model
+from tests.servers import free_port, wait_until, worker_env
+from worker.loading import demo_model
+
+CELERY = [sys.executable, "-m", "celery", "-A", "worker.app", "worker"]
+NIGHTMILL = [sys.executable, "-m", "jobs", "worker"]
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def refused(command: list[str], settings: Settings, **more: object) -> str:
+    """Run a command that must fail; returns what it said."""
+    done = subprocess.run(
+        command,
+        env=worker_env(settings, **more),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    said = done.stdout + done.stderr
+    assert done.returncode == 1, said
+    assert "Traceback" not in said, said
+    return said
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        [*NIGHTMILL, "--model", str(demo_model()), "--reference"],
+        [*CELERY, "--pool=threads", "--model", str(demo_model()), "--reference", "--loglevel=INFO"],
+    ],
+    ids=["nightmill", "celery"],
+)
+def test_both_commands_start_the_same_worker(command: list[str], sqlite_settings: Settings) -> None:
+    with Client(sqlite_settings) as client:
+        job_id = client.enqueue("Count from 1 to 3", max_tokens=4, temperature=0)
+        with subprocess.Popen(command, env=worker_env(sqlite_settings), cwd=ROOT) as process:
+            try:
+                client.wait(job_id, timeout=120)
+                job = client.get(job_id)
+                assert job.state is JobState.SUCCEEDED
+                (worker,) = client.store.workers()
+                assert (worker["id"], worker["pid"], worker["state"]) == (job.worker, process.pid, "ready")
+                assert worker["model"] == "nightmill-demo"
+            finally:
+                process.send_signal(signal.SIGTERM)
+            assert process.wait(60) == 0
+        assert client.store.workers()[0]["state"] == "stopped"
+
+
+def test_pool_without_threads_is_refused(sqlite_settings: Settings) -> None:
+    said = refused([*CELERY, "--pool=solo", "--model", str(demo_model())], sqlite_settings)
+    assert "start Celery with --pool=threads" in said
+
+
+def test_missing_model_is_named(sqlite_settings: Settings, tmp_path: Path) -> None:
+    assert "no model file is named: give --model FILE" in refused(NIGHTMILL, sqlite_settings)
+    said = refused([*NIGHTMILL, "--model", str(tmp_path / "absent.gguf")], sqlite_settings)
+    assert "absent.gguf" in said and "ModelFileError" not in said
+
+
+def test_broken_model_is_named(sqlite_settings: Settings, tmp_path: Path) -> None:
+    whole = write_model(tmp_path / "whole.gguf").read_bytes()
+    cut = tmp_path / "cut.gguf"
+    cut.write_bytes(whole[: len(whole) // 2])
+    said = refused([*NIGHTMILL, "--model", str(cut)], sqlite_settings)
+    assert "cut.gguf: tensor " in said and "past the end of the file" in said
+
+
+def test_context_beyond_the_model_is_refused(sqlite_settings: Settings) -> None:
+    command = [*NIGHTMILL, "--model", str(demo_model()), "--reference", "--context", "100000"]
+    assert "--context 100000 is more than the 512 tokens" in refused(command, sqlite_settings)
+
+
+def test_unreachable_servers_are_named_without_their_passwords(sqlite_settings: Settings) -> None:
+    command = [*NIGHTMILL, "--model", str(demo_model())]
+    port = free_port()
+    said = refused(command, sqlite_settings, broker_url=f"redis://:hush@127.0.0.1:{port}/0")
+    assert f"the broker at redis://:***@127.0.0.1:{port}/0 does not answer" in said and "hush" not in said
+    url = f"postgresql://someone:hush@127.0.0.1:{port}/nightmill"
+    said = refused(command, sqlite_settings, database_url=url)
+    assert f"someone:***@127.0.0.1:{port}/nightmill does not answer" in said and "hush" not in said
+
+
+def test_unknown_setting_is_refused_with_a_suggestion(sqlite_settings: Settings) -> None:
+    environment = worker_env(sqlite_settings) | {"NIGHTMILL_MODLE": "x"}
+    for command in (NIGHTMILL, [*CELERY, "--pool=threads"]):
+        done = subprocess.run(
+            command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+        )
+        said = done.stdout + done.stderr
+        assert done.returncode == 1 and "Traceback" not in said
+        assert "NIGHTMILL_MODLE is not a setting of Nightmill. Did you mean NIGHTMILL_MODEL?" in said
+
+
+def test_check_says_what_is_wrong_and_what_to_do(sqlite_settings: Settings) -> None:
+    command = [sys.executable, "-m", "jobs", "check"]
+    said = refused(
+        command, sqlite_settings, broker_url=f"redis://127.0.0.1:{free_port()}/0", model="/nowhere.gguf"
+    )
+    assert "FAIL broker" in said and "Check that Redis runs" in said
+    assert "FAIL model" in said and "/nowhere.gguf" in said
+    assert "ok   database" in said
+    fine = subprocess.run(
+        [*command, "--model", str(demo_model()), "--json"],
+        env=worker_env(sqlite_settings),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert '"part": "model", "ok": true' in fine.stdout
+
+
+def test_demo_runs_the_whole_path_in_a_directory_of_its_own(directory: Path) -> None:
+    environment = worker_env(Settings(data_dir=directory))
+    done = subprocess.run(
+        [sys.executable, "-m", "jobs", "demo", "-n", "8", "--seed", "3"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=True,
+    )
+    assert done.stdout.count("succeeded, eos") == 8
+    assert "tokens/s" in done.stdout and str(directory / "demo" / "nightmill.db") in done.stdout
+    with Client(Settings(data_dir=directory / "demo", broker_url="redis://unused")) as client:
+        found = client.list_jobs(limit=100)
+    assert len(found) == 8 and all(job.text and job.text in done.stdout for job in found)
+    pid = int((directory / "demo" / "redis" / "redis.pid").read_text()) if _left(directory) else 0
+    wait_until(lambda: not pid or not _alive(pid))
+
+
+def _left(directory: Path) -> bool:
+    return (directory / "demo" / "redis" / "redis.pid").exists()
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True

@@ -1,0 +1,262 @@
+"""The service in one process, on an engine whose runner does as the test says."""
+
+import threading
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from jobs.claims import Claim, Claims
+from jobs.client import Client
+from jobs.contract import JobState, StopReason
+from jobs.errors import ChatTemplateError, DatabaseUnreachableError, RunnerError
+from jobs.store import Selection
+from jobs.sweep import Sweep
+from tests.servers import Clock, wait_until
+from tests.unit.engine.scripted import EOS, PieceStream, ScriptedRunner
+from worker.engine.engine import Engine
+from worker.runners.base import StepBatch
+from worker.service import Service
+
+PROMPT = (1, 2, 3)
+
+
+class Faulty(ScriptedRunner):
+    """Raises at a launch once it is told to."""
+
+    broken = False
+
+    def launch(self, batch: StepBatch) -> None:
+        if self.broken:
+            raise RunnerError("the arithmetic gave out")
+        super().launch(batch)
+
+
+class Gated(ScriptedRunner):
+    """Launches only while its gate is open."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.gate = threading.Event()
+
+    def launch(self, batch: StepBatch) -> None:
+        assert self.gate.wait(60)
+        super().launch(batch)
+
+
+class Bench:
+    """A service on a client's database, and what became of it."""
+
+    def __init__(self, client: Client, runner: ScriptedRunner, capacity: int = 8, name: str = "a") -> None:
+        self.client = client
+        self.runner = runner
+        self.claims = Claims(client.database, name * 32)
+        self.claims.register("host", 1, "model", None)
+        self.fatal: list[str] = []
+        self.service = Service(
+            self.claims,
+            lambda: Engine(
+                runner,
+                text_stream=PieceStream,
+                eos_ids=frozenset({EOS}),
+                context_length=200,
+                max_sequences=runner.slots,
+                token_budget=64,
+            ),
+            self.tokenize,
+            capacity=capacity,
+            drain_seconds=5.0,
+            on_fatal=self.fatal.append,
+        )
+
+    @staticmethod
+    def tokenize(claim: Claim) -> tuple[int, ...]:
+        if claim.prompt == "unspeakable":
+            raise ChatTemplateError("the template refuses")
+        return PROMPT
+
+    def run(self, job_ids: list[str]) -> threading.Thread:
+        thread = threading.Thread(target=self.service.run_shard, args=(job_ids,), daemon=True)
+        thread.start()
+        return thread
+
+
+@pytest.fixture
+def build(sqlite_client: Client) -> Iterator[Callable[..., Bench]]:
+    made: list[Bench] = []
+
+    def make(runner: ScriptedRunner, **options: Any) -> Bench:
+        made.append(Bench(sqlite_client, runner, **options))
+        return made[-1]
+
+    yield make
+    for bench in made:
+        if isinstance(bench.runner, Gated):
+            bench.runner.gate.set()
+        bench.service.drain_seconds = 0.0
+        bench.service.drain()
+        bench.service.close()
+
+
+def enqueue(client: Client, count: int, **settings: Any) -> list[str]:
+    return list(client.enqueue_many(["prompt"] * count, **settings))
+
+
+def test_shard_returns_when_every_job_of_it_is_written(build: Callable[..., Bench]) -> None:
+    bench = build(ScriptedRunner())
+    ids = enqueue(bench.client, 20, max_tokens=5)
+    bench.service.run_shard(ids)
+    assert {job.state for job in bench.client.results(ids, wait=False)} == {JobState.SUCCEEDED}
+    assert len(list(bench.client.results(ids, wait=False))) == 20
+    assert bench.service.in_flight.keys() == []
+    bench.service.engine.check_integrity()
+    assert bench.service.engine.stats.free_pages == bench.service.engine.stats.pages
+
+
+def test_no_more_is_claimed_than_there_is_room_for(build: Callable[..., Bench]) -> None:
+    runner = Gated()
+    bench = build(runner, capacity=6)
+    ids = enqueue(bench.client, 40, max_tokens=3)
+    threads = [bench.run(ids[:20]), bench.run(ids[20:])]
+    wait_until(lambda: len(bench.client.list_jobs(state="running", limit=100)) == 6)
+    assert bench.service.in_flight.room == 0
+    assert len(bench.client.list_jobs(state="queued", limit=100)) == 34
+    runner.gate.set()
+    for thread in threads:
+        thread.join(30)
+    assert bench.client.stats()["state"] == {"succeeded": 40}
+
+
+def test_prompt_that_cannot_be_tokenised_fails_alone(build: Callable[..., Bench]) -> None:
+    bench = build(ScriptedRunner())
+    bad = bench.client.enqueue("unspeakable")
+    good = enqueue(bench.client, 3, max_tokens=3)
+    bench.service.run_shard([good[0], bad, *good[1:]])
+    failed = bench.client.get(bad)
+    assert (failed.state, failed.stop_reason) == (JobState.FAILED, StopReason.ERROR)
+    assert failed.error == "the template refuses"
+    assert [entry["error"] for entry in failed.errors] == ["the template refuses"]
+    assert {bench.client.get(job_id).state for job_id in good} == {JobState.SUCCEEDED}
+
+
+def test_failing_engine_gives_its_jobs_to_other_workers_and_ends_the_process(
+    build: Callable[..., Bench],
+) -> None:
+    runner = Faulty()
+    bench = build(runner, capacity=4)
+    runner.broken = True
+    ids = enqueue(bench.client, 10, max_tokens=5)
+    bench.service.run_shard(ids)
+    assert bench.fatal == ["the engine failed: RunnerError: the arithmetic gave out"]
+    jobs = bench.client.store.find(_these(ids))
+    assert {job.state for job in jobs} == {JobState.QUEUED}
+    struck = [job for job in jobs if job.failures]
+    assert len(struck) == 4  # those that were claimed
+    assert all("the arithmetic gave out" in job.errors[0]["error"] for job in struck)
+    healthy = build(ScriptedRunner(), name="b")
+    healthy.service.run_shard(ids)
+    assert bench.client.stats()["state"] == {"succeeded": 10}
+
+
+def test_cancelled_job_frees_its_pages_and_keeps_its_text(build: Callable[..., Bench]) -> None:
+    bench = build(ScriptedRunner(script=[0, 1] * 90))
+    # The scripted runner takes the seed for the length of the prompt.
+    job_id = bench.client.enqueue("prompt", max_tokens=150, ignore_eos=True, seed=len(PROMPT))
+    original, tokens_at_cancel = bench.service.engine.step, []
+
+    def step() -> Any:
+        done = original()
+        if bench.service.engine.stats.generated_tokens == 10 and not tokens_at_cancel:
+            tokens_at_cancel.append(10)
+            bench.client.cancel(job_id)
+            bench.service.poll_cancellations()
+        return done
+
+    bench.service.engine.step = step  # type: ignore[method-assign]
+    bench.service.run_shard([job_id])
+    job = bench.client.get(job_id)
+    assert (job.state, job.stop_reason, job.completion_tokens) == (
+        JobState.CANCELLED,
+        StopReason.CANCELLED,
+        10,
+    )
+    assert job.text == "ab" * 5
+    bench.service.engine.check_integrity()
+    assert bench.service.engine.stats.free_pages == bench.service.engine.stats.pages
+
+
+def test_draining_finishes_what_it_can_and_hands_the_rest_back(build: Callable[..., Bench]) -> None:
+    runner = Gated()
+    bench = build(runner, capacity=4)
+    ids = enqueue(bench.client, 9, max_tokens=3)
+    thread = bench.run(ids)
+    wait_until(lambda: len(bench.service.in_flight.keys()) == 4)
+    bench.service.drain_seconds = 0.0
+    drained = threading.Thread(target=bench.service.drain)
+    drained.start()
+    wait_until(lambda: bench.service.draining)
+    runner.gate.set()
+    drained.join(30)
+    thread.join(30)
+    jobs = bench.client.store.find(_these(ids))
+    assert all(job.state in (JobState.QUEUED, JobState.SUCCEEDED) for job in jobs)
+    left = [job for job in jobs if job.state is JobState.QUEUED]
+    assert len(left) >= 5 and all(job.failures == 0 for job in left)
+    announced = [job_id for item in Sweep(bench.claims.database).unsent(100) for job_id in item.job_ids]
+    assert sorted(announced) == sorted(job.id for job in left)
+
+
+def test_claims_that_the_worker_lost_sight_of_are_handed_back(
+    build: Callable[..., Bench], clock: Clock
+) -> None:
+    bench = build(ScriptedRunner())
+    ids = enqueue(bench.client, 2)
+    assert len(bench.claims.claim(ids)) == 2  # as if the answer had been lost on the way
+    bench.service.reconcile()
+    assert bench.client.stats()["state"] == {"running": 2}  # the answer may still be under way
+    clock.advance(60)
+    bench.service.reconcile()
+    assert bench.client.stats()["state"] == {"queued": 2}
+
+
+def test_jobs_taken_by_another_worker_are_dropped(build: Callable[..., Bench], clock: Clock) -> None:
+    runner = Gated()
+    bench = build(runner)
+    ids = enqueue(bench.client, 3, max_tokens=100, ignore_eos=True)
+    thread = bench.run(ids)
+    wait_until(lambda: len(bench.service.in_flight.keys()) == 3)
+    clock.advance(3600)
+    other = Claims(bench.client.database, "b" * 32)
+    other.register("host", 2, "model", None)
+    assert sorted(Sweep(other.database).rescue(timedelta(seconds=30))) == sorted(ids)
+    assert len(other.claim(ids)) == 3
+    bench.service.reconcile()
+    runner.gate.set()
+    thread.join(30)
+    assert {job.state for job in bench.client.store.find(_these(ids))} == {JobState.RUNNING}
+    assert {job.worker for job in bench.client.store.find(_these(ids))} == {"b" * 32}
+    assert bench.service.engine.stats.free_pages == bench.service.engine.stats.pages
+
+
+def test_results_wait_for_a_database_that_is_away(
+    build: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = build(ScriptedRunner())
+    finish, failures = bench.claims.finish, []
+
+    def away_twice(outcomes: Any) -> int:
+        if len(failures) < 2:
+            failures.append(1)
+            raise DatabaseUnreachableError
+        return finish(outcomes)
+
+    monkeypatch.setattr(bench.service._writer, "_write", away_twice)
+    ids = enqueue(bench.client, 3, max_tokens=3)
+    bench.service.run_shard(ids)
+    assert len(failures) == 2
+    assert bench.client.stats()["state"] == {"succeeded": 3}
+
+
+def _these(ids: list[str]) -> Selection:
+    return Selection(ids=ids)

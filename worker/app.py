@@ -1,0 +1,163 @@
+"""Celery's entry point: `celery -A worker.app worker --pool=threads --model FILE`.
+
+`nightmill worker` starts exactly this. A bootstep of the *worker* builds the engine before the consumer
+takes its first message (bootsteps of the consumer would run again at every reconnect).
+"""
+
+import logging
+import os
+import socket
+import sys
+import uuid
+from typing import Any
+
+from celery import Celery, bootsteps, signals
+from celery.concurrency.thread import TaskPool
+from celery.worker import state as celery_state
+
+from jobs.broker import Broker, make_app, queue_name, resolve_broker_url
+from jobs.claims import Claims
+from jobs.database import Database
+from jobs.errors import NightmillError
+from jobs.settings import Settings
+from worker import tasks
+from worker.housekeeper import Housekeeper
+from worker.loading import build_engine, capacity, describe, load_model
+from worker.options import merge_options, worker_options
+from worker.service import Service
+
+log = logging.getLogger("nightmill.worker")
+
+TASK_THREADS = 256  # shards in hand at once; threads are made as they are needed
+
+
+class EngineStep(bootsteps.StartStopStep):
+    """Builds the service when the worker starts, drains it when the worker stops."""
+
+    requires = ("celery.worker.components:Pool",)
+
+    def __init__(self, parent: Any, **options: Any) -> None:
+        super().__init__(parent, **options)
+        self.options = options
+        self.service: Service | None = None
+        self.obj = self  # a step without an object is not started
+
+    def create(self, parent: Any) -> "EngineStep":
+        """Celery calls this before any step starts; a pool of processes must not even begin."""
+        if not issubclass(parent.pool_cls, TaskPool):
+            print(  # noqa: T201 - logging is not set up yet
+                "nightmill: a worker shares one engine between threads: start Celery with --pool=threads",
+                file=sys.stderr,
+            )
+            raise SystemExit(1)
+        return self
+
+    def start(self, parent: Any) -> None:
+        """Load the model, build the engine, register the worker. A failure ends the process, with reasons."""
+        try:
+            self._start(parent)
+        except NightmillError as error:
+            log.critical("%s", error)
+            raise SystemExit(1) from error
+
+    def terminate(self, parent: Any) -> None:
+        """A cold shutdown: hand everything back at once."""
+        if self.service is not None:
+            self.service.drain_seconds = 0.0
+        self.stop(parent)
+
+    def stop(self, parent: Any) -> None:
+        """Drain, write, hand back, sign off."""
+        if self.service is None:
+            return
+        self.service.drain()
+        self.housekeeper.close()
+        try:
+            self.housekeeper.sweep()  # announces what was handed back
+            self.claims.sign_off()
+        except NightmillError as error:
+            log.warning("%s", error)
+        self.service.close()
+        self.service = None
+        self.broker.close()
+        self.database.close()
+        log.info("stopped")
+
+    def _start(self, parent: Any) -> None:
+        for chatter in ("celery.worker.strategy", "celery.app.trace"):  # two lines for every message
+            logging.getLogger(chatter).setLevel(logging.WARNING)
+        settings = merge_options(Settings.from_env(), self.options)
+        self.database = Database(settings)
+        self.database.ensure_schema()
+        self.broker = Broker(settings)
+        self.broker.ping()
+        model = load_model(settings)
+        self.claims = Claims(self.database, uuid.uuid4().hex)
+        self.claims.register(socket.gethostname(), os.getpid(), model.name, gpu=None)
+        self.service = Service(
+            self.claims,
+            lambda: build_engine(settings, model),
+            model.tokenize,
+            capacity=capacity(settings),
+            drain_seconds=settings.drain_seconds,
+            on_fatal=_end_process,
+        )
+        self.housekeeper = Housekeeper(self.service, self.claims, self.broker, settings, model.name)
+        tasks.register(parent.app, self.service.run_shard)
+        parent.app.amqp.queues.select([queue_name(None), queue_name(model.name)])
+        service = self.service
+        # The signal arrives in a signal handler: set a field there, and nothing else.
+        self._on_shutdown = lambda **_: service.begin_drain()
+        signals.worker_shutting_down.connect(self._on_shutdown, weak=False)
+        self.housekeeper.start()
+        log.info("ready: %s", describe(settings, model, self.service.engine))
+
+
+class RoomStep(bootsteps.StartStopStep):
+    """Lets the consumer pull messages only while the service has room for their jobs.
+
+    A consumer step, since a reconnect brings a new channel. Celery's own `worker_disable_prefetch` gates
+    the channel in the same way, by the number of pool threads.
+    """
+
+    requires = ("celery.worker.consumer.tasks:Tasks",)
+
+    def start(self, parent: Any) -> None:
+        """Put the gate on the new channel."""
+        step = next(step for step in parent.controller.steps if isinstance(step, EngineStep))
+        qos = parent.task_consumer.channel.qos
+        within_prefetch = qos.can_consume
+
+        def can_consume() -> bool:
+            service = step.service
+            return service is not None and service.in_flight.room > 0 and bool(within_prefetch())
+
+        qos.can_consume = can_consume
+
+
+def make_worker_app() -> Celery:
+    """The app with the worker's options and steps; the broker is looked up when a worker starts."""
+    worker_app = make_app(None)
+    worker_app.conf.update(worker_pool="threads", worker_concurrency=TASK_THREADS)
+    worker_app.user_options["worker"].update(worker_options())
+    worker_app.steps["worker"].add(EngineStep)
+    worker_app.steps["consumer"].add(RoomStep)
+    return worker_app
+
+
+def _end_process(reason: str) -> None:
+    log.critical("%s: this worker ends, for a supervisor to start it again", reason)
+    celery_state.should_stop = 1
+
+
+app = make_worker_app()
+
+
+@signals.celeryd_init.connect
+def _find_broker(conf: Any = None, **_: Any) -> None:
+    """Fill in the broker before the worker connects, with one clear line where that fails."""
+    try:
+        conf.broker_url = resolve_broker_url(Settings.from_env())
+    except NightmillError as error:
+        print(f"nightmill: {error}", file=sys.stderr)  # noqa: T201 - logging is not set up yet
+        raise SystemExit(1) from error

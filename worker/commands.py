@@ -1,0 +1,267 @@
+"""The commands of `nightmill` that need the worker: worker, check, demo.
+
+What they need is imported when they run, so that the other commands stay quick.
+"""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+
+from jobs.cli import describe, follow, job_json, json_option
+from jobs.client import Client
+from jobs.embedded import EmbeddedRedis
+from jobs.errors import MissingExtraError, NightmillError
+from jobs.settings import PREFIX, Settings
+from worker.options import as_arguments, merge_options, worker_options
+
+DEMO_PROMPTS = (
+    "Write a haiku about {topic} that contains the word {word}",
+    "Write a haiku about {topic} that contains the word {word}.",
+)
+DEMO_TOPICS = ("rain", "winter", "autumn", "moon", "river", "sea", "night", "forest", "spring", "snow")
+DEMO_WORDS = (
+    "lantern",
+    "copper",
+    "harbor",
+    "whisper",
+    "ember",
+    "crow",
+    "willow",
+    "marble",
+    "thunder",
+    "bell",
+)
+WORKER_COMMAND = (sys.executable, "-m", "jobs", "worker")
+_START_SECONDS = 120.0
+_MARKS = {
+    True: click.style("ok  ", fg="green"),
+    False: click.style("FAIL", fg="red"),
+    None: click.style("note", fg="yellow"),
+}
+
+
+def register(group: click.Group) -> None:
+    """Attach the commands; named by the entry point `nightmill.commands`."""
+    for command in (worker, check, demo):
+        group.add_command(command)
+
+
+def require_worker_extra(command: str) -> None:
+    """Raise MissingExtraError in a client-only installation."""
+    missing = [name for name in ("numpy", "gguf", "tokenizers", "jinja2") if find_spec(name) is None]
+    if missing:
+        raise MissingExtraError(
+            f"`nightmill {command}` needs {', '.join(missing)}: pip install 'nightmill[worker]'"
+        )
+
+
+def _worker(log_level: str, **options: Any) -> None:
+    """Serve a model: take jobs from the queue, generate, write the results.
+
+    Runs until SIGTERM or Ctrl-C; then it finishes what it can within --drain-seconds, and hands the rest
+    back to the queue. A second Ctrl-C ends it at once; other workers then take over its jobs.
+
+    \b
+      nightmill worker --model qwen2.5-0.5b-instruct-q8_0.gguf
+      nightmill worker --model big.gguf --name big --max-sequences 64
+
+    It is the same worker as `celery -A worker.app worker --pool=threads --model FILE`.
+    """
+    require_worker_extra("worker")
+    merge_options(Settings.from_env(), options)  # refuses bad settings before anything is loaded
+    from celery.bin.celery import celery
+
+    # Gossip, mingle and events are Celery's ways of workers to know of each other; ours is the table.
+    arguments = ["--app=worker.app", "--quiet", "worker", "--pool=threads", f"--loglevel={log_level}"]
+    arguments += ["--without-gossip", "--without-mingle", "--without-heartbeat", *as_arguments(options)]
+    # `app.start` would do the same and forget the exit code.
+    raise SystemExit(celery.main(args=arguments, prog_name="celery", standalone_mode=False))
+
+
+worker = click.Command(
+    "worker",
+    callback=_worker,
+    params=[
+        *worker_options(),
+        click.Option(
+            ["--log-level"],
+            type=click.Choice(["debug", "info", "warning", "error"]),
+            default="info",
+            show_default=True,
+            help="How much to log.",
+        ),
+    ],
+    help=_worker.__doc__,
+    short_help="Serve a model: take jobs from the queue, generate, write the results.",
+)
+
+
+@click.command()
+@click.option("--model", metavar="FILE", help="GGUF file to look at [NIGHTMILL_MODEL].")
+@json_option
+def check(model: str | None, as_json: bool) -> None:
+    """Test the database, the broker, the model file and the GPU, and say what to do about each."""
+    settings = merge_options(Settings.from_env(), {"model": model})
+    findings = list(_findings(settings))
+    if as_json:
+        rows = [{"part": part, "ok": ok, "found": found} for part, ok, found in findings]
+        click.echo(json.dumps(rows))
+    else:
+        for part, ok, found in findings:
+            click.echo(f"{_MARKS[ok]} {part:9} {found}")
+    if any(ok is False for _, ok, _ in findings):
+        raise SystemExit(1)
+
+
+def _findings(settings: Settings) -> Iterator[tuple[str, bool | None, str]]:
+    """(part, True for fine, False for broken, None for a note; what was found and what to do)."""
+    with Client(settings) as client:
+        try:
+            client.database.ensure_schema()
+            yield "database", True, f"{settings.safe_database_url}, schema {client.database.revision()}"
+            workers = [row for row in client.store.workers() if row["state"] in ("ready", "draining")]
+            serving = ", ".join(sorted({row["model"] for row in workers})) or "none is running"
+            yield "workers", None, serving
+        except NightmillError as error:
+            yield "database", False, str(error)
+        try:
+            client.broker.ping()
+            yield "broker", True, settings.safe_broker_url
+        except NightmillError as error:
+            yield "broker", False, str(error)
+    if settings.model is None:
+        yield "model", None, "none named: give --model FILE or set NIGHTMILL_MODEL"
+    else:
+        try:
+            yield "model", True, _look_at_model(settings)
+        except NightmillError as error:
+            yield "model", False, str(error)
+    yield "gpu", None, _look_at_gpu()
+
+
+def _look_at_model(settings: Settings) -> str:
+    require_worker_extra("check --model")
+    from worker.loading import load_model
+
+    model = load_model(settings)
+    config = model.config
+    chat = "with a chat template" if not isinstance(model.chat, str) else "without a chat template"
+    return (
+        f"{model.name}: {config.architecture}, {config.layers} layers of width {config.width}, FFN "
+        f"{config.ffn_width}, {config.heads} heads on {config.kv_heads} KV heads of {config.head_dim}, "
+        f"vocabulary {config.vocab:,}, context {config.context_length:,}, {chat}"
+    )
+
+
+def _look_at_gpu() -> str:
+    query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, check=True, timeout=20)
+    except (OSError, subprocess.SubprocessError):
+        return "no NVIDIA GPU or driver found; the reference runner (NumPy) needs none"
+    names = "; ".join(line.strip() for line in done.stdout.splitlines())
+    return f"{names}; this version generates with the reference runner (NumPy) all the same"
+
+
+@click.command()
+@click.option(
+    "-n", "--count", type=click.IntRange(1, 1000), default=12, show_default=True, help="Haiku to write."
+)
+@click.option("--temperature", type=click.FloatRange(0), default=0.7, show_default=True, help="0 is greedy.")
+@click.option("--seed", type=int, help="Repeat an earlier run; by default drawn.")
+@json_option
+def demo(count: int, temperature: float, seed: int | None, as_json: bool) -> None:
+    """Write haiku with the bundled model, through the whole path, on this machine.
+
+    Enqueues prompts, starts a worker (Celery, reference runner), waits, and reads the results from SQL.
+    Redis and SQLite are Nightmill's own, in a directory of the demo's, apart from other jobs.
+    """
+    require_worker_extra("demo")
+    from worker.loading import demo_model
+
+    home = Settings.from_env().data_dir / "demo"
+    settings = Settings(data_dir=home, model=demo_model())
+    draw = random.Random(seed)
+    with Client(settings) as client:
+        ids = list(client.enqueue_many(_demo_items(draw, count), temperature=temperature, max_tokens=64))
+        if not as_json:
+            click.echo(f"{count} prompts enqueued; starting a worker with {settings.model}")
+        try:
+            with running_worker(client, home / "worker.log", ["--max-sequences", "32"]):
+                began = time.monotonic()
+                found = {job.id: job for job in follow(client, ids, show=not as_json, total_label="haiku")}
+                seconds = time.monotonic() - began
+        finally:
+            EmbeddedRedis(home).stop()
+    if as_json:
+        for job_id in ids:
+            click.echo(job_json(found[job_id]))
+        return
+    click.echo()
+    for job_id in ids:
+        click.echo(describe(found[job_id]))
+    tokens = sum(job.completion_tokens or 0 for job in found.values())
+    database = settings.resolved_database_url.database
+    click.echo(f"{count} texts, {tokens} tokens in {seconds:.1f} s: {tokens / seconds:,.0f} tokens/s")
+    query = "SELECT text, stop_reason FROM jobs"
+    click.echo(f"The rows are in table `jobs` of {database}:\n  sqlite3 {database} '{query}'")
+    click.echo("Next: nightmill worker --model YOUR.gguf, and nightmill enqueue --help")
+
+
+def _demo_items(draw: random.Random, count: int) -> Iterator[dict[str, Any]]:
+    for _ in range(count):
+        text = draw.choice(DEMO_PROMPTS).format(topic=draw.choice(DEMO_TOPICS), word=draw.choice(DEMO_WORDS))
+        yield {"messages": [{"role": "user", "content": text}], "seed": draw.getrandbits(32), "batch": "demo"}
+
+
+@contextmanager
+def running_worker(
+    client: Client, log: Path, arguments: Sequence[str] = (), command: Sequence[str] = WORKER_COMMAND
+) -> Iterator[subprocess.Popen[bytes]]:
+    """A worker process on the client's settings, ready to take jobs; drained and ended on exit.
+
+    Raises NightmillError with the end of its log where it does not become ready.
+    """
+    settings = client.settings
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(PREFIX)}
+    for name, value in settings.model_dump(mode="json", exclude_defaults=True).items():
+        environment[PREFIX + name.upper()] = str(value)
+    known = {row["id"] for row in client.store.workers()}
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [*command, *arguments],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # Ctrl-C is ours to handle: it drains the worker below
+        )
+        try:
+            with Console(stderr=True).status("loading the model ..."):
+                _wait_until_ready(client, process, known, log)
+            yield process
+        finally:
+            if process.poll() is None:
+                process.send_signal(signal.SIGTERM)
+            process.wait()
+
+
+def _wait_until_ready(client: Client, process: subprocess.Popen[bytes], known: set[str], log: Path) -> None:
+    give_up_at = time.monotonic() + _START_SECONDS
+    while not any(row["id"] not in known and row["state"] == "ready" for row in client.store.workers()):
+        if process.poll() is not None or time.monotonic() > give_up_at:
+            last = "\n".join(log.read_text(errors="replace").splitlines()[-5:])
+            raise NightmillError(f"the worker did not start; the end of {log}:\n{last}")
+        time.sleep(0.05)

@@ -1,0 +1,136 @@
+"""What a worker does beside generating: heartbeat, cancellations, rescue, sweep.
+
+Every live worker sweeps for all: it takes jobs from silent workers, ends jobs past their deadline, and
+sends messages for queued jobs that have none. Sweeps of several workers do not disturb one another.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+
+from jobs.broker import Broker
+from jobs.claims import Claims
+from jobs.errors import BrokerError, DatabaseError
+from jobs.settings import Settings
+from jobs.sweep import Announcement, Sweep
+from worker.service import Service
+
+log = logging.getLogger(__name__)
+
+CANCEL_POLL_SECONDS = 0.2
+REPORT_SECONDS = 10.0
+SWEEP_LIMIT = 4096  # jobs announced in one round; the next round sends more
+DEAF_SECONDS = 120.0  # an idle worker that hears nothing for so long, while messages wait, is broken
+
+
+class Housekeeper:
+    """Three chores, each on a thread of its own, so that a broker that hangs delays no cancellation.
+
+    Database and broker failures are logged once and tried again in the next round.
+    """
+
+    def __init__(
+        self, service: Service, claims: Claims, broker: Broker, settings: Settings, model: str
+    ) -> None:
+        self._service = service
+        self._claims = claims
+        self._sweep = Sweep(claims.database)
+        self._broker = broker
+        self._settings = settings
+        self._served: tuple[str | None, ...] = (None, model)
+        self._closing = threading.Event()
+        self._reported = (time.monotonic(), 0)
+        beat = settings.heartbeat_seconds
+        chores = [(CANCEL_POLL_SECONDS, service.poll_cancellations), (beat, self.beat), (beat, self.sweep)]
+        self._threads = [
+            threading.Thread(target=self._repeat, args=chore, name="housekeeper", daemon=True)
+            for chore in chores
+        ]
+
+    def start(self) -> None:
+        """Begin; the first heartbeat and the first sweep are at once."""
+        for thread in self._threads:
+            thread.start()
+
+    def close(self) -> None:
+        """End the threads after what they are doing."""
+        self._closing.set()
+        for thread in self._threads:
+            if thread.is_alive():
+                thread.join()
+
+    def _repeat(self, seconds: float, chore: Callable[[], None]) -> None:
+        complaint = ""
+        while True:
+            try:
+                chore()
+                complaint = ""
+            except (DatabaseError, BrokerError) as error:
+                if str(error) != complaint:  # once, not in every round
+                    complaint = str(error)
+                    log.warning("%s", error)
+            if self._closing.wait(seconds):
+                return
+
+    def beat(self) -> None:
+        """Say that this worker lives, and see which jobs are still its own."""
+        known = self._claims.beat("draining" if self._service.draining else "ready")
+        if not known:
+            log.warning("this worker had been given up for dead; its jobs went to others")
+        self._service.reconcile()
+        self._report()
+
+    def sweep(self) -> None:
+        """Rescue, expire, send: what any live worker does for all jobs."""
+        rescued = self._sweep.rescue(timedelta(seconds=self._settings.stale_seconds))
+        if rescued:
+            log.warning("%d jobs of workers that fell silent are queued again", len(rescued))
+        expired = self._sweep.expire()
+        if expired:
+            log.info("%d queued jobs passed their deadline", expired)
+        self._announce(self._sweep.unsent(SWEEP_LIMIT))
+        for model in self._served:
+            if self._broker.queue_length(model) == 0:
+                age = timedelta(seconds=self._settings.resend_seconds)
+                self._announce(self._sweep.unanswered(model, age, SWEEP_LIMIT))
+            else:
+                self._check_hearing(model)
+
+    def _report(self) -> None:
+        """Say in the log how it goes, while there is anything to say."""
+        stats = self._service.engine.stats
+        moment, tokens = self._reported
+        seconds = time.monotonic() - moment
+        if seconds < REPORT_SECONDS or stats.generated_tokens == tokens:
+            return
+        self._reported = (time.monotonic(), stats.generated_tokens)
+        log.info(
+            "%d sequences running, %d waiting; %.0f tokens/s; %d of %d KV pages free",
+            stats.running,
+            stats.waiting,
+            (stats.generated_tokens - tokens) / seconds,
+            stats.free_pages,
+            stats.pages,
+        )
+
+    def _announce(self, announcements: list[Announcement]) -> None:
+        for index, item in enumerate(announcements):
+            try:
+                self._broker.announce(item.job_ids, item.model, item.priority)
+            except BrokerError:
+                for unsent in announcements[index:]:
+                    self._claims.leave_queued(unsent.job_ids)
+                raise
+
+    def _check_hearing(self, model: str | None) -> None:
+        """Messages wait and this worker is idle: has its connection died without a word?"""
+        service = self._service
+        silent_for = time.monotonic() - service.last_shard_at
+        if service.draining or service.in_flight.keys() or silent_for < DEAF_SECONDS:
+            return
+        service.fail(
+            f"messages wait in the queue of {model or 'any model'}, and none reached this idle worker for "
+            f"{silent_for:.0f} s: its broker connection is dead"
+        )

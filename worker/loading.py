@@ -1,0 +1,144 @@
+"""From settings to an engine: opens the model file, picks a runner, sizes its memory."""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from threadpoolctl import threadpool_limits
+
+from jobs.claims import Claim
+from jobs.errors import ChatTemplateError, RunnerError, SettingsError
+from jobs.settings import Settings
+from worker.engine.engine import Engine
+from worker.model.chat import ChatTemplate
+from worker.model.config import ModelConfig
+from worker.model.gguf_file import GgufFile
+from worker.model.tokenizer import Tokenizer
+from worker.runners.reference import ReferenceRunner, choose_kv_blocks
+
+# The reference runner is bound by arithmetic: more sequences or longer chunks only use more memory.
+REFERENCE_MAX_SEQUENCES = 32
+REFERENCE_TOKEN_BUDGET = 512
+REFERENCE_CONTEXT = 4096
+BLOCK_SIZE = 16
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model file, read and checked."""
+
+    name: str
+    file: GgufFile
+    config: ModelConfig
+    tokenizer: Tokenizer
+    chat: ChatTemplate | str  # or why there is none
+
+    def tokenize(self, claim: Claim) -> tuple[int, ...]:
+        """The prompt's token ids. Raises ChatTemplateError where a chat cannot be rendered."""
+        if claim.messages is None:
+            return tuple(self.tokenizer.encode(claim.prompt or ""))
+        if isinstance(self.chat, str):
+            raise ChatTemplateError(self.chat)
+        return tuple(self.chat.encode(claim.messages))
+
+
+def load_model(settings: Settings) -> LoadedModel:
+    """Open and check the model file; raises SettingsError where none is named, ModelFileError for faults."""
+    if settings.model is None:
+        raise SettingsError(
+            "no model file is named: give --model FILE or set NIGHTMILL_MODEL (`nightmill demo` uses the "
+            "bundled one)"
+        )
+    file = GgufFile.open(settings.model)
+    tokenizer = Tokenizer.from_gguf(file)
+    try:
+        chat: ChatTemplate | str = ChatTemplate.from_gguf(file, tokenizer)
+    except ChatTemplateError as error:  # plain prompts work without one
+        chat = str(error)
+    return LoadedModel(
+        name=settings.model_name or name_of(settings.model),
+        file=file,
+        config=ModelConfig.from_gguf(file),
+        tokenizer=tokenizer,
+        chat=chat,
+    )
+
+
+def name_of(path: Path) -> str:
+    """What jobs call a model file: its name without ending, in the characters that model names may have."""
+    name = re.sub(r"[^A-Za-z0-9._:+@-]", "-", path.name.removesuffix(".gguf"))
+    return name.lstrip("._:+@-")[:200] or "model"
+
+
+def demo_model() -> Path:
+    """The bundled model: inside the installed package, or at the top of a checkout."""
+    package = Path(__file__).parent
+    packaged = package / "_models"
+    directory = packaged if packaged.is_dir() else package.parent / "models"
+    return directory / "nightmill-demo.gguf"
+
+
+def max_sequences(settings: Settings) -> int:
+    """Sequences to generate at once."""
+    return settings.max_sequences or REFERENCE_MAX_SEQUENCES
+
+
+def capacity(settings: Settings) -> int:
+    """Jobs that a worker claims at once: what runs, and enough to refill it while the next are claimed."""
+    running = max_sequences(settings)
+    return running + max(4, running // 2)
+
+
+def context_length(settings: Settings, config: ModelConfig) -> int:
+    """Tokens that a sequence may have; raises SettingsError where the model cannot have so many."""
+    if settings.context is None:
+        return min(config.context_length, REFERENCE_CONTEXT)
+    if settings.context > config.context_length:
+        raise SettingsError(
+            f"--context {settings.context} is more than the {config.context_length} tokens that the model "
+            "was made for"
+        )
+    return settings.context
+
+
+def build_engine(settings: Settings, model: LoadedModel) -> Engine:
+    """The runner with the weights, and the engine on it. Called on the thread that will run it."""
+    if settings.gpu is not None:
+        raise RunnerError(
+            f"--gpu {settings.gpu}: this version of Nightmill generates with NumPy only; start the worker "
+            "without --gpu"
+        )
+    # The products of a step are too small to share: with two BLAS threads on two busy cores, 32 sequences of
+    # the demo model generated 74 tokens/s, with one thread 620 (the threads wait for each other by spinning).
+    threadpool_limits(limits=1, user_api="blas")
+    sequences = max_sequences(settings)
+    context = context_length(settings, model.config)
+    runner = ReferenceRunner(
+        model.file,
+        model.config,
+        kv_blocks=choose_kv_blocks(
+            model.config, max_sequences=sequences, context=context, block_size=BLOCK_SIZE
+        ),
+        block_size=BLOCK_SIZE,
+        slots=sequences,
+    )
+    tokenizer = model.tokenizer
+    return Engine(
+        runner,
+        text_stream=lambda: tokenizer.stream(continues=True),
+        eos_ids=tokenizer.eos_ids,
+        context_length=context,
+        max_sequences=sequences,
+        token_budget=max(REFERENCE_TOKEN_BUDGET, sequences),
+    )
+
+
+def describe(settings: Settings, model: LoadedModel, engine: Engine) -> str:
+    """One line for the log: what serves what, and how much of it."""
+    config = model.config
+    pages = engine.stats.pages
+    return (
+        f"{model.name}: {config.architecture}, {config.layers} layers of width {config.width}, vocabulary "
+        f"{config.vocab:,}; reference runner (NumPy), up to {max_sequences(settings)} sequences of "
+        f"{context_length(settings, config):,} tokens, KV cache of {pages * BLOCK_SIZE:,} tokens"
+    )

@@ -1,0 +1,69 @@
+"""The worker's options, once for `nightmill worker` and once for `celery worker`."""
+
+from typing import Any
+
+import click
+from pydantic import ValidationError
+
+from jobs.errors import SettingsError
+from jobs.settings import Settings
+
+
+def worker_options() -> list[click.Option]:
+    """Fresh options; each overrides the setting that its help names."""
+    return [
+        click.Option(["--model"], metavar="FILE", help="GGUF file to serve [NIGHTMILL_MODEL]."),
+        click.Option(
+            ["--name", "model_name"],
+            help="What jobs call the model; by default the file's name without .gguf [NIGHTMILL_MODEL_NAME].",
+        ),
+        click.Option(["--gpu"], type=click.IntRange(0), help="Index of the GPU to own [NIGHTMILL_GPU]."),
+        click.Option(
+            ["--reference"],
+            is_flag=True,
+            default=None,
+            help="Generate with NumPy, without a GPU [NIGHTMILL_REFERENCE].",
+        ),
+        click.Option(
+            ["--max-sequences"],
+            type=click.IntRange(1),
+            help="Sequences to generate at once [NIGHTMILL_MAX_SEQUENCES].",
+        ),
+        click.Option(
+            ["--context"],
+            type=click.IntRange(2),
+            help="Tokens that prompt and answer may have together [NIGHTMILL_CONTEXT].",
+        ),
+        click.Option(
+            ["--drain-seconds"],
+            type=click.FloatRange(0),
+            help="On SIGTERM, go on this long with the jobs in hand, then hand them back "
+            "[NIGHTMILL_DRAIN_SECONDS].",
+        ),
+    ]
+
+
+WORKER_SETTINGS = frozenset(
+    {"model", "model_name", "gpu", "reference", "max_sequences", "context", "drain_seconds"}
+)
+
+
+def merge_options(settings: Settings, options: dict[str, Any]) -> Settings:
+    """Options of the command line over settings of the environment; raises SettingsError."""
+    given = {name: value for name, value in options.items() if value is not None and name in WORKER_SETTINGS}
+    try:
+        return Settings.model_validate(settings.model_dump() | given)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        name = "name" if first["loc"][0] == "model_name" else str(first["loc"][0]).replace("_", "-")
+        raise SettingsError(f"--{name}: {first['msg']}") from None
+
+
+def as_arguments(options: dict[str, Any]) -> list[str]:
+    """The options that were given, as arguments for the other command line."""
+    arguments: list[str] = []
+    for option in worker_options():
+        value = options.get(option.name or "")
+        if value is not None:
+            arguments += [option.opts[0]] if option.is_flag else [option.opts[0], str(value)]
+    return arguments

@@ -1,0 +1,263 @@
+"""A shard's way through a worker: claim, tokenise, generate, write; and how a worker stops.
+
+Threads: Celery's task threads call `run_shard`; the engine thread generates; the writer thread writes;
+the housekeeper's thread polls. What they share is in `InFlight`, behind one lock.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+
+from jobs.claims import Claim, Claims, Outcome
+from jobs.contract import StopReason
+from jobs.errors import DatabaseError, NightmillError
+from worker.engine.engine import Engine
+from worker.engine.request import Completion, Request
+from worker.engine_thread import EngineThread
+from worker.writer import ResultWriter
+
+log = logging.getLogger(__name__)
+
+_CLAIM_SETTLED = timedelta(seconds=30)
+
+JobKey = tuple[str, int]  # job id, attempt
+
+Tokenize = Callable[[Claim], tuple[int, ...]]
+
+
+class InFlight:
+    """The claimed jobs of this worker, and how many more it may claim.
+
+    Claiming only what the engine can soon take leaves the rest of a queue to other workers.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self._changed = threading.Condition()
+        self._reserved = 0
+        self._jobs: dict[JobKey, Claim] = {}
+        self._closed = False
+
+    def reserve(self, wanted: int) -> int:
+        """Wait for room and take up to `wanted` places; 0 once closed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or self.room > 0)
+            if self._closed:
+                return 0
+            taken = min(wanted, self.room)
+            self._reserved += taken
+            return taken
+
+    def fill(self, reserved: int, claims: Sequence[Claim]) -> None:
+        """Turn reserved places into claimed jobs; the places of jobs that could not be claimed are free."""
+        with self._changed:
+            self._reserved -= reserved
+            self._jobs.update({(claim.job_id, claim.attempt): claim for claim in claims})
+            self._changed.notify_all()
+
+    def remove(self, keys: Sequence[JobKey]) -> None:
+        """These jobs are not this worker's any more."""
+        with self._changed:
+            for key in keys:
+                self._jobs.pop(key, None)
+            self._changed.notify_all()
+
+    def wait_for_end(self, keys: Sequence[JobKey]) -> None:
+        """Return when none of `keys` is in flight."""
+        with self._changed:
+            self._changed.wait_for(lambda: not any(key in self._jobs for key in keys))
+
+    def close(self) -> None:
+        """Let nobody reserve any more."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def keys(self) -> list[JobKey]:
+        """The jobs now in flight."""
+        with self._changed:
+            return list(self._jobs)
+
+    @property
+    def room(self) -> int:
+        """Places that are neither filled nor reserved."""
+        return self.capacity - self._reserved - len(self._jobs)
+
+
+class Service:
+    """Runs shards of jobs on one engine."""
+
+    def __init__(
+        self,
+        claims: Claims,
+        build_engine: Callable[[], Engine],
+        tokenize: Tokenize,
+        *,
+        capacity: int,
+        drain_seconds: float,
+        on_fatal: Callable[[str], None],
+    ) -> None:
+        self.claims = claims
+        self.in_flight = InFlight(capacity)
+        self.drain_seconds = drain_seconds
+        self.last_shard_at = time.monotonic()
+        self._tokenize = tokenize
+        self._on_fatal = on_fatal
+        self._drain_until: float | None = None
+        self._writer = ResultWriter(claims.finish, self._forget)
+        self._engine_thread = EngineThread(build_engine, self._on_completion, self._on_engine_failure)
+        self.engine = self._engine_thread.start()
+
+    # -- shards ----------------------------------------------------------------------------------
+
+    def run_shard(self, job_ids: Sequence[str]) -> None:
+        """Claim and run what can be claimed of a shard; returns when every job of it has ended.
+
+        A draining worker leaves the rest of a shard queued, to be announced again.
+        """
+        self.last_shard_at = time.monotonic()
+        ours: list[JobKey] = []
+        left = list(job_ids)
+        while left:
+            places = self.in_flight.reserve(len(left))
+            if places == 0:
+                self._leave_queued(left)
+                break
+            taken, left = left[:places], left[places:]
+            ours += self._start(taken)
+        self.in_flight.wait_for_end(ours)
+
+    def _start(self, job_ids: Sequence[str]) -> list[JobKey]:
+        claims: list[Claim] = []
+        try:
+            claims = self.claims.claim(job_ids)
+        except DatabaseError as error:
+            log.warning("%d jobs stay queued, to be announced again: %s", len(job_ids), error)
+        finally:
+            self.in_flight.fill(len(job_ids), claims)
+        for claim in claims:
+            self._submit(claim)
+        return [(claim.job_id, claim.attempt) for claim in claims]
+
+    def _submit(self, claim: Claim) -> None:
+        try:
+            prompt_ids = self._tokenize(claim)
+        except NightmillError as error:
+            self._writer.put(
+                Outcome(claim.job_id, claim.attempt, StopReason.ERROR, "", 0, 0, error=str(error))
+            )
+            return
+        deadline = None
+        if claim.deadline_at is not None:  # the engine counts on this host's clock, the row on the database's
+            deadline = time.time() + (claim.deadline_at - self.claims.database.now()).total_seconds()
+        assert claim.params.seed is not None
+        self._engine_thread.submit(
+            Request(
+                job_id=claim.job_id,
+                attempt=claim.attempt,
+                prompt_ids=prompt_ids,
+                params=claim.params,
+                seed=claim.params.seed,
+                deadline=deadline,
+                priority=claim.priority,
+            )
+        )
+
+    def _leave_queued(self, job_ids: Sequence[str]) -> None:
+        try:
+            self.claims.leave_queued(job_ids)
+        except DatabaseError as error:  # the sweep finds them all the same, once their message is old
+            log.warning("%d jobs stay queued: %s", len(job_ids), error)
+
+    # -- what the engine says --------------------------------------------------------------------
+
+    def _on_completion(self, completion: Completion) -> None:
+        self._writer.put(
+            Outcome(
+                job_id=completion.job_id,
+                attempt=completion.attempt,
+                stop_reason=completion.stop_reason,
+                text=completion.text,
+                prompt_tokens=completion.prompt_tokens,
+                completion_tokens=completion.completion_tokens,
+                error=completion.error,
+            )
+        )
+
+    def _on_engine_failure(self, error: BaseException) -> None:
+        self.fail(f"the engine failed: {type(error).__name__}: {error}")
+
+    def fail(self, reason: str) -> None:
+        """This worker is of no use any more: give its jobs to others and end the process."""
+        self.in_flight.close()
+        keys = self.in_flight.keys()
+        try:
+            self.claims.give_up(keys, reason)
+        except DatabaseError as database_error:
+            log.error("%d jobs wait to be rescued by another worker: %s", len(keys), database_error)
+        self.in_flight.remove(keys)
+        self._on_fatal(reason)
+
+    def _forget(self, outcomes: Sequence[Outcome]) -> None:
+        self.in_flight.remove([(outcome.job_id, outcome.attempt) for outcome in outcomes])
+
+    # -- what the housekeeper asks for -----------------------------------------------------------
+
+    def poll_cancellations(self) -> None:
+        """Stop the running jobs that somebody cancelled: one query for all."""
+        if self.in_flight.keys():
+            for job_id, _attempt in self.claims.cancel_requests():
+                self._engine_thread.cancel(job_id)
+
+    def reconcile(self) -> None:
+        """Bring this worker and the database to one opinion on which jobs are this worker's.
+
+        Jobs that were taken from us are dropped. Jobs that we hold without knowing it (the claim's answer
+        got lost on the way) are handed back.
+        """
+        before = set(self.in_flight.keys())
+        running = self.claims.running()
+        after = set(self.in_flight.keys())
+        for job_id, _attempt in (before & after) - running.keys():
+            self._engine_thread.cancel(job_id)  # its completion, if it makes one, is fenced off
+        long_ago = self.claims.database.now() - _CLAIM_SETTLED
+        strays = [key for key, since in running.items() if key not in after and since < long_ago]
+        if strays:
+            log.warning("%d claims that this worker lost sight of are handed back", len(strays))
+            self.claims.hand_back(strays)
+
+    # -- the end ---------------------------------------------------------------------------------
+
+    def begin_drain(self) -> None:
+        """Take no more jobs. Only sets a field: it is called from a signal handler."""
+        if self._drain_until is None:
+            self._drain_until = time.monotonic() + self.drain_seconds
+
+    @property
+    def draining(self) -> bool:
+        """True once the worker is to stop."""
+        return self._drain_until is not None
+
+    def drain(self) -> None:
+        """Finish what can be finished in time, hand the rest back with no attempt lost."""
+        self.begin_drain()
+        assert self._drain_until is not None
+        self.in_flight.close()
+        while self.in_flight.keys() and self._engine_thread.alive and time.monotonic() < self._drain_until:
+            time.sleep(0.02)
+        self._engine_thread.abandon()
+        self._writer.close()  # what completed before is written first
+        left = self.in_flight.keys()
+        if left:
+            try:
+                returned = self.claims.hand_back(left)
+                log.info("%d unfinished jobs were handed back to the queue", len(returned))
+            except DatabaseError as error:
+                log.error("%d jobs wait to be rescued by another worker: %s", len(left), error)
+        self.in_flight.remove(left)
+
+    def close(self) -> None:
+        """Stop the engine; call `drain` first."""
+        self._engine_thread.stop()
