@@ -1,0 +1,49 @@
+"""The broker goes away under a running worker: nothing accepted is lost, and work goes on by itself."""
+
+from pathlib import Path
+
+import pytest
+
+from jobs.client import Client, DeliveryDelayedWarning
+from jobs.contract import JobState
+from jobs.settings import Settings
+from tests.servers import RedisServer, wait_until
+from worker.commands import running_worker
+from worker.loading import demo_model
+
+PATIENCE = 120.0
+
+
+@pytest.mark.parametrize("keeps_its_data", [True, False], ids=["restarted", "restarted empty"])
+def test_worker_outlives_its_broker(
+    keeps_its_data: bool, sqlite_settings: Settings, redis_server: RedisServer, tmp_path: Path
+) -> None:
+    settings = sqlite_settings.model_copy(
+        update={
+            "broker_url": redis_server.url,
+            "model": demo_model(),
+            "reference": True,
+            "heartbeat_seconds": 0.2,
+            "resend_seconds": 2.0,
+        }
+    )
+    log = tmp_path / "worker.log"
+    with Client(settings) as client, running_worker(client, log, ["--max-sequences", "4"]) as process:
+        before = client.enqueue("Count from 1 to 3", max_tokens=2)
+        client.wait(before, timeout=PATIENCE)
+        during = client.enqueue_many(["Write a haiku about rain"] * 12, max_tokens=200, ignore_eos=True)
+        wait_until(lambda: client.list_jobs(state=JobState.RUNNING), PATIENCE)
+        if not keeps_its_data:
+            redis_server.flush()
+        redis_server.stop()
+        with pytest.warns(DeliveryDelayedWarning, match="1 job is kept in the database"):
+            without = client.enqueue("Count from 1 to 3", max_tokens=2)
+        assert client.get(without).state is JobState.QUEUED
+        redis_server.start()
+        after = client.enqueue("Count from 1 to 3", max_tokens=2)
+        client.wait([*during, without, after], timeout=PATIENCE)
+        assert process.poll() is None, log.read_text()
+        assert len({worker["id"] for worker in client.store.workers()}) == 1
+    finished = list(client.results([before, *during, without, after], wait=False))
+    assert {job.state for job in finished} == {JobState.SUCCEEDED}
+    assert {job.attempt for job in finished} == {1}
