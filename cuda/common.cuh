@@ -1,0 +1,114 @@
+// What several kernels share: 16-byte vectors of halves, warp reductions, asynchronous copies and tensor-core
+// instructions of sm_80 and later. Fragment layouts are those of the PTX ISA, "Matrix fragments for mma.m16n8k16":
+// with g = lane / 4 and t = lane % 4,
+//   A (16x16): a0 = (row g, columns 2t, 2t+1), a1 = (row g+8, same), a2 = (row g, columns 2t+8, 2t+9), a3 = (row g+8, same)
+//   B (16x8):  b0 = (rows 2t, 2t+1, column g), b1 = (rows 2t+8, 2t+9, column g)
+//   C (16x8):  c0, c1 = (row g, columns 2t, 2t+1), c2, c3 = (row g+8, same)
+#pragma once
+
+#include <cuda_fp16.h>
+#include <stdint.h>
+
+#define PAGE 16  // tokens in a KV cache page
+
+static constexpr float LOG2_E = 1.4426950408889634f;
+
+static __device__ __forceinline__ float negative_infinity() { return __int_as_float(0xff800000); }
+
+// Eight halves, one 16-byte access.
+struct alignas(16) Half8 {
+    uint32_t word[4];
+};
+
+static __device__ __forceinline__ void unpack(const Half8& packed, float (&values)[8]) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        const float2 pair = __half22float2(*reinterpret_cast<const __half2*>(&packed.word[i]));
+        values[2 * i] = pair.x;
+        values[2 * i + 1] = pair.y;
+    }
+}
+
+static __device__ __forceinline__ uint32_t pack(float low, float high) {
+    const __half2 pair = __floats2half2_rn(low, high);
+    return *reinterpret_cast<const uint32_t*>(&pair);
+}
+
+static __device__ __forceinline__ Half8 pack(const float (&values)[8]) {
+    Half8 packed;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) packed.word[i] = pack(values[2 * i], values[2 * i + 1]);
+    return packed;
+}
+
+static __device__ __forceinline__ void load8(const float* source, float (&values)[8]) {
+    const float4 a = reinterpret_cast<const float4*>(source)[0];
+    const float4 b = reinterpret_cast<const float4*>(source)[1];
+    values[0] = a.x, values[1] = a.y, values[2] = a.z, values[3] = a.w;
+    values[4] = b.x, values[5] = b.y, values[6] = b.z, values[7] = b.w;
+}
+
+static __device__ __forceinline__ void store8(float* target, const float (&values)[8]) {
+    reinterpret_cast<float4*>(target)[0] = make_float4(values[0], values[1], values[2], values[3]);
+    reinterpret_cast<float4*>(target)[1] = make_float4(values[4], values[5], values[6], values[7]);
+}
+
+// Data read once: around L1.
+static __device__ __forceinline__ Half8 load_streaming(const void* source) {
+    Half8 v;
+    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.word[0]), "=r"(v.word[1]), "=r"(v.word[2]), "=r"(v.word[3])
+                 : "l"(source));
+    return v;
+}
+
+static __device__ __forceinline__ float warp_sum(float value) {
+#pragma unroll
+    for (int offset = 16; offset > 0; offset >>= 1) value += __shfl_xor_sync(0xffffffffu, value, offset);
+    return value;
+}
+
+static __device__ __forceinline__ float warp_max(float value) {
+#pragma unroll
+    for (int offset = 16; offset > 0; offset >>= 1)
+        value = fmaxf(value, __shfl_xor_sync(0xffffffffu, value, offset));
+    return value;
+}
+
+// C += A B in FP32.
+static __device__ __forceinline__ void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+static __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
+    return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+static __device__ __forceinline__ void load_matrices(uint32_t (&r)[4], uint32_t address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(address));
+}
+
+static __device__ __forceinline__ void load_matrices_transposed(uint32_t (&r)[4], uint32_t address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(address));
+}
+
+// 16 bytes to shared memory, or 16 zero bytes where not `wanted` (the source is then not read).
+static __device__ __forceinline__ void copy_async(uint32_t target, const void* source, bool wanted) {
+    const int bytes = wanted ? 16 : 0;
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(target), "l"(source), "r"(bytes)
+                 : "memory");
+}
+
+static __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+template <int PENDING>
+static __device__ __forceinline__ void wait_for_copies() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+}

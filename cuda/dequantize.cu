@@ -1,0 +1,187 @@
+// GGUF blocks to numbers: what `gguf.quants.dequantize` computes, bit for bit in float32.
+//
+// in   blocks of BYTES bytes as they stand in the file, each holding SIZE consecutive weights of a row
+// out  the weights in the same order: float (vectors), or half rounded to nearest even (matrices)
+//
+// One thread a weight, 256 a block of threads; neighbours share their block's bytes through L1. Moves BYTES / SIZE
+// bytes in and 4 or 2 out a weight. It runs once, behind the upload over PCIe, which is the slower of the two.
+//
+// Products and sums are written as intrinsics, because contraction into an FMA would round once instead of twice.
+// `bad` is set where a weight does not fit into half: an infinity there would spread through the whole model.
+
+#include <cuda_fp16.h>
+#include <stdint.h>
+
+namespace {
+
+__device__ __forceinline__ float half_at(const uint8_t* p) {
+    return __half2float(__ushort_as_half(*reinterpret_cast<const uint16_t*>(p)));
+}
+
+struct F32 {
+    static constexpr int SIZE = 1, BYTES = 4;
+    static __device__ float at(const uint8_t* b, int) { return *reinterpret_cast<const float*>(b); }
+};
+
+struct F16 {
+    static constexpr int SIZE = 1, BYTES = 2;
+    static __device__ float at(const uint8_t* b, int) { return half_at(b); }
+};
+
+struct BF16 {
+    static constexpr int SIZE = 1, BYTES = 2;
+    static __device__ float at(const uint8_t* b, int) {
+        return __uint_as_float(uint32_t(*reinterpret_cast<const uint16_t*>(b)) << 16);
+    }
+};
+
+// In the 32-weight types the low nibbles are the first 16 weights, the high nibbles the last.
+__device__ __forceinline__ int nibble(const uint8_t* qs, int i) { return (qs[i & 15] >> (i & 16 ? 4 : 0)) & 15; }
+
+__device__ __forceinline__ int fifth_bit(const uint8_t* qh, int i) { return (qh[i >> 3] >> (i & 7) & 1) << 4; }
+
+struct Q4_0 {  // half d, 16 nibbles pairs
+    static constexpr int SIZE = 32, BYTES = 18;
+    static __device__ float at(const uint8_t* b, int i) { return __fmul_rn(half_at(b), float(nibble(b + 2, i) - 8)); }
+};
+
+struct Q4_1 {  // half d, half m, nibbles
+    static constexpr int SIZE = 32, BYTES = 20;
+    static __device__ float at(const uint8_t* b, int i) {
+        return __fadd_rn(__fmul_rn(half_at(b), float(nibble(b + 4, i))), half_at(b + 2));
+    }
+};
+
+struct Q5_0 {  // half d, 32 high bits, nibbles
+    static constexpr int SIZE = 32, BYTES = 22;
+    static __device__ float at(const uint8_t* b, int i) {
+        return __fmul_rn(half_at(b), float((nibble(b + 6, i) | fifth_bit(b + 2, i)) - 16));
+    }
+};
+
+struct Q5_1 {  // half d, half m, 32 high bits, nibbles
+    static constexpr int SIZE = 32, BYTES = 24;
+    static __device__ float at(const uint8_t* b, int i) {
+        const int q = nibble(b + 8, i) | fifth_bit(b + 4, i);
+        return __fadd_rn(__fmul_rn(half_at(b), float(q)), half_at(b + 2));
+    }
+};
+
+struct Q8_0 {  // half d, 32 signed bytes
+    static constexpr int SIZE = 32, BYTES = 34;
+    static __device__ float at(const uint8_t* b, int i) { return __fmul_rn(float(int8_t(b[2 + i])), half_at(b)); }
+};
+
+struct IQ4_NL {  // half d, nibbles that index a table
+    static constexpr int SIZE = 32, BYTES = 18;
+    static __device__ float at(const uint8_t* b, int i) {
+        constexpr int8_t values[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
+        return __fmul_rn(half_at(b), float(values[nibble(b + 2, i)]));
+    }
+};
+
+// Two bits of weight i of a Q2_K or Q3_K block: 32 bytes hold 128 weights, four planes of two bits.
+__device__ __forceinline__ int two_bits(const uint8_t* qs, int i) {
+    return qs[(i >> 7) * 32 + (i & 31)] >> (2 * (i >> 5 & 3)) & 3;
+}
+
+struct Q2_K {  // 16 bytes (scale, minimum) a 16 weights, 64 bytes of two bits, half d, half dmin
+    static constexpr int SIZE = 256, BYTES = 84;
+    static __device__ float at(const uint8_t* b, int i) {
+        const int scale = b[i >> 4];
+        const float d = __fmul_rn(half_at(b + 80), float(scale & 15));
+        const float m = __fmul_rn(half_at(b + 82), float(scale >> 4));
+        return __fsub_rn(__fmul_rn(d, float(two_bits(b + 16, i))), m);
+    }
+};
+
+struct Q3_K {  // 32 bytes of third bits, 64 of two bits, 12 of 16 six-bit scales, half d
+    static constexpr int SIZE = 256, BYTES = 110;
+    static __device__ float at(const uint8_t* b, int i) {
+        const uint8_t* scales = b + 96;
+        const int s = i >> 4;
+        const int low = scales[s & 7] >> (s & 8 ? 4 : 0) & 15;
+        const int high = scales[8 + (s & 3)] >> (2 * (s >> 2)) & 3;
+        const float d = __fmul_rn(half_at(b + 108), float((low | high << 4) - 32));
+        const int third = b[i & 31] >> (i >> 5) & 1;  // the offset is 4 where the bit is NOT set
+        return __fmul_rn(d, float(two_bits(b + 32, i) - (third ? 0 : 4)));
+    }
+};
+
+// Scale and minimum of 32-weight group g, six bits each in 12 bytes (Q4_K, Q5_K).
+__device__ __forceinline__ void scale_and_minimum(const uint8_t* s, int g, int& scale, int& minimum) {
+    if (g < 4) {
+        scale = s[g] & 63;
+        minimum = s[g + 4] & 63;
+    } else {
+        scale = (s[g + 4] & 15) | (s[g - 4] >> 2 & 0x30);
+        minimum = (s[g + 4] >> 4) | (s[g] >> 2 & 0x30);
+    }
+}
+
+__device__ __forceinline__ float scaled_k(const uint8_t* b, int i, int q) {
+    int scale, minimum;
+    scale_and_minimum(b + 4, i >> 5, scale, minimum);
+    const float d = __fmul_rn(half_at(b), float(scale));
+    return __fsub_rn(__fmul_rn(d, float(q)), __fmul_rn(half_at(b + 2), float(minimum)));
+}
+
+struct Q4_K {  // half d, half dmin, 12 bytes of scales, 128 of nibbles
+    static constexpr int SIZE = 256, BYTES = 144;
+    static __device__ float at(const uint8_t* b, int i) {
+        return scaled_k(b, i, b[16 + (i >> 6) * 32 + (i & 31)] >> (i & 32 ? 4 : 0) & 15);
+    }
+};
+
+struct Q5_K {  // half d, half dmin, 12 bytes of scales, 32 of fifth bits, 128 of nibbles
+    static constexpr int SIZE = 256, BYTES = 176;
+    static __device__ float at(const uint8_t* b, int i) {
+        const int low = b[48 + (i >> 6) * 32 + (i & 31)] >> (i & 32 ? 4 : 0) & 15;
+        return scaled_k(b, i, low | (b[16 + (i & 31)] >> (i >> 5) & 1) << 4);
+    }
+};
+
+struct Q6_K {  // 128 bytes of low nibbles, 64 of two high bits, 16 signed scales, half d
+    static constexpr int SIZE = 256, BYTES = 210;
+    static __device__ float at(const uint8_t* b, int i) {
+        const int low = b[(i >> 7) * 64 + (i & 63)] >> (i & 64 ? 4 : 0) & 15;
+        const float d = __fmul_rn(half_at(b + 208), float(int8_t(b[192 + (i >> 4)])));
+        return __fmul_rn(d, float((low | two_bits(b + 128, i) << 4) - 32));
+    }
+};
+
+template <typename Type>
+__device__ __forceinline__ float weight(const uint8_t* blocks, int64_t i) {
+    return Type::at(blocks + i / Type::SIZE * Type::BYTES, int(i % Type::SIZE));
+}
+
+}  // namespace
+
+#define DEQUANTIZE(TYPE)                                                                                      \
+    extern "C" __global__ void dequantize_##TYPE##_f32(const uint8_t* blocks, float* out, int64_t count, int*) { \
+        const int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;                                     \
+        if (i < count) out[i] = weight<TYPE>(blocks, i);                                                      \
+    }                                                                                                         \
+    extern "C" __global__ void dequantize_##TYPE##_f16(const uint8_t* blocks, __half* out, int64_t count,     \
+                                                       int* bad) {                                            \
+        const int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;                                     \
+        if (i >= count) return;                                                                               \
+        const __half value = __float2half_rn(weight<TYPE>(blocks, i));                                        \
+        out[i] = value;                                                                                       \
+        if ((__half_as_ushort(value) & 0x7c00) == 0x7c00) *bad = 1;                                           \
+    }
+
+DEQUANTIZE(F32)
+DEQUANTIZE(F16)
+DEQUANTIZE(BF16)
+DEQUANTIZE(Q4_0)
+DEQUANTIZE(Q4_1)
+DEQUANTIZE(Q5_0)
+DEQUANTIZE(Q5_1)
+DEQUANTIZE(Q8_0)
+DEQUANTIZE(IQ4_NL)
+DEQUANTIZE(Q2_K)
+DEQUANTIZE(Q3_K)
+DEQUANTIZE(Q4_K)
+DEQUANTIZE(Q5_K)
+DEQUANTIZE(Q6_K)

@@ -1,0 +1,116 @@
+// Draws tokens of rows without top-k, top-p and min-p: greedy, or temperature and Gumbel-max, in one pass.
+//
+//   logits (R, V) float; sample_slots (R,), negative: row skipped; sample_rows (R,): the row's token in `positions`
+//   slot state: see sampling.cuh; out_tokens (R,); bad_flag: |= 1 where a row holds NaN or +inf, or nothing but -inf
+//   partial (R, gridDim.x) and counters (R,), zero before and after: where blocks of a row meet
+//
+// Rows that need a threshold are left to `sample_filtered`. 4 V bytes a row are read once, nothing is written: bound by
+// memory while a row's random numbers are few. The grid is (C, R): C blocks share a row where R does not fill the
+// chip. The last one to finish takes the best of all; a maximum does not depend on who takes it, so C changes
+// nothing. A thread takes 4 tokens, which share one Philox counter.
+//
+// The definition draws with (l - max l) / T, which needs a pass for the maximum. Here the score is l / T + noise, in a
+// pair of floats, which is more exact than the definition: choices differ only where its own rounding decides.
+//
+// Few tokens need their noise: with d = what the noise must reach to win, noise >= d only where v <= e^-d, since
+// v <= -ln(1 - v). A token that fails this costs its share of Philox and one exponential, and four tokens whose best
+// could not win with the largest noise cost no Philox.
+#include "sampling.cuh"
+
+static constexpr int THREADS = 512;
+
+static __device__ __forceinline__ Best scored(float x, float temperature, float noise, int token) {
+    const float quotient = __fdiv_rn(x, temperature);
+    const float rest = __fdiv_rn(__fmaf_rn(-quotient, temperature, x), temperature);
+    const float sum = quotient + noise;
+    const float back = sum - quotient;
+    const float low = ((quotient - (sum - back)) + (noise - back)) + rest;  // TwoSum (Knuth), plus the rest
+    const float high = sum + low;
+    return Best{high, low - (high - sum), token};
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 2)
+    sample(const float* __restrict__ logits, int vocab, const int* __restrict__ sample_slots,
+           const int* __restrict__ sample_rows, const int* __restrict__ positions, SLOT_PARAMETERS,
+           Best* __restrict__ partial, unsigned* __restrict__ counters, int* __restrict__ out_tokens,
+           int* __restrict__ bad_flag) {
+    __shared__ Best scratch[32];
+    const int row = blockIdx.y;
+    const int slot = sample_slots[row];
+    if (slot < 0) return;
+    const float temperature = temperatures[slot], penalty = penalties[slot];
+    if (needs_filter(temperature, top_ks[slot], top_ps[slot], min_ps[slot], vocab)) return;
+    const Row source = row_of(logits, row, vocab, seen, words, slot, penalty);
+    const int blocks = (vocab + 3) / 4;
+    const int share = (blocks + gridDim.x - 1) / gridDim.x;
+    const int first = blockIdx.x * share, end = min(first + share, blocks);
+
+    Best best{negative_infinity(), 0.0f, 0x7fffffff};
+    bool bad = false;
+    if (temperature > 0.0f) {
+        const unsigned position = static_cast<unsigned>(positions[sample_rows[row]] + 1);
+        const unsigned long long seed = seeds[slot];
+        const float inverse = 1.0f / temperature;
+        float bar = negative_infinity();  // what a lane of the warp has reached, less the error of estimates
+        for (int base = first; base < end; base += THREADS) {
+            const int block = base + threadIdx.x;
+            bool improved = false;
+            if (block < end) {
+                float x[4];
+                load_logits(source, block, x);
+                bad |= not_finite(x[0]) || not_finite(x[1]) || not_finite(x[2]) || not_finite(x[3]);
+                const float largest = fmaxf(fmaxf(x[0], x[1]), fmaxf(x[2], x[3])) * inverse;
+                if (largest + LARGEST_NOISE >= bar) {
+                    const uint4 words4 = philox(block, position, seed);
+                    const unsigned word[4] = {words4.x, words4.y, words4.z, words4.w};
+#pragma unroll
+                    for (int i = 0; i < 4; ++i) {
+                        const float v = __uint2float_rn(word[i]) * 0x1p-32f;
+                        if (v * 0.9999f > __expf(x[i] * inverse - bar) || x[i] == negative_infinity()) continue;
+                        const Best candidate = scored(x[i], temperature, gumbel(word[i]), block * 4 + i);
+                        if (beats(candidate, best)) best = candidate, improved = true;
+                    }
+                }
+            }
+            if (__any_sync(0xffffffffu, improved)) {
+                const float reached = warp_max(best.high);
+                bar = reached - (1e-3f + 1e-6f * fabsf(reached));
+            }
+        }
+    } else {
+        for (int block = first + threadIdx.x; block < end; block += THREADS) {
+            float x[4];
+            load_logits(source, block, x);
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                bad |= not_finite(x[i]);
+                if (x[i] > best.high) best = Best{x[i], 0.0f, block * 4 + i};
+            }
+        }
+    }
+    bad = __syncthreads_or(bad);
+    best = best_of_block(best, scratch);
+    if (gridDim.x > 1) {
+        __shared__ bool last;
+        Best* shares = partial + row * gridDim.x;
+        if (threadIdx.x == 0) {
+            if (bad) atomicOr(bad_flag, 1);
+            shares[blockIdx.x] = best;
+            __threadfence();
+            last = atomicAdd(counters + row, 1u) == gridDim.x - 1;
+        }
+        __syncthreads();
+        if (!last) return;
+        __threadfence();
+        best = Best{negative_infinity(), 0.0f, 0x7fffffff};
+        for (int i = threadIdx.x; i < gridDim.x; i += THREADS) {
+            const volatile Best* other = shares + i;
+            const Best copy{other->high, other->low, other->token};
+            if (beats(copy, best)) best = copy;
+        }
+        best = best_of_block(best, scratch);
+        if (threadIdx.x == 0) counters[row] = 0;
+    }
+    if (threadIdx.x == 0)
+        finish_row(best, bad, row, slot, penalty, vocab, last_token, seen, words, out_tokens, bad_flag);
+}

@@ -1,0 +1,122 @@
+// What the sampling kernels share: the state of slots, Philox, Gumbel noise, and the choice of the best token.
+// The definition is worker/runners/sampling.py; Philox4x32-10 is laid out as worker/runners/philox.py says
+// (Salmon, Moraes, Dror, Shaw: Parallel Random Numbers: As Easy as 1, 2, 3, SC'11).
+#pragma once
+
+#include "common.cuh"
+
+static constexpr float LARGEST_NOISE = 22.88f;  // -ln(-ln(1 - 2^-33)) = 22.874, rounded up
+static constexpr float COLDEST_FAST = 0.01f;    // below it l / T is too coarse beside the noise: `sample_filtered`
+
+// Arrays over slots, and how they are passed to a kernel; `words` is the number of 32-bit words of a row of `seen`.
+#define SLOT_PARAMETERS                                                                                           \
+    const float *__restrict__ temperatures, const int *__restrict__ top_ks, const float *__restrict__ top_ps,     \
+        const float *__restrict__ min_ps, const float *__restrict__ penalties,                                    \
+        const unsigned long long *__restrict__ seeds, int *__restrict__ last_token, unsigned *__restrict__ seen,  \
+        int words
+
+struct Row {
+    const float* logits;
+    const unsigned* seen;  // null: no penalty
+    float penalty;
+    int vocab;
+    bool aligned;  // 16-byte reads are possible
+};
+
+static __device__ __forceinline__ Row row_of(const float* logits, int row, int vocab, const unsigned* seen,
+                                             int words, int slot, float penalty) {
+    return Row{logits + static_cast<int64_t>(row) * vocab,
+               penalty != 1.0f ? seen + static_cast<int64_t>(slot) * words : nullptr, penalty, vocab,
+               vocab % 4 == 0};
+}
+
+// Penalised logits of tokens 4 * block .. 4 * block + 3; -inf past the vocabulary.
+static __device__ __forceinline__ void load_logits(const Row& row, int block, float (&x)[4]) {
+    const int token = block * 4;
+    if (row.aligned) {
+        const float4 four = *reinterpret_cast<const float4*>(row.logits + token);
+        x[0] = four.x, x[1] = four.y, x[2] = four.z, x[3] = four.w;
+    } else {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) x[i] = token + i < row.vocab ? row.logits[token + i] : negative_infinity();
+    }
+    if (row.seen != nullptr) {
+        const unsigned bits = row.seen[token / 32] >> (token % 32);
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+            if (bits >> i & 1) x[i] = x[i] > 0.0f ? __fdiv_rn(x[i], row.penalty) : __fmul_rn(x[i], row.penalty);
+    }
+}
+
+static __device__ __forceinline__ bool needs_filter(float temperature, int top_k, float top_p, float min_p,
+                                                    int vocab) {
+    return temperature > 0.0f && ((top_k > 0 && top_k < vocab) || top_p < 1.0f || min_p > 0.0f ||
+                                  temperature < COLDEST_FAST);
+}
+
+static __device__ __forceinline__ uint4 philox(unsigned block, unsigned position, unsigned long long seed) {
+    uint4 c = make_uint4(block, position, 0u, 0u);
+    unsigned k0 = static_cast<unsigned>(seed), k1 = static_cast<unsigned>(seed >> 32);
+#pragma unroll
+    for (int round = 0; round < 10; ++round) {
+        const unsigned left_high = __umulhi(c.x, 0xD2511F53u), left_low = c.x * 0xD2511F53u;
+        const unsigned right_high = __umulhi(c.z, 0xCD9E8D57u), right_low = c.z * 0xCD9E8D57u;
+        c = make_uint4(right_high ^ c.y ^ k0, right_low, left_high ^ c.w ^ k1, left_low);
+        k0 += 0x9E3779B9u;
+        k1 += 0xBB67AE85u;
+    }
+    return c;
+}
+
+// -ln(-ln(1 - v)) of v = min((word + 0.5) * 2^-32, 1 - 2^-24), rounded once as the definition says.
+static __device__ __forceinline__ float gumbel(unsigned word) {
+    const float doubled = __ull2float_rn(2ull * word + 1ull);
+    const float v = fminf(doubled * 0x1p-33f, 1.0f - 0x1p-24f);
+    return -logf(-log1pf(-v));
+}
+
+// The best token so far; its score is high + low, normalised, so that scores compare as pairs.
+struct Best {
+    float high, low;
+    int token;
+};
+
+static __device__ __forceinline__ bool beats(const Best& a, const Best& b) {
+    if (a.high != b.high) return a.high > b.high;
+    if (a.low != b.low) return a.low > b.low;
+    return a.token < b.token;
+}
+
+// The best of the block, in all threads of warp 0. `scratch` has 32 places.
+static __device__ __forceinline__ Best best_of_block(Best best, Best* scratch) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32;
+#pragma unroll
+    for (int pass = 0; pass < 2; ++pass) {
+#pragma unroll
+        for (int offset = 16; offset > 0; offset >>= 1) {
+            const Best other{__shfl_xor_sync(0xffffffffu, best.high, offset),
+                             __shfl_xor_sync(0xffffffffu, best.low, offset),
+                             __shfl_xor_sync(0xffffffffu, best.token, offset)};
+            if (beats(other, best)) best = other;
+        }
+        if (pass == 1) return best;
+        if (lane == 0) scratch[warp] = best;
+        __syncthreads();
+        best = lane < warps ? scratch[lane] : Best{negative_infinity(), 0.0f, 0x7fffffff};
+    }
+    return best;
+}
+
+// Called by one thread a row.
+static __device__ __forceinline__ void finish_row(const Best& best, bool bad, int row, int slot, float penalty,
+                                                  int vocab, int* last_token, unsigned* seen, int words,
+                                                  int* out_tokens, int* bad_flag) {
+    const bool found = best.token >= 0 && best.token < vocab;
+    const int token = found ? best.token : 0;
+    if (bad || !found) atomicOr(bad_flag, 1);
+    out_tokens[row] = token;
+    last_token[slot] = token;
+    if (penalty != 1.0f) atomicOr(seen + static_cast<int64_t>(slot) * words + token / 32, 1u << (token % 32));
+}
+
+static __device__ __forceinline__ bool not_finite(float x) { return !(x < __int_as_float(0x7f800000)); }  // NaN or +inf
