@@ -27,6 +27,11 @@ $(VENV)/dev.stamp: pyproject.toml
 	@$(BIN)/pip install $(PIP_FLAGS) -e '.[dev]'
 	@touch $@ $(VENV)/demo.stamp
 
+$(VENV)/gpu.stamp: $(VENV)/dev.stamp
+	@echo "Installing the CUDA runner (PyCUDA is built here, which takes minutes) ..."
+	@$(BIN)/pip install $(PIP_FLAGS) -e '.[dev,cuda]'
+	@touch $@
+
 demo: $(VENV)/demo.stamp ## Generate haiku through the whole path: enqueue, Redis, Celery worker, SQL
 	@$(BIN)/nightmill demo
 
@@ -43,6 +48,10 @@ check: $(VENV)/dev.stamp ## Format, lint, types, import rules; compile every ker
 format: $(VENV)/dev.stamp ## Put the code into shape
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+gpu-test: $(VENV)/gpu.stamp ## Run the tests of the CUDA runner, and those of workers with it, on this machine's GPU
+	$(BIN)/python -m pytest tests/gpu
+	NIGHTMILL_TEST_RUNNER=cuda $(BIN)/python -m pytest tests/acceptance tests/integration/worker
 
 parity: $(VENV)/dev.stamp ## Compare the reference runner with PyTorch and transformers (installs them)
 	$(BIN)/pip install $(PIP_FLAGS) 'torch>=2.6,<3' 'transformers>=4.50,<6'

@@ -1,0 +1,160 @@
+"""Measure the engine on the GPU, without Celery: random token ids, no end-of-text, tokens per second.
+
+    python -m benchmarks.engine MODEL.gguf [--repeat 3] [single uniform mixed wide nightly prefill ...]
+
+Prints one JSON line a workload: the median over the repetitions, after one that is not counted.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from dataclasses import dataclass
+
+import numpy as np
+
+from jobs.contract import GenerationParams
+from worker.engine.engine import Engine
+from worker.engine.request import Request
+from worker.model.config import ModelConfig
+from worker.model.gguf_file import GgufFile
+from worker.runners.gpu.runner import CudaRunner
+
+
+@dataclass(frozen=True)
+class Workload:
+    """`sequences` requests with prompts and answers of lengths drawn evenly between two bounds."""
+
+    sequences: int
+    prompt: tuple[int, int]
+    answer: tuple[int, int]
+    temperature: float
+    slots: int
+    token_budget: int
+    counts_prompts: bool = False
+
+    def requests(self, vocab: int, seed: int) -> list[Request]:
+        rng = np.random.default_rng(seed)
+        prompts = rng.integers(self.prompt[0], self.prompt[1], self.sequences, endpoint=True)
+        answers = rng.integers(self.answer[0], self.answer[1], self.sequences, endpoint=True)
+        return [
+            Request(
+                f"{seed}-{index}", 1, tuple(rng.integers(0, vocab, prompt).tolist()),
+                GenerationParams(max_tokens=int(answer), temperature=self.temperature, ignore_eos=True),
+                seed=seed * 100_003 + index,
+            )
+            for index, (prompt, answer) in enumerate(zip(prompts, answers, strict=True))
+        ]  # fmt: skip
+
+    @property
+    def context(self) -> int:
+        return self.prompt[1] + self.answer[1]
+
+
+WORKLOADS = {
+    "single": Workload(1, (128, 128), (256, 256), 0.0, 1, 2048),
+    "uniform": Workload(256, (512, 512), (256, 256), 0.6, 256, 8192),
+    "mixed": Workload(256, (100, 1024), (100, 1024), 0.6, 256, 8192),
+    "wide": Workload(1024, (512, 512), (256, 256), 0.6, 1024, 16384),
+    "nightly": Workload(4096, (64, 512), (64, 256), 0.7, 1024, 16384),
+    "prefill": Workload(512, (1024, 1024), (1, 1), 0.0, 512, 16384, counts_prompts=True),
+    "batch64": Workload(64, (512, 512), (256, 256), 0.6, 64, 8192),
+    "prefill128": Workload(128, (1024, 1024), (1, 1), 0.0, 128, 16384, counts_prompts=True),
+}
+STANDARD = ["single", "uniform", "mixed", "wide", "nightly", "prefill"]
+
+
+class NoText:
+    """Detokenising is not what is measured."""
+
+    def push(self, token_id: int) -> str:
+        return ""
+
+    def flush(self) -> str:
+        return ""
+
+
+def main() -> None:
+    """Run the workloads that are asked for."""
+    arguments = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    arguments.add_argument("model")
+    arguments.add_argument(
+        "workloads", nargs="*", default=STANDARD, metavar="workload", help=", ".join(WORKLOADS)
+    )
+    arguments.add_argument("--repeat", type=int, default=3)
+    arguments.add_argument("--gpu", type=int, default=0)
+    arguments.add_argument("--depth", type=int, default=3)
+    arguments.add_argument("--slots", type=int, help="sequences at once, instead of the workload's own")
+    arguments.add_argument("--token-budget", type=int)
+    arguments.add_argument("--no-graphs", action="store_true")
+    arguments.add_argument("--fast", action="store_true", help="tokens may depend on the batch")
+    options = arguments.parse_args()
+    file = GgufFile.open(options.model)
+    config = ModelConfig.from_gguf(file)
+    for name in options.workloads:
+        print(json.dumps(measure(name, file, config, options)), flush=True)
+
+
+def measure(name: str, file: GgufFile, config: ModelConfig, options: argparse.Namespace) -> dict[str, object]:
+    """Run one workload on a runner of its own."""
+    workload = WORKLOADS[name]
+    slots = options.slots or workload.slots
+    budget = max(options.token_budget or workload.token_budget, slots)
+    began = time.perf_counter()
+    runner = CudaRunner(
+        file, config, slots=slots, depth=options.depth, context=workload.context + 1, max_tokens=budget,
+        gpu=options.gpu, graphs=not options.no_graphs, reproducible=not options.fast,
+        report=lambda line: print(line, file=sys.stderr),
+    )  # fmt: skip
+    ready = time.perf_counter() - began
+    try:
+        rates, steps, preemptions = [], 0, 0
+        for turn in range(1 + options.repeat):
+            engine = Engine(
+                runner, text_stream=NoText, eos_ids=frozenset(), context_length=workload.context + 1,
+                max_sequences=slots, token_budget=budget,
+            )  # fmt: skip
+            requests = workload.requests(config.vocab, turn)
+            for request in requests:
+                engine.submit(request)
+            began = time.perf_counter()
+            done = []
+            while engine.has_work:
+                done += engine.step()
+            seconds = time.perf_counter() - began
+            tokens = sum(
+                completion.prompt_tokens if workload.counts_prompts else completion.completion_tokens
+                for completion in done
+            )
+            assert len(done) == len(requests)
+            assert all(completion.error is None for completion in done)
+            steps, preemptions = engine.stats.steps, engine.stats.preemptions
+            if turn:
+                rates.append(tokens / seconds)
+        return {
+            "workload": name,
+            "model": config.name,
+            "gpu": runner.device.name,
+            "prompt_tokens_per_s" if workload.counts_prompts else "output_tokens_per_s": round(
+                statistics.median(rates)
+            ),
+            "all": [round(rate) for rate in rates],
+            "tokens": tokens,
+            "steps": steps,
+            "preemptions": preemptions,
+            "slots": slots,
+            "token_budget": budget,
+            "depth": options.depth,
+            "reproducible": not options.fast,
+            "kv_pages": runner.kv_blocks,
+            "ready_s": round(ready, 2),
+        }
+    finally:
+        runner.close()
+
+
+if __name__ == "__main__":
+    main()

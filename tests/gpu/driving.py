@@ -1,0 +1,146 @@
+"""Drives runners step by step, with chosen tokens, and whole engines over lists of requests."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from jobs.contract import GenerationParams
+from worker.engine.engine import Engine
+from worker.engine.request import Request
+from worker.model.config import ModelConfig
+from worker.model.gguf_file import GgufFile
+from worker.runners.base import Admission, Runner, StepBatch
+from worker.runners.gpu.runner import CudaRunner
+from worker.runners.reference import ReferenceRunner
+
+BLOCK = 16
+GREEDY = GenerationParams(temperature=0.0)
+Logits = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Compute tokens[start:start + length] of the sequence in `slot`; the last `draws` rows give logits."""
+
+    slot: int
+    tokens: Sequence[int]
+    start: int
+    length: int
+    draws: int = 1
+
+
+class Pages:
+    """Gives every slot its own pages, in an order that is not the order of addresses."""
+
+    def __init__(self, slots: int, per_slot: int) -> None:
+        order = np.random.default_rng(0).permutation(slots * per_slot).astype(np.int32)
+        self.tables = order.reshape(slots, per_slot)
+
+    def batch(self, chunks: Sequence[Chunk], *, admit: bool) -> StepBatch:
+        """The step of these chunks; admit: the sequences are new in their slots, and greedy."""
+        lengths = np.array([chunk.length for chunk in chunks])
+        starts = np.zeros(len(chunks) + 1, dtype=np.int32)
+        np.cumsum(lengths, out=starts[1:])
+        positions = np.concatenate([np.arange(c.start, c.start + c.length) for c in chunks]).astype(np.int32)
+        slots = np.array([chunk.slot for chunk in chunks], dtype=np.int32)
+        row_slots = np.repeat(slots, lengths)
+        contexts = np.array([chunk.start + chunk.length for chunk in chunks], dtype=np.int32)
+        width = -(-int(contexts.max()) // BLOCK)
+        rows = self.tables[row_slots, positions // BLOCK] * BLOCK + positions % BLOCK
+        sample_rows = np.concatenate(
+            [np.arange(end - chunk.draws, end) for chunk, end in zip(chunks, starts[1:], strict=True)]
+        )
+        admissions = (Admission(c.slot, tuple(c.tokens), GREEDY, c.slot) for c in chunks)
+        return StepBatch(
+            tokens=np.concatenate([c.tokens[c.start : c.start + c.length] for c in chunks]).astype(np.int32),
+            positions=positions,
+            cache_rows=rows.astype(np.int32),
+            sequence_starts=starts,
+            context_lengths=contexts,
+            block_tables=self.tables[slots, :width],
+            slots=slots,
+            sample_rows=sample_rows.astype(np.int32),
+            sample_slots=np.repeat(slots, [c.draws for c in chunks]).astype(np.int32),
+            admissions=tuple(admissions) if admit else (),
+        )
+
+
+class HasLogits(Protocol):
+    """A runner that shows the logits of its last launch."""
+
+    def show(self, rows: int) -> Logits: ...
+
+    @property
+    def runner(self) -> Runner: ...
+
+
+class Cuda:
+    """The CUDA runner, with its logits."""
+
+    def __init__(self, file: GgufFile, config: ModelConfig, **options: Any) -> None:
+        self.runner = CudaRunner(file, config, **options)
+
+    def show(self, rows: int) -> Logits:
+        return self.runner.logits(rows)
+
+
+class Reference:
+    """The reference runner, with its logits."""
+
+    def __init__(self, file: GgufFile, config: ModelConfig, **options: Any) -> None:
+        self._logits: Logits | None = None
+        self.runner = ReferenceRunner(file, config, trace=self._record, **options)
+
+    def _record(self, stage: str, values: npt.NDArray[Any]) -> None:
+        if stage == "logits":
+            self._logits = values.copy()
+
+    def show(self, rows: int) -> Logits:
+        assert self._logits is not None
+        assert len(self._logits) == rows
+        return self._logits
+
+
+def logits_of(subject: HasLogits, pages: Pages, chunks: Sequence[Chunk], *, admit: bool) -> Logits:
+    """Run one step; the logits of its drawing rows in order."""
+    batch = pages.batch(chunks, admit=admit)
+    subject.runner.launch(batch)
+    sampled = subject.runner.collect()
+    assert sampled is not None
+    logits = subject.show(len(batch.sample_rows))
+    np.testing.assert_array_equal(sampled.tokens, logits.argmax(axis=1))
+    return logits
+
+
+class NoText:
+    """A stream for tests that look at tokens only."""
+
+    def push(self, token_id: int) -> str:
+        return ""
+
+    def flush(self) -> str:
+        return ""
+
+
+def generate(
+    runner: Runner, requests: Sequence[Request], *, context: int, token_budget: int,
+    eos_ids: frozenset[int] = frozenset(), check: bool = True,
+) -> dict[str, tuple[int, ...]]:  # fmt: skip
+    """Generate for all requests at once; the drawn tokens by job id."""
+    engine = Engine(
+        runner, text_stream=NoText, eos_ids=eos_ids, context_length=context, max_sequences=runner.slots,
+        token_budget=token_budget,
+    )  # fmt: skip
+    for request in requests:
+        engine.submit(request)
+    tokens = {}
+    while engine.has_work:
+        for done in engine.step():
+            assert done.error is None, done.error
+            tokens[done.job_id] = done.token_ids
+        if check:
+            engine.check_integrity()
+    return tokens

@@ -1,0 +1,113 @@
+"""What the kernel tests share: configurations, paged caches full of poison, comparisons, float64 oracles."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from worker.model.config import ModelConfig, RopeScaling, RopeStyle
+from worker.runners import reference_ops as ops
+from worker.runners.philox import token_words, uniform
+from worker.runners.sampling import SamplingRows, filter_rows, gumbel, penalise
+
+Array = npt.NDArray[Any]
+PAGE = 16
+EXACT = 1e-6  # NMSE allowed to a kernel whose result is rounded to half once (the rounding alone: 8e-8)
+ATTENTION = 5e-5
+NEAR_TIE = 1e-5  # between noisy scores, where either token is right
+
+
+def make_config(**changes: Any) -> ModelConfig:
+    """A Qwen2.5-0.5B's sizes, with changes."""
+    sizes: dict[str, Any] = {
+        "architecture": "qwen2", "name": "test", "layers": 1, "width": 896, "heads": 14, "kv_heads": 2,
+        "head_dim": 64, "ffn_width": 4864, "vocab": 1000, "rope_base": 1e6, "rope_scaling": RopeScaling(),
+        "rope_style": RopeStyle.HALVES, "norm_eps": 1e-6, "context_length": 32768, "tied_head": True,
+        "qkv_bias": True, "qk_norm": False,
+    }  # fmt: skip
+    sizes |= changes
+    sizes.setdefault("rope_dim", sizes["head_dim"])
+    return ModelConfig(**sizes)
+
+
+def nmse(actual: Array, expected: Array) -> float:
+    """Squared error over squared size, in float64; NaN where either has one."""
+    actual, expected = actual.astype(np.float64), expected.astype(np.float64)
+    assert actual.shape == expected.shape
+    return float(np.square(actual - expected).sum() / np.square(expected).sum())
+
+
+def assert_close(actual: Array, expected: Array, limit: float) -> None:
+    """Raise AssertionError where the error is over the limit, overall or in any row, or where a NaN is."""
+    assert np.isfinite(actual).all(), f"{np.count_nonzero(~np.isfinite(actual))} values are not finite"
+    error = nmse(actual, expected)
+    assert error <= limit, f"NMSE {error:.3g} > {limit:g}"
+    flat = expected.reshape(len(expected), -1).astype(np.float64)
+    rows = np.square(actual.reshape(len(actual), -1).astype(np.float64) - flat).sum(1)
+    worst = rows / np.square(flat).sum(1).clip(1e-30)
+    assert worst.max() <= 20 * limit, f"row {worst.argmax()}: NMSE {worst.max():.3g} > {20 * limit:g}"
+
+
+@dataclass
+class Paged:
+    """Sequences in a paged cache; whatever is not theirs is NaN."""
+
+    keys: list[Array]  # (L, G, D) each, half
+    values: list[Array]
+    k_cache: Array  # [pages, G, 16, D] half
+    v_cache: Array
+    tables: Array  # (S, stride) int32
+
+
+def make_paged(
+    rng: np.random.Generator, lengths: list[int], kv_heads: int, head_dim: int, stride: int = 0
+) -> Paged:
+    """Random keys and values for contexts of these lengths, on pages in random order."""
+    counts = [-(-length // PAGE) for length in lengths]
+    pages = rng.permutation(sum(counts) + 5).astype(np.int32)
+    caches = [np.full((len(pages), kv_heads, PAGE, head_dim), np.nan, dtype=np.float16) for _ in range(2)]
+    tables = np.full((len(lengths), max(stride, *counts, 1)), -1, dtype=np.int32)
+    held: tuple[list[Array], list[Array]] = ([], [])
+    first = 0
+    for sequence, (length, count) in enumerate(zip(lengths, counts, strict=True)):
+        own = pages[first : first + count]
+        first += count
+        tables[sequence, :count] = own
+        for cache, kept in zip(caches, held, strict=True):
+            rows = rng.standard_normal((length, kv_heads, head_dim)).astype(np.float16)
+            kept.append(rows)
+            places = np.arange(length)
+            cache[own[places // PAGE], :, places % PAGE] = rows
+    return Paged(*held, *caches, tables)
+
+
+def attention_oracle(q: Array, keys: Array, values: Array, visible: Array) -> Array:
+    """`reference_ops.attention` in float64: q (M, H, D), keys and values (L, G, D), visible (M,)."""
+    length = -(-len(keys) // ops.KEY_TILE) * ops.KEY_TILE
+    padded = [np.zeros((1, length, *keys.shape[1:])) for _ in range(2)]
+    padded[0][0, : len(keys)] = keys
+    padded[1][0, : len(values)] = values
+    result = np.empty(q.shape)
+    for first in range(0, len(q), 64):  # bounds the memory of scores
+        part = slice(first, first + 64)
+        result[part] = ops.attention(q[None, part].astype(np.float64), *padded, visible[None, part])[0]
+    return result
+
+
+def noisy_scores(logits: Array, rows: SamplingRows, row: int) -> Array:
+    """What the definition takes the maximum of, for one row of logits (R, V): float32 (V,)."""
+    penalised = penalise(logits, rows)[row : row + 1].copy()
+    if rows.temperature[row] == 0:
+        return penalised[0]
+    penalised -= penalised.max()
+    with np.errstate(over="ignore"):
+        penalised /= rows.temperature[row]
+    one = slice(row, row + 1)
+    filter_rows(penalised, rows.top_k[one], rows.top_p[one], rows.min_p[one])
+    vocab = penalised.shape[1]
+    blocks = np.arange(-(-vocab // 4), dtype=np.uint32)
+    seeds = np.full(len(blocks), rows.seeds[row])
+    positions = np.full(len(blocks), rows.positions[row], dtype=np.uint32)
+    words = token_words(seeds, positions, blocks)
+    return penalised[0] + gumbel(uniform(words)).reshape(-1)[:vocab]

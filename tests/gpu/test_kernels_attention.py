@@ -1,0 +1,241 @@
+"""Decode and prefill attention against the reference in float64, with poison around every context."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.gpu.oracles import ATTENTION, Paged, assert_close, attention_oracle, make_config, make_paged
+from worker.runners.gpu.device import Device
+from worker.runners.gpu.graphs import Graph
+from worker.runners.gpu.kernels import Kernels, prefill_tiles
+
+# query heads, KV heads, head size
+SHAPES = [(14, 2, 64), (16, 8, 128), (4, 4, 64), (32, 2, 128), (12, 1, 64), (20, 1, 64)]
+SLOW_SHAPES = [(4, 2, 16), (3, 3, 40), (8, 2, 32), (2, 1, 96), (2, 1, 256)]
+BORDERS = [1, 2, 15, 16, 17, 63, 64, 65, 255, 256, 257, 511, 513, 1000]
+LONG = 32_000
+
+
+def make_queries(rng: np.random.Generator, rows: int, config: Any) -> np.ndarray:
+    """qkv (rows, H + 2 G, D): queries large enough for sharp softmax, the rest poison."""
+    qkv = np.full((rows, config.heads + 2 * config.kv_heads, config.head_dim), np.nan, dtype=np.float16)
+    qkv[:, : config.heads] = rng.standard_normal((rows, config.heads, config.head_dim)) * 2
+    return qkv
+
+
+def run_decode(
+    device: Device, kernels: Kernels, config: Any, qkv: np.ndarray, paged: Paged, lengths: list[int]
+) -> np.ndarray:
+    out = device.upload(np.full((len(lengths), config.heads, config.head_dim), np.nan, dtype=np.float16))
+    kernels.decode_attention(
+        device.upload(qkv), device.upload(paged.k_cache), device.upload(paged.v_cache),
+        device.upload(paged.tables), device.upload(np.array(lengths, dtype=np.int32)), out, len(lengths),
+        paged.tables.shape[1],
+    )  # fmt: skip
+    return device.download(out, (len(lengths), config.heads, config.head_dim), np.float16)
+
+
+def decode_oracle(config: Any, qkv: np.ndarray, paged: Paged, lengths: list[int]) -> np.ndarray:
+    return np.concatenate(
+        [
+            attention_oracle(qkv[s : s + 1, : config.heads], k, v, np.array([length]))
+            for s, (k, v, length) in enumerate(zip(paged.keys, paged.values, lengths, strict=True))
+        ]
+    )
+
+
+@pytest.mark.parametrize("shape", SHAPES + SLOW_SHAPES)
+def test_decode_at_page_and_segment_borders(device: Device, shape: tuple[int, int, int]) -> None:
+    config = make_config(heads=shape[0], kv_heads=shape[1], head_dim=shape[2])
+    kernels = Kernels(device, config, max_context=LONG)
+    rng = np.random.default_rng(shape[2])
+    paged = make_paged(rng, BORDERS, config.kv_heads, config.head_dim)
+    qkv = make_queries(rng, len(BORDERS), config)
+    actual = run_decode(device, kernels, config, qkv, paged, BORDERS)
+    assert_close(actual, decode_oracle(config, qkv, paged, BORDERS), ATTENTION)
+
+
+@pytest.mark.parametrize("shape", SHAPES[:2])
+def test_decode_of_long_contexts(device: Device, shape: tuple[int, int, int]) -> None:
+    config = make_config(heads=shape[0], kv_heads=shape[1], head_dim=shape[2])
+    kernels = Kernels(device, config, max_context=LONG)
+    rng = np.random.default_rng(5)
+    for lengths in ([LONG], [LONG, 1, 31_999, 7000]):
+        paged = make_paged(rng, lengths, config.kv_heads, config.head_dim)
+        qkv = make_queries(rng, len(lengths), config)
+        actual = run_decode(device, kernels, config, qkv, paged, lengths)
+        assert_close(actual, decode_oracle(config, qkv, paged, lengths), ATTENTION)
+
+
+@pytest.mark.parametrize("shape", SHAPES[:2])
+def test_decode_alone_and_in_a_large_batch_gives_the_same_bits(
+    device: Device, shape: tuple[int, int, int]
+) -> None:
+    config = make_config(heads=shape[0], kv_heads=shape[1], head_dim=shape[2])
+    kernels = Kernels(device, config, max_context=LONG)
+    rng = np.random.default_rng(6)
+    lengths = [int(length) for length in rng.integers(1, 1500, 300)]
+    lengths[7] = 3000
+    paged = make_paged(rng, lengths, config.kv_heads, config.head_dim, stride=LONG // 16)
+    qkv = make_queries(rng, len(lengths), config)
+    together = run_decode(device, kernels, config, qkv, paged, lengths)
+    assert_close(together, decode_oracle(config, qkv, paged, lengths), ATTENTION)
+    for count in (1, 3, 40):
+        part = Paged(
+            paged.keys[7 : 7 + count], paged.values[7 : 7 + count], paged.k_cache, paged.v_cache,
+            paged.tables[7 : 7 + count],
+        )  # fmt: skip
+        alone = run_decode(device, kernels, config, qkv[7 : 7 + count], part, lengths[7 : 7 + count])
+        np.testing.assert_array_equal(alone, together[7 : 7 + count])
+
+
+@pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[1], SLOW_SHAPES[0]])
+def test_decode_leaves_unlisted_and_empty_sequences_alone(device: Device, shape: tuple[int, ...]) -> None:
+    config = make_config(heads=shape[0], kv_heads=shape[1], head_dim=shape[2])
+    kernels = Kernels(device, config, max_context=4096)
+    rng = np.random.default_rng(8)
+    lengths = [100, 50, 700, 33, 20]
+    starts = np.array([0, 1, 6, 7, 8, 9], dtype=np.int32)  # the second is a chunk of five tokens
+    paged = make_paged(rng, lengths, config.kv_heads, config.head_dim)
+    qkv = make_queries(rng, 9, config)
+    out = device.upload(np.full((9, config.heads, config.head_dim), np.nan, dtype=np.float16))
+    contexts = np.array([100, 50, 700, 0, 20], dtype=np.int32)
+    kernels.decode_attention(
+        device.upload(qkv), device.upload(paged.k_cache), device.upload(paged.v_cache),
+        device.upload(paged.tables), device.upload(contexts), out, 4, paged.tables.shape[1],
+        device.upload(starts), device.upload(np.array([2, -1, 0, 3], dtype=np.int32)),
+    )  # fmt: skip
+    actual = device.download(out, (9, config.heads, config.head_dim), np.float16)
+    for sequence, row in ((0, 0), (2, 6)):
+        expected = attention_oracle(
+            qkv[row : row + 1, : config.heads], paged.keys[sequence], paged.values[sequence],
+            np.array([lengths[sequence]]),
+        )  # fmt: skip
+        assert_close(actual[row : row + 1], expected, ATTENTION)
+    assert np.isnan(np.delete(actual, [0, 6], axis=0)).all()
+
+
+def run_prefill(
+    device: Device, kernels: Kernels, config: Any, qkv: np.ndarray, paged: Paged, lengths: list[int],
+    chunks: list[int],
+) -> np.ndarray:  # fmt: skip
+    starts = np.cumsum([0, *chunks]).astype(np.int32)
+    tiles = prefill_tiles(starts, config.heads // config.kv_heads)
+    tiles = np.concatenate([tiles, [[-1, 0]]]).astype(np.int32)  # a padding tile
+    out = device.upload(np.full((starts[-1], config.heads, config.head_dim), np.nan, dtype=np.float16))
+    kernels.prefill_attention(
+        device.upload(qkv), device.upload(paged.k_cache), device.upload(paged.v_cache),
+        device.upload(paged.tables), device.upload(starts),
+        device.upload(np.array(lengths, dtype=np.int32)), out, device.upload(tiles), len(tiles),
+        paged.tables.shape[1],
+    )  # fmt: skip
+    return device.download(out, (starts[-1], config.heads, config.head_dim), np.float16)
+
+
+@pytest.mark.parametrize("shape", SHAPES + SLOW_SHAPES)
+def test_prefill_of_ragged_chunks(device: Device, shape: tuple[int, int, int]) -> None:
+    config = make_config(heads=shape[0], kv_heads=shape[1], head_dim=shape[2])
+    kernels = Kernels(device, config, max_context=LONG)
+    rng = np.random.default_rng(shape[0])
+    # Whole prompts, then chunks in the middle of a context, at page borders; last a decoding neighbour.
+    chunks = [7, 63, 64, 65, 130, 2, 16, 17, 15, 100, 33, 1]
+    before = [0, 0, 0, 0, 0, 1, 15, 16, 17, 128, 999, 40]
+    lengths = [chunk + earlier for chunk, earlier in zip(chunks, before, strict=True)]
+    paged = make_paged(rng, lengths, config.kv_heads, config.head_dim)
+    qkv = make_queries(rng, sum(chunks), config)
+    actual = run_prefill(device, kernels, config, qkv, paged, lengths, chunks)
+    assert np.isnan(actual[-1]).all()  # not ours: it has one token
+    row = 0
+    for sequence, chunk in enumerate(chunks[:-1]):
+        part = slice(row, row + chunk)
+        row += chunk
+        visible = lengths[sequence] - chunk + np.arange(chunk) + 1
+        expected = attention_oracle(
+            qkv[part, : config.heads], paged.keys[sequence], paged.values[sequence], visible
+        )
+        assert_close(actual[part], expected, ATTENTION)
+
+
+@pytest.mark.parametrize("shape", SHAPES[:2])
+def test_prefill_deep_in_a_long_context(device: Device, shape: tuple[int, int, int]) -> None:
+    config = make_config(heads=shape[0], kv_heads=shape[1], head_dim=shape[2])
+    kernels = Kernels(device, config, max_context=LONG)
+    rng = np.random.default_rng(9)
+    chunks, lengths = [129, 1000], [LONG, 1000]
+    paged = make_paged(rng, lengths, config.kv_heads, config.head_dim)
+    qkv = make_queries(rng, sum(chunks), config)
+    actual = run_prefill(device, kernels, config, qkv, paged, lengths, chunks)
+    for sequence, part in enumerate((slice(0, 129), slice(129, 1129))):
+        chunk = part.stop - part.start
+        visible = lengths[sequence] - chunk + np.arange(chunk) + 1
+        expected = attention_oracle(
+            qkv[part, : config.heads], paged.keys[sequence], paged.values[sequence], visible
+        )
+        assert_close(actual[part], expected, ATTENTION)
+
+
+@pytest.mark.parametrize("shape", SHAPES[:2])
+def test_prefill_in_chunks_gives_the_bits_of_prefill_in_one_piece(
+    device: Device, shape: tuple[int, int, int]
+) -> None:
+    config = make_config(heads=shape[0], kv_heads=shape[1], head_dim=shape[2])
+    kernels = Kernels(device, config, max_context=4096)
+    rng = np.random.default_rng(10)
+    paged = make_paged(rng, [600], config.kv_heads, config.head_dim)
+    qkv = make_queries(rng, 600, config)
+    whole = run_prefill(device, kernels, config, qkv, paged, [600], [600])
+    first = 0
+    for chunk in (100, 2, 37, 461):
+        part = slice(first, first + chunk)
+        first += chunk
+        piece = run_prefill(device, kernels, config, qkv[part], paged, [first], [chunk])
+        np.testing.assert_array_equal(piece, whole[part])
+
+
+def test_scores_far_beyond_half_precision_are_fine(device: Device) -> None:
+    config = make_config()
+    kernels = Kernels(device, config, max_context=4096)
+    rng = np.random.default_rng(11)
+    lengths = [300, 40]
+    paged = make_paged(rng, lengths, config.kv_heads, config.head_dim)
+    for keys, table in zip(paged.keys, paged.tables, strict=True):
+        keys[..., 0] = 600.0  # as Qwen2's key bias: scores of several 100,000
+        places = np.arange(len(keys))
+        paged.k_cache[table[places // 16], :, places % 16] = keys
+    qkv = make_queries(rng, 2, config)
+    qkv[:, : config.heads, 0] = 400.0
+    actual = run_decode(device, kernels, config, qkv, paged, lengths)
+    assert_close(actual, decode_oracle(config, qkv, paged, lengths), ATTENTION)
+
+
+@pytest.mark.parametrize("count", [3, 300])  # split and in one piece
+def test_a_captured_launch_serves_other_contexts(device: Device, count: int) -> None:
+    config = make_config()
+    kernels = Kernels(device, config, max_context=8192)
+    rng = np.random.default_rng(12)
+    lengths = [int(length) for length in rng.integers(1, 900, count)]
+    lengths[0], lengths[1] = 5000, 0  # the second is padding
+    paged = make_paged(rng, lengths, config.kv_heads, config.head_dim)
+    qkv = make_queries(rng, count, config)
+    contexts = device.upload(np.ones(count, dtype=np.int32))
+    tables = device.upload(np.zeros_like(paged.tables))
+    addresses = [device.upload(array) for array in (qkv, paged.k_cache, paged.v_cache)]
+    out = device.upload(np.full((count, config.heads, config.head_dim), np.nan, dtype=np.float16))
+    graph = Graph(
+        device,
+        lambda: kernels.decode_attention(*addresses, tables, contexts, out, count, paged.tables.shape[1]),
+    )
+    device.copy_in(tables, paged.tables)
+    device.copy_in(contexts, np.array(lengths, dtype=np.int32))
+    device.synchronize()
+    graph.launch()
+    actual = device.download(out, (count, config.heads, config.head_dim), np.float16)
+    graph.close()
+    assert np.isnan(actual[1]).all()
+    for sequence in (0, 2):
+        expected = attention_oracle(
+            qkv[sequence : sequence + 1, : config.heads], paged.keys[sequence], paged.values[sequence],
+            np.array([lengths[sequence]]),
+        )  # fmt: skip
+        assert_close(actual[sequence : sequence + 1], expected, ATTENTION)

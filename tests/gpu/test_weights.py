@@ -1,0 +1,114 @@
+"""Every tensor type, dequantised on the GPU, against the `gguf` package: bit for bit."""
+
+import math
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf.quants import dequantize
+
+from jobs.errors import ModelFileError
+from tests.ggufs import write_model
+from worker.model.config import ModelConfig
+from worker.model.gguf_file import GgufFile
+from worker.runners.gpu.device import Device
+from worker.runners.gpu.weights import SUPPORTED, Dequantizer, load_weights, weight_bytes
+
+Kind = GGMLQuantizationType
+# Where a block keeps its half-precision scales; random bytes there would be NaN or huge.
+SCALES = {
+    Kind.Q4_0: (0,), Kind.Q4_1: (0, 2), Kind.Q5_0: (0,), Kind.Q5_1: (0, 2), Kind.Q8_0: (0,),
+    Kind.IQ4_NL: (0,),
+    Kind.Q2_K: (80, 82), Kind.Q3_K: (108,), Kind.Q4_K: (0, 2), Kind.Q5_K: (0, 2), Kind.Q6_K: (208,),
+}  # fmt: skip
+
+
+def random_blocks(kind: GGMLQuantizationType, count: int) -> npt.NDArray[np.uint8]:
+    """Random bytes with scales of both signs, subnormal ones and zeros among them: (count, bytes)."""
+    rng = np.random.default_rng(int(kind))
+    size = GGML_QUANT_SIZES[kind][1]
+    if kind is Kind.F32:
+        return rng.standard_normal(count).astype("<f4").view(np.uint8).reshape(count, 4)
+    if kind is Kind.F16:
+        return rng.standard_normal(count).astype("<f2").view(np.uint8).reshape(count, 2)
+    if kind is Kind.BF16:
+        floats = rng.standard_normal(count).astype("<f4").view("<u4") >> 16
+        return floats.astype("<u2").view(np.uint8).reshape(count, 2)
+    blocks = rng.integers(0, 256, (count, size), dtype=np.uint8)
+    for offset in SCALES[kind]:
+        scales = rng.standard_normal(count) * np.choose(rng.integers(0, 4, count), [1e-2, 1e-4, 1e-7, 0.0])
+        blocks[:, offset : offset + 2] = scales.astype("<f2").view(np.uint8).reshape(count, 2)
+    return blocks
+
+
+@pytest.mark.parametrize("kind", SUPPORTED, ids=lambda kind: kind.name)
+def test_dequantising_gives_the_same_bits_as_gguf(device: Device, kind: GGMLQuantizationType) -> None:
+    block, size = GGML_QUANT_SIZES[kind]
+    count = 3001 * max(1, 64 // block)
+    blocks = random_blocks(kind, count)
+    expected = dequantize(blocks, kind).reshape(-1)
+    dequantizer = Dequantizer(device, staging=size * 256 * 3)  # so small that a tensor takes several turns
+    out_float = device.upload(np.full(expected.size + 8, np.nan, dtype=np.float32))
+    out_half = device.upload(np.full(expected.size + 8, np.nan, dtype=np.float16))
+    dequantizer.load(blocks.reshape(-1), kind, out_float, half=False)
+    dequantizer.load(blocks.reshape(-1), kind, out_half, half=True)
+    assert dequantizer.fits_half()
+    floats = device.download(out_float, expected.size + 8, np.float32)
+    halves = device.download(out_half, expected.size + 8, np.float16)
+    np.testing.assert_array_equal(floats[:-8].view(np.uint32), expected.view(np.uint32))
+    np.testing.assert_array_equal(halves[:-8].view(np.uint16), expected.astype(np.float16).view(np.uint16))
+    assert np.isnan(floats[-8:]).all()
+    assert np.isnan(halves[-8:]).all()
+    dequantizer.close()
+
+
+@pytest.mark.parametrize("kind", [Kind.F32, Kind.F16, Kind.Q8_0, Kind.Q5_0], ids=lambda kind: kind.name)
+@pytest.mark.parametrize("architecture", ["qwen2", "qwen3", "llama"])
+def test_a_file_arrives_whole_and_stacked(
+    device: Device, tmp_path: Path, architecture: str, kind: GGMLQuantizationType
+) -> None:
+    file = GgufFile.open(write_model(tmp_path / "model.gguf", architecture, kind=kind, tied=False))
+    config = ModelConfig.from_gguf(file)
+    weights = load_weights(device, file, config)
+
+    def check(address: int, *names: str) -> None:
+        parts = [file.array(name) for name in names]
+        dtype = np.float16 if parts[0].ndim == 2 else np.float32
+        expected = np.concatenate(parts).astype(dtype)
+        np.testing.assert_array_equal(device.download(address, expected.shape, dtype), expected)
+
+    check(weights.embedding, "token_embd.weight")
+    check(weights.head, "output.weight")
+    check(weights.output_norm, "output_norm.weight")
+    for index, layer in enumerate(weights.layers):
+        block = f"blk.{index}."
+        check(layer.attn_norm, block + "attn_norm.weight")
+        check(layer.qkv, *(f"{block}attn_{part}.weight" for part in "qkv"))
+        check(layer.attn_output, block + "attn_output.weight")
+        check(layer.ffn_norm, block + "ffn_norm.weight")
+        check(layer.gate_up, block + "ffn_gate.weight", block + "ffn_up.weight")
+        check(layer.ffn_down, block + "ffn_down.weight")
+        if config.qkv_bias:
+            check(layer.qkv_bias, *(f"{block}attn_{part}.bias" for part in "qkv"))
+        if config.qk_norm:
+            check(layer.q_norm, block + "attn_q_norm.weight")
+            check(layer.k_norm, block + "attn_k_norm.weight")
+        assert bool(layer.qkv_bias) == config.qkv_bias
+        assert bool(layer.q_norm) == config.qk_norm
+
+
+def test_the_plan_covers_the_weights_and_wastes_little(tmp_path: Path) -> None:
+    file = GgufFile.open(write_model(tmp_path / "model.gguf"))
+    config = ModelConfig.from_gguf(file)
+    least = sum(math.prod(i.shape) * (2 if len(i.shape) == 2 else 4) for i in file.tensors.values())
+    assert least <= weight_bytes(config) <= least + 256 * len(file.tensors)
+
+
+def test_a_weight_beyond_half_is_refused(device: Device, tmp_path: Path) -> None:
+    huge = np.full((64, 64), 70000, dtype=np.float32)
+    path = write_model(tmp_path / "model.gguf", tensors={"blk.0.attn_output.weight": huge})
+    file = GgufFile.open(path)
+    with pytest.raises(ModelFileError, match="beyond 65504"):
+        load_weights(device, file, ModelConfig.from_gguf(file))

@@ -1,0 +1,335 @@
+"""Launchers of the kernels in `cuda/`: one method a kernel, sizes checked, queued on the device's stream.
+
+Pointers are device addresses. No method but the constructor and `set_rope` allocates, waits, or looks at the
+device's data, and launch shapes hang on the arguments alone: all can be captured in a CUDA graph, which then
+serves whatever the arrays hold. Shapes and layouts of the arrays are told at the top of each `.cu` file. T is
+the number of tokens, S of sequences, R of rows that draw, H and G of query and KV heads, D a head's size.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from jobs.errors import RunnerError
+from worker.model.config import ModelConfig, RopeStyle
+from worker.runners.gpu.compiler import compile_all, kernel_directory
+from worker.runners.gpu.device import Device, Function
+
+__all__ = ["Kernels", "Slots", "prefill_tiles"]
+
+IntArray = npt.NDArray[np.int32]
+
+PAGE = 16  # tokens in a KV page
+TENSOR_CORE_HEADS = (64, 128)  # head sizes of the fast attention kernels
+_TILE_ROWS = 128  # (token, query head) pairs in a tile of prefill attention
+_MAX_SEGMENTS = 128  # of a context, in decode attention
+_BLOCK = (256, 1, 1)
+_SAMPLE_BLOCKS = 4  # blocks of `sample` that a multiprocessor holds
+_BEST_BYTES = 12
+_LOG2_E = 1.4426950408889634
+
+
+class Slots(Protocol):
+    """Addresses of the per-slot arrays that sampling reads and writes, and the words of a row of `seen`."""
+
+    temperature: int
+    top_k: int
+    top_p: int
+    min_p: int
+    penalty: int
+    seeds: int
+    last_token: int
+    seen: int
+    words: int
+
+
+def prefill_tiles(sequence_starts: IntArray, heads_per_kv_head: int) -> IntArray:
+    """Pieces (n, 2) of the chunks longer than one token, as (sequence, piece), the last pieces first.
+
+    A piece is 128 // heads_per_kv_head tokens. Late pieces see most keys: they start first, for an even end.
+    """
+    lengths = np.diff(sequence_starts)
+    pieces = np.where(lengths > 1, -(-lengths // (_TILE_ROWS // heads_per_kv_head)), 0)
+    sequences = np.repeat(np.arange(len(lengths), dtype=np.int32), pieces)
+    ends = np.cumsum(pieces)
+    place = np.arange(len(sequences), dtype=np.int32) - np.repeat(ends - pieces, pieces).astype(np.int32)
+    tiles = np.stack([sequences, place], axis=1).astype(np.int32)
+    return np.ascontiguousarray(tiles[np.argsort(-place, kind="stable")])
+
+
+class Kernels:
+    """All kernels but dequantisation and products, for one model.
+
+    max_context      tokens a sequence may have: rows of the rotation table, and room for split attention
+    max_sample_rows  most rows of one call of `sample`
+
+    Everything that the kernels need of device memory is allocated here. Raises RunnerError where the model
+    has sizes that the kernels do not take: widths and FFN widths are multiples of 8, head sizes of 4 up to
+    512 (above 128: of 16), at most 128 query heads share a KV head. Heads of 64 and 128 have fast attention.
+    """
+
+    def __init__(
+        self, device: Device, config: ModelConfig, *, max_context: int, max_sample_rows: int = 512
+    ) -> None:
+        _check_sizes(config)
+        self._device = device
+        self._config = config
+        self._group = config.heads // config.kv_heads
+        self._max_context = max_context
+        self._max_sample_rows = max_sample_rows
+        self._fast = config.head_dim in TENSOR_CORE_HEADS
+        self._scale = config.head_dim**-0.5 * _LOG2_E
+        self._load()
+        self._rope_table = device.allocate(max_context * config.head_dim * 4, "the rotation table")
+        self._plan_decode()
+        self._sample_blocks = _SAMPLE_BLOCKS * device.multiprocessors
+        # A call has at most max(R, _sample_blocks + R) blocks.
+        partial = _BEST_BYTES * (max_sample_rows + self._sample_blocks)
+        self._partial_best = device.allocate(partial, "sampling")
+        self._sample_counters = device.allocate(4 * max_sample_rows, "sampling")
+        device.fill(self._sample_counters, 0, 4 * max_sample_rows)
+
+    def _load(self) -> None:
+        config = self._config
+        head = f"-DHEAD_DIM={config.head_dim}"
+        style = f"-DINTERLEAVED={int(config.rope_style is RopeStyle.PAIRS)}"
+        attention = ("decode_attention", "prefill_attention") if self._fast else ("attention_any",)
+        sources: dict[str, Sequence[str]] = {
+            "embedding": (), "rms_norm": (), "swiglu": (), "qkv_rope": (head, style),
+            **dict.fromkeys(attention, (head,)), "sample": (), "sample_filtered": (),
+        }  # fmt: skip
+        paths = [(Path(kernel_directory(), f"{name}.cu"), options) for name, options in sources.items()]
+        cubins = compile_all(paths, self._device.architecture)
+        modules = {name: self._device.load(cubin, name) for name, cubin in zip(sources, cubins, strict=True)}
+
+        def function(module: str, name: str, arguments: str, shared: int = 0) -> Function:
+            return modules[module].function(name, arguments, shared=shared)
+
+        self._embed = function("embedding", "embed", "PPPiii")
+        self._gather_tokens = function("embedding", "gather_tokens", "PPPPi")
+        self._gather_rows = function("embedding", "gather_rows", "PPPii")
+        self._norms = {n: function("rms_norm", f"rms_norm_{n}", "PPPif") for n in (1, 2, 4)}
+        self._add_norms = {n: function("rms_norm", f"add_rms_norm_{n}", "PPPPif") for n in (1, 2, 4)}
+        self._swiglu = function("swiglu", "swiglu", "PPii")
+        self._qkv_rope = function("qkv_rope", "qkv_rope_write", "PPPPfPPPiPPiii")
+        self._fill_rope_table = function("qkv_rope", "rope_table", "PdPi")
+        slots = "PPPPPPPPi"
+        self._sample = function("sample", "sample", "PiPPP" + slots + "PPPP")
+        self._sample_filtered = function("sample_filtered", "sample_filtered", "PiPPP" + slots + "PP")
+        if self._fast:
+            rows = 8 if self._group <= 8 else 16
+            self._decode = function("decode_attention", f"decode_attention_{rows}", "PPPPiPPPPPPiiiif")
+            self._combine = function("decode_attention", "decode_combine", "PPPPPPiii")
+            self._decode_blocks = self._config.kv_heads * -(-self._group // rows)  # a sequence and split
+            self._prefill_shared = 4 * 64 * self._config.head_dim * 2
+            self._prefill = function(
+                "prefill_attention", "prefill_attention", "PPPPiPPPPiif", self._prefill_shared
+            )
+        else:
+            self._decode = function("attention_any", "decode_attention_any", "PPPPiPPPPiif")
+            self._prefill = function("attention_any", "prefill_attention_any", "PPPPiPPPPiif")
+
+    def _plan_decode(self) -> None:
+        """Room for split attention: the fewer sequences, the more splits, up to three blocks a processor."""
+        if not self._fast:
+            return
+        config = self._config
+        self._segment_pages = 16
+        while -(-self._max_context // (self._segment_pages * PAGE)) > _MAX_SEGMENTS:
+            self._segment_pages *= 2
+        self._segments = -(-self._max_context // (self._segment_pages * PAGE))
+        self._full_chip = 3 * self._device.multiprocessors
+        most = -(-self._full_chip // self._decode_blocks)  # sequences that are split
+        parts = most * config.heads * self._segments
+        self._partials = self._device.allocate(4 * parts * config.head_dim, "split attention")
+        self._sums = self._device.allocate(8 * parts, "split attention")
+
+    def set_rope(self, frequencies: npt.NDArray[np.float64], magnitude: float) -> None:
+        """Fill the rotation table: radians per position (D / 2,), and what multiplies cosine and sine."""
+        half = self._config.head_dim // 2
+        if frequencies.shape != (half,):
+            raise RunnerError(f"{half} rotation frequencies were expected, not {frequencies.shape}")
+        address = self._device.upload(frequencies.astype(np.float64), "rotation frequencies")
+        grid = (_blocks(self._max_context * half), 1, 1)
+        self._fill_rope_table(grid, _BLOCK, address, magnitude, self._rope_table, self._max_context)
+        self._device.synchronize()
+        self._device.free(address)
+
+    def prefill_tiles(self, sequence_starts: IntArray, context_lengths: IntArray | None = None) -> IntArray:
+        """`prefill_tiles` for this model, on the host."""
+        return prefill_tiles(sequence_starts, self._group)
+
+    def embed(self, tokens: int, table: int, out: int, count: int) -> None:
+        """Rows of the embedding table (V, width) half for tokens (T,) -> out (T, width) float."""
+        width = self._config.width
+        grid = (_blocks(count * width // 8), 1, 1)
+        _launch(count, self._embed, grid, _BLOCK, tokens, table, out, count, width, self._config.vocab)
+
+    def gather_tokens(self, tokens: int, slot_of_token: int, last_token: int, out: int, count: int) -> None:
+        """out[i] = tokens[i], or the token last drawn in slot slot_of_token[i] where that is negative."""
+        grid = (_blocks(count), 1, 1)
+        _launch(count, self._gather_tokens, grid, _BLOCK, tokens, slot_of_token, last_token, out, count)
+
+    def gather_rows(self, x: int, rows: int, out: int, count: int, width: int, itemsize: int = 4) -> None:
+        """out[r] = x[rows[r]] for rows of `width` items; zeros where rows[r] is negative."""
+        if width * itemsize % 16:
+            raise RunnerError(f"rows of {width} items of {itemsize} bytes are no multiple of 16 bytes")
+        chunks = width * itemsize // 16
+        _launch(
+            count, self._gather_rows, (_blocks(count * chunks), 1, 1), _BLOCK, x, rows, out, count, chunks
+        )
+
+    def rms_norm(self, x: int, weight: int, out: int, count: int, width: int, eps: float) -> None:
+        """out (T, width) half = norm of x (T, width) float."""
+        pieces, block = _norm_shape(width)
+        _launch(count, self._norms[pieces], (count, 1, 1), block, x, weight, out, width, eps)
+
+    def add_rms_norm(
+        self, x: int, delta: int, weight: int, out: int, count: int, width: int, eps: float
+    ) -> None:
+        """x += delta (T, width) half, in place; out = norm of x."""
+        pieces, block = _norm_shape(width)
+        _launch(count, self._add_norms[pieces], (count, 1, 1), block, x, delta, weight, out, width, eps)
+
+    def qkv_rope_write(
+        self, qkv: int, bias: int, q_norm: int, k_norm: int, positions: int, cache_rows: int,
+        k_cache: int, v_cache: int, count: int,
+    ) -> None:  # fmt: skip
+        """Bias, QK norm and rotation of qkv (T, (H + 2 G) D); queries in place, keys and values to the cache.
+
+        bias, q_norm and k_norm are 0 where the model has none.
+        """
+        config = self._config
+        vector = 8 if config.head_dim % 16 == 0 else 2
+        lanes = 1 << (config.head_dim // (2 * vector) - 1).bit_length()
+        grid = (_blocks(count * (config.heads + 2 * config.kv_heads) * lanes), 1, 1)
+        _launch(
+            count, self._qkv_rope, grid, _BLOCK, qkv, bias, q_norm, k_norm, config.norm_eps, positions,
+            cache_rows, self._rope_table, self._max_context, k_cache, v_cache, count, config.heads,
+            config.kv_heads,
+        )  # fmt: skip
+
+    def decode_attention(
+        self, qkv: int, k_cache: int, v_cache: int, block_tables: int, context_lengths: int, out: int,
+        count: int, table_stride: int, sequence_starts: int = 0, sequences: int = 0,
+    ) -> None:  # fmt: skip
+        """Attention of S sequences with one token each -> out (T, H D) half.
+
+        sequence_starts  0: sequence s has row s of qkv and out; else its row is sequence_starts[s + 1] - 1
+        sequences        0: sequences 0 .. S - 1; else (S,) which ones, negative: none
+
+        Where the sequences do not fill the chip, their contexts are split; the result is the same to the bit.
+        """
+        config = self._config
+        inputs = (qkv, k_cache, v_cache, block_tables, table_stride, context_lengths, sequence_starts)
+        if not self._fast:
+            grid = (config.heads, count, 1)
+            _launch(
+                count, self._decode, grid, (32, 1, 1), *inputs, sequences, out, config.heads, config.kv_heads,
+                self._scale,
+            )  # fmt: skip
+            return
+        if not count:
+            return
+        blocks = self._decode_blocks * count
+        segments = min(self._segments, -(-table_stride // self._segment_pages))
+        splits = min(segments, -(-self._full_chip // blocks)) if blocks < self._full_chip else 1
+        partials, sums = (self._partials, self._sums) if splits > 1 else (0, 0)
+        self._decode(
+            (self._decode_blocks, count, splits), (128, 1, 1), *inputs, sequences, out, partials, sums,
+            config.heads, config.kv_heads, self._segment_pages, self._segments, self._scale,
+        )  # fmt: skip
+        if splits > 1:
+            self._combine(
+                (config.heads, count, 1), (config.head_dim, 1, 1), partials, sums, context_lengths,
+                sequence_starts, sequences, out, config.heads, self._segment_pages, self._segments,
+            )  # fmt: skip
+
+    def prefill_attention(
+        self, qkv: int, k_cache: int, v_cache: int, block_tables: int, sequence_starts: int,
+        context_lengths: int, out: int, tiles: int, tile_count: int, table_stride: int,
+    ) -> None:  # fmt: skip
+        """Causal attention of the chunks in `tiles` (n, 2), from `prefill_tiles` -> out (T, H D) half."""
+        config = self._config
+        grid = (config.kv_heads if self._fast else config.heads, tile_count, 1)
+        block = (128 if config.head_dim != 128 else 256, 1, 1)
+        shared = self._prefill_shared if self._fast else 0
+        _launch(
+            tile_count, self._prefill, grid, block, qkv, k_cache, v_cache, block_tables, table_stride,
+            context_lengths, sequence_starts, tiles, out, config.heads, config.kv_heads, self._scale,
+            shared=shared,
+        )  # fmt: skip
+
+    def swiglu(self, gate_up: int, out: int, count: int, ffn_width: int) -> None:
+        """silu(gate) * up of gate_up (T, 2 F) half -> out (T, F) half."""
+        if ffn_width % 8:
+            raise RunnerError(f"an FFN width of {ffn_width} is no multiple of 8")
+        grid = (_blocks(count * ffn_width // 8), 1, 1)
+        _launch(count, self._swiglu, grid, _BLOCK, gate_up, out, count, ffn_width)
+
+    def sample(
+        self, logits: int, count: int, sample_slots: int, sample_rows: int, positions: int, slots: Slots,
+        out_tokens: int, bad_flag: int, *, filtered: bool = True,
+    ) -> None:  # fmt: skip
+        """Draw a token for each row of logits (R, V) float, as `worker.runners.sampling` defines it.
+
+        sample_slots  (R,) int32, negative: the row is skipped
+        sample_rows   (R,) indices into `positions` of the rows' last tokens; the token drawn is the one after
+        out_tokens    (R,) int32; the slots' last_token is set too, and with a penalty the bit in `seen`
+        bad_flag      one int32, |= 1 where a row's maximum is not finite
+        filtered      False promises that no row has top-k, top-p, min-p or a temperature under 0.01
+        """
+        if count > self._max_sample_rows:
+            raise RunnerError(f"{count} rows to sample at once, but room for {self._max_sample_rows}")
+        if not count:
+            return
+        vocab = self._config.vocab
+        state = (
+            slots.temperature, slots.top_k, slots.top_p, slots.min_p, slots.penalty, slots.seeds,
+            slots.last_token, slots.seen, slots.words,
+        )  # fmt: skip
+        inputs = (logits, vocab, sample_slots, sample_rows, positions, *state)
+        # A block has 512 threads of 4 tokens: more blocks than that have nothing to do.
+        blocks = min(-(-self._sample_blocks // count), -(-vocab // 2048))
+        self._sample(
+            (blocks, count, 1), (512, 1, 1), *inputs, self._partial_best, self._sample_counters, out_tokens,
+            bad_flag,
+        )  # fmt: skip
+        if filtered:
+            self._sample_filtered((count, 1, 1), (1024, 1, 1), *inputs, out_tokens, bad_flag)
+
+
+def _check_sizes(config: ModelConfig) -> None:
+    group = config.heads // config.kv_heads
+    head = config.head_dim
+    problems = [
+        (config.width % 8 or config.width > 32768, f"a width of {config.width} (multiples of 8 up to 32768)"),
+        (config.ffn_width % 8, f"an FFN width of {config.ffn_width} (multiples of 8)"),
+        (head % 4 or head > 512 or (head > 128 and head % 16), f"a head size of {head} (see Kernels)"),
+        (config.heads * head % 8 or config.kv_heads * head % 8, f"heads of {head} elements in odd numbers"),
+        (group > _TILE_ROWS, f"{group} query heads to a KV head (at most {_TILE_ROWS})"),
+    ]
+    for wrong, what in problems:
+        if wrong:
+            raise RunnerError(f"the CUDA kernels do not take {what}; `--reference` generates without a GPU")
+
+
+def _blocks(threads: int) -> int:
+    return -(-threads // _BLOCK[0])
+
+
+def _norm_shape(width: int) -> tuple[int, tuple[int, int, int]]:
+    """Pieces of 8 values a thread, and the block."""
+    if width % 8 or width > 32768:
+        raise RunnerError(f"rows of {width} values: multiples of 8 up to 32768 are supported")
+    chunks = width // 8
+    pieces = 1 if chunks <= 256 else 2 if chunks <= 512 else 4
+    return pieces, (-(-chunks // (32 * pieces)) * 32, 1, 1)
+
+
+def _launch(count: int, function: Function, *arguments: Any, shared: int = 0) -> None:
+    if count:
+        function(*arguments, shared=shared)

@@ -1,0 +1,102 @@
+"""Decides what goes where in the GPU's memory, before anything is loaded: weights, workspace, KV pages."""
+
+from dataclasses import dataclass
+
+from worker.model.config import ModelConfig
+from worker.runners.gpu.device import DeviceMemoryError, aligned
+from worker.runners.gpu.gemm import WORKSPACE_BYTES, padded_rows
+from worker.runners.gpu.weights import weight_bytes
+
+__all__ = ["DRAWN_HEADER", "LOGIT_ROWS", "MemoryPlan", "page_bytes", "plan_memory", "workspace_pieces"]
+
+LOGIT_ROWS = 512  # rows of logits computed and sampled at once
+DRAWN_HEADER = 4  # numbers in front of the drawn tokens
+_LEAST_PAGES = 16
+_GIB = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """Bytes by purpose. `free` was free before, `budget` of it may be used."""
+
+    weights: int
+    workspace: int
+    cache: int
+    kv_blocks: int
+    budget: int
+    free: int
+
+    def __str__(self) -> str:
+        rest = self.free - self.weights - self.workspace - self.cache
+        parts = {
+            "weights": self.weights,
+            "workspace": self.workspace,
+            f"KV cache of {self.kv_blocks:,} pages": self.cache,
+            "left free": rest,
+        }
+        return ", ".join(f"{name} {size / _GIB:.2f} GiB" for name, size in parts.items())
+
+
+def page_bytes(config: ModelConfig, block_size: int) -> int:
+    """Bytes of one KV page, keys and values of all layers in half."""
+    return 2 * config.layers * config.kv_heads * block_size * config.head_dim * 2
+
+
+def workspace_pieces(config: ModelConfig, *, max_tokens: int, max_draws: int) -> dict[str, int]:
+    """Bytes of each activation for steps of up to `max_tokens` tokens, of which `max_draws` may draw."""
+    tokens = padded_rows(max_tokens)
+    draws = padded_rows(max_draws)
+    heads, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
+    return {
+        "resolved": 4 * tokens,  # token ids
+        "x": 4 * tokens * config.width,  # the residual stream, float
+        "normed": 2 * tokens * config.width,
+        "qkv": 2 * tokens * (heads + 2 * keys),
+        "mixed": 2 * tokens * heads,
+        "delta": 2 * tokens * config.width,
+        "gate_up": 2 * tokens * 2 * config.ffn_width,
+        "activated": 2 * tokens * config.ffn_width,
+        "drawing": 2 * draws * config.width,
+        "logits": 4 * padded_rows(min(draws, LOGIT_ROWS)) * config.vocab,
+        "drawn": 4 * (DRAWN_HEADER + draws),
+    }
+
+
+def plan_memory(
+    config: ModelConfig,
+    *,
+    free: int,
+    gpu_memory: float,
+    block_size: int,
+    slots: int,
+    context: int,
+    max_tokens: int,
+    max_draws: int,
+    kv_blocks: int | None = None,
+    extra: int = 0,
+) -> MemoryPlan:
+    """Plan for `gpu_memory` (a share) of `free` bytes.
+
+    context    tokens that a sequence may have; more pages than all slots can fill are not taken
+    kv_blocks  pages to take; None: as many as fit
+    extra      bytes of workspace that the kernels ask for, and of per-slot state
+
+    Raises DeviceMemoryError, with the numbers and the settings to change, where that cannot fit.
+    """
+    weights = weight_bytes(config)
+    pieces = workspace_pieces(config, max_tokens=max_tokens, max_draws=max_draws)
+    workspace = sum(aligned(size) for size in pieces.values()) + WORKSPACE_BYTES + extra
+    page = page_bytes(config, block_size)
+    budget = int(free * gpu_memory)
+    room = (budget - weights - workspace) // page - 1  # one page more is kept for padding
+    wanted = kv_blocks or slots * -(-context // block_size)
+    least = min(wanted, _LEAST_PAGES) if kv_blocks is None else kv_blocks
+    if room < least:
+        raise DeviceMemoryError(
+            f"the model does not fit: weights {weights:,} bytes, workspace {workspace:,} (for steps of "
+            f"{max_tokens:,} tokens), at least {least} KV pages of {page:,}; {free:,} bytes are free, of "
+            f"which --gpu-memory {gpu_memory:g} allows {budget:,}. Lower --max-sequences or --context, raise "
+            "--gpu-memory, or end what else runs on this GPU"
+        )
+    blocks = min(wanted, room)
+    return MemoryPlan(weights, workspace, (blocks + 1) * page, blocks, budget, free)

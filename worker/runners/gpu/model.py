@@ -1,0 +1,138 @@
+"""The transformer as a list of launches.
+
+The residual stream x is float; what enters a product, and what leaves it, is half, summed in float; logits
+are float. A layer is eight launches: norm (with the residual add before it), QKV, rotation and cache write,
+attention (one kernel for sequences of one token, one for longer chunks), output, norm, gate-up, SwiGLU, down.
+"""
+
+from dataclasses import dataclass
+
+from worker.model.config import ModelConfig
+from worker.runners.gpu.device import Arena
+from worker.runners.gpu.gemm import Gemm
+from worker.runners.gpu.kernels import Kernels
+from worker.runners.gpu.memory import DRAWN_HEADER, LOGIT_ROWS
+from worker.runners.gpu.slots import SlotState
+from worker.runners.gpu.steps import StepInputs, StepShape
+from worker.runners.gpu.weights import LayerWeights, Weights
+
+__all__ = ["Cache", "Model"]
+
+
+@dataclass(frozen=True, slots=True)
+class Cache:
+    """The KV pages: per layer the addresses of half [pages, kv_heads, block_size, head_dim], twice."""
+
+    keys: tuple[int, ...]
+    values: tuple[int, ...]
+
+
+class Model:
+    """Queues whole steps.
+
+    pieces  bytes of each activation (`memory.workspace_pieces`), taken from `arena`
+    """
+
+    def __init__(
+        self, config: ModelConfig, weights: Weights, kernels: Kernels, gemm: Gemm, cache: Cache,
+        slots: SlotState, arena: Arena, pieces: dict[str, int], table_width: int,
+    ) -> None:  # fmt: skip
+        self._config = config
+        self._weights = weights
+        self._kernels = kernels
+        self._gemm = gemm
+        self._cache = cache
+        self._slots = slots
+        self._table_width = table_width
+        self._at = {name: arena.take(size) for name, size in pieces.items()}
+        self._queries = config.heads * config.head_dim
+        self._qkv = self._queries + 2 * config.kv_heads * config.head_dim
+
+    @property
+    def drawn(self) -> int:
+        """Where a step leaves the tokens that it drew, int32 (DRAWN_HEADER + R,).
+
+        The first number is no longer 0 once a row of logits had no finite maximum.
+        """
+        return self._at["drawn"]
+
+    @property
+    def logits(self) -> int:
+        """Where a step leaves the logits of its last LOGIT_ROWS rows or fewer, float (rows, vocab)."""
+        return self._at["logits"]
+
+    def tune(self, rows: int) -> None:
+        """Time the products of steps of `rows` tokens; overwrites activations, waits for the device."""
+        config, layers, at = self._config, self._weights.layers, self._at
+        width, ffn = config.width, config.ffn_width
+        tune = self._gemm.tune
+        tune(at["normed"], [w.qkv for w in layers], at["qkv"], (rows, self._qkv, width, False))
+        tune(at["mixed"], [w.attn_output for w in layers], at["delta"], (rows, width, self._queries, False))
+        tune(at["normed"], [w.gate_up for w in layers], at["gate_up"], (rows, 2 * ffn, width, False))
+        tune(at["activated"], [w.ffn_down for w in layers], at["delta"], (rows, width, ffn, False))
+        head_rows = min(rows, LOGIT_ROWS)
+        tune(at["normed"], [self._weights.head], at["logits"], (head_rows, config.vocab, width, True))
+
+    def forward(self, inputs: StepInputs, shape: StepShape) -> None:
+        """Queue a step: all layers over all tokens, then a token drawn for each of the rows that sample."""
+        config, kernels, at = self._config, self._kernels, self._at
+        tokens, width, eps = shape.tokens, config.width, config.norm_eps
+        kernels.gather_tokens(
+            inputs.tokens, inputs.token_slots, self._slots.last_token, at["resolved"], tokens
+        )
+        kernels.embed(at["resolved"], self._weights.embedding, at["x"], tokens)
+        layers = self._weights.layers
+        kernels.rms_norm(at["x"], layers[0].attn_norm, at["normed"], tokens, width, eps)
+        norms = [*(layer.attn_norm for layer in layers[1:]), self._weights.output_norm]
+        for index, (layer, next_norm) in enumerate(zip(layers, norms, strict=True)):
+            self._layer(index, layer, next_norm, inputs, shape)
+        self._draw(inputs, shape)
+
+    def _layer(
+        self, index: int, layer: LayerWeights, next_norm: int, inputs: StepInputs, shape: StepShape
+    ) -> None:
+        config, kernels, gemm, at = self._config, self._kernels, self._gemm, self._at
+        tokens, width, ffn, eps = shape.tokens, config.width, config.ffn_width, config.norm_eps
+        keys, values = self._cache.keys[index], self._cache.values[index]
+        gemm(at["normed"], layer.qkv, at["qkv"], tokens, self._qkv, width)
+        kernels.qkv_rope_write(
+            at["qkv"], layer.qkv_bias, layer.q_norm, layer.k_norm, inputs.positions, inputs.cache_rows,
+            keys, values, tokens,
+        )  # fmt: skip
+        if shape.single:
+            kernels.decode_attention(
+                at["qkv"], keys, values, inputs.block_tables, inputs.context_lengths, at["mixed"],
+                shape.single, self._table_width, 0 if shape.decodes else inputs.sequence_starts,
+                0 if shape.decodes else inputs.singles,
+            )  # fmt: skip
+        if shape.tiles:
+            kernels.prefill_attention(
+                at["qkv"], keys, values, inputs.block_tables, inputs.sequence_starts,
+                inputs.context_lengths, at["mixed"], inputs.tiles, shape.tiles, self._table_width,
+            )  # fmt: skip
+        gemm(at["mixed"], layer.attn_output, at["delta"], tokens, width, self._queries)
+        kernels.add_rms_norm(at["x"], at["delta"], layer.ffn_norm, at["normed"], tokens, width, eps)
+        gemm(at["normed"], layer.gate_up, at["gate_up"], tokens, 2 * ffn, width)
+        kernels.swiglu(at["gate_up"], at["activated"], tokens, ffn)
+        gemm(at["activated"], layer.ffn_down, at["delta"], tokens, width, ffn)
+        kernels.add_rms_norm(at["x"], at["delta"], next_norm, at["normed"], tokens, width, eps)
+
+    def _draw(self, inputs: StepInputs, shape: StepShape) -> None:
+        """LM head and sampling of the rows that draw, so many at a time that their logits fit."""
+        config, kernels, at = self._config, self._kernels, self._at
+        drawing = at["normed"]
+        if shape.gathers and shape.draws:
+            drawing = at["drawing"]
+            kernels.gather_rows(
+                at["normed"], inputs.sample_rows, drawing, shape.draws, config.width, itemsize=2
+            )
+        for first in range(0, shape.draws, LOGIT_ROWS):
+            rows = min(LOGIT_ROWS, shape.draws - first)
+            self._gemm(
+                drawing + 2 * first * config.width, self._weights.head, at["logits"], rows, config.vocab,
+                config.width, floats=True,
+            )  # fmt: skip
+            kernels.sample(
+                at["logits"], rows, inputs.sample_slots + 4 * first, inputs.sample_rows + 4 * first,
+                inputs.positions, self._slots, self.drawn + 4 * (DRAWN_HEADER + first), self.drawn,
+            )  # fmt: skip

@@ -1,0 +1,243 @@
+"""The runner on an NVIDIA GPU: `launch` queues a step and returns, `collect` waits for its tokens.
+
+Steps in which every sequence decodes one token are replayed from CUDA graphs, padded to a batch size that has
+one; other steps, with chunks of prompts, are launched kernel by kernel. Tokens that the host does not know
+yet never leave the GPU: they are taken from the slot where they were drawn.
+"""
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from jobs.errors import RunnerError
+from worker.model.config import ModelConfig
+from worker.model.gguf_file import GgufFile
+from worker.runners.base import IntArray, SampledTokens, StepBatch
+from worker.runners.gpu.device import Arena, Device, aligned
+from worker.runners.gpu.gemm import Gemm
+from worker.runners.gpu.graphs import Graph, bucket_of, buckets
+from worker.runners.gpu.kernels import Kernels
+from worker.runners.gpu.memory import (
+    DRAWN_HEADER,
+    LOGIT_ROWS,
+    MemoryPlan,
+    page_bytes,
+    plan_memory,
+    workspace_pieces,
+)
+from worker.runners.gpu.model import Cache, Model
+from worker.runners.gpu.slots import SlotState
+from worker.runners.gpu.steps import PADDING, StepBuffers, StepShape
+from worker.runners.gpu.weights import load_weights
+
+__all__ = ["CudaRunner"]
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Launch:
+    """A launch that was not collected yet."""
+
+    turn: int
+    slots: IntArray
+
+
+class CudaRunner:
+    """Runs steps on one GPU; belongs to the thread that made it.
+
+    file, config   the model
+    kv_blocks      pages of `block_size` tokens; None: as many as `gpu_memory` allows
+    gpu_memory     share of the free memory that may be used
+    slots          sequences at once
+    depth          launches that may be outstanding
+    context        the most tokens of a sequence, by default the model's limit
+    max_tokens     the most tokens of a step; at least `slots`
+    max_draws      the most rows that draw in a step, by default `slots`
+    graphs         replay decode steps from CUDA graphs
+    reproducible   a job's tokens do not depend on what else runs: sums are not split for few rows. Costs
+                   4% of the throughput of 256 sequences, 19% of that of one (Qwen2.5-0.5B, H200)
+    tune           time the algorithms of products at start-up, else take the library's first guess
+    report         told what is being done, for a person who waits
+
+    Raises RunnerError (CudaError, KernelCompileError, ...) where the GPU, the toolkit or the memory does not
+    suffice, ModelFileError for weights that it cannot compute with.
+    """
+
+    def __init__(
+        self, file: GgufFile, config: ModelConfig, *, kv_blocks: int | None = None, gpu_memory: float = 0.9,
+        block_size: int = 16, slots: int, depth: int = 2, context: int | None = None, max_tokens: int = 8192,
+        max_draws: int | None = None, gpu: int = 0, graphs: bool = True, tune: bool = True,
+        reproducible: bool = True, report: Callable[[str], None] = log.info,
+    ) -> None:  # fmt: skip
+        if max_tokens < slots:
+            raise ValueError(f"a step of {max_tokens} tokens cannot hold one token of each of {slots} slots")
+        began = time.monotonic()
+        self.block_size = block_size
+        self.slots = slots
+        self.depth = depth
+        self.vocab = config.vocab
+        self._max_tokens = max_tokens
+        self._max_draws = max(max_draws or slots, slots)
+        self._context = min(context or config.context_length, config.context_length)
+        self._report = report
+        self._pending: deque[_Launch] = deque()
+        self._graphs: dict[int, Graph] = {}
+        self._use_graphs = graphs
+        self._tune = tune
+        self._reproducible = reproducible
+        self._turn = 0
+        self._gemm: Gemm | None = None
+        self.device = Device(gpu)
+        try:
+            self._build(file, config, kv_blocks, gpu_memory)
+        except BaseException:
+            self.close()
+            raise
+        report(
+            f"GPU {gpu} ({self.device.name}) is ready after {time.monotonic() - began:.1f} s: {self.memory}"
+        )
+
+    def _build(self, file: GgufFile, config: ModelConfig, kv_blocks: int | None, gpu_memory: float) -> None:
+        device, slots = self.device, self.slots
+        width = -(-self._context // self.block_size)
+        pieces = workspace_pieces(config, max_tokens=self._max_tokens, max_draws=self._max_draws)
+        self._kernels = kernels = Kernels(
+            device, config, max_context=self._context, max_sample_rows=LOGIT_ROWS
+        )
+        extra = SlotState.bytes(slots, config.vocab) + StepBuffers.bytes(
+            max_tokens=self._max_tokens, max_draws=self._max_draws, slots=slots, table_width=width
+        )
+        self.memory: MemoryPlan = plan_memory(
+            config, free=device.free_memory(), gpu_memory=gpu_memory, block_size=self.block_size, slots=slots,
+            context=self._context, max_tokens=self._max_tokens, max_draws=self._max_draws,
+            kv_blocks=kv_blocks, extra=extra,
+        )  # fmt: skip
+        self._report(f"memory of {device.name}: {self.memory}")
+        self.kv_blocks = self.memory.kv_blocks
+        self._gemm = Gemm(device, reproducible=self._reproducible)
+        weights = load_weights(device, file, config, report=self._report)
+        kernels.set_rope(weights.rope_frequencies, weights.rope_magnitude)
+        self._slots = SlotState(device, slots=slots, vocab=config.vocab, depth=self.depth)
+        self._steps = StepBuffers(
+            device, max_tokens=self._max_tokens, max_draws=self._max_draws, slots=slots,
+            table_width=width, block_size=self.block_size,
+            padding_row=self.kv_blocks * self.block_size, depth=self.depth,
+        )  # fmt: skip
+        arena = Arena(device, sum(map(aligned, pieces.values())), "the workspace")
+        self._model = Model(
+            config, weights, kernels, self._gemm, self._take_cache(config), self._slots, arena, pieces, width
+        )
+        device.fill(self._model.drawn, 0, 4 * DRAWN_HEADER)
+        self._drawn = [device.pinned(DRAWN_HEADER + self._max_draws, np.int32) for _ in range(self.depth)]
+        self._done: list[Any] = [device.event() for _ in range(self.depth)]
+        if self._use_graphs:
+            self._capture_all()
+
+    def _take_cache(self, config: ModelConfig) -> Cache:
+        """Allocate the pages, one more for padding, zeroed: what is behind a context must be finite."""
+        size = page_bytes(config, self.block_size) // (2 * config.layers) * (self.kv_blocks + 1)
+        arena = Arena(self.device, 2 * config.layers * aligned(size), "the KV cache")
+        addresses = [arena.take(size) for _ in range(2 * config.layers)]
+        self.device.fill(addresses[0], 0, arena.size)
+        return Cache(tuple(addresses[::2]), tuple(addresses[1::2]))
+
+    def launch(self, batch: StepBatch) -> None:
+        """Queue a step. Raises RunnerError where it is too large or the GPU refuses."""
+        if len(self._pending) >= self.depth:
+            raise RunnerError(f"{self.depth} launches are outstanding already: collect one first")
+        if len(batch.tokens) > self._max_tokens:
+            raise RunnerError(
+                f"a step of {len(batch.tokens)} tokens is more than the {self._max_tokens} that the GPU's "
+                "workspace was planned for"
+            )
+        if len(batch.slots) > self.slots or len(batch.sample_rows) > self._max_draws:
+            raise RunnerError(
+                f"{len(batch.slots)} sequences, of which {len(batch.sample_rows)} draw, are more than the "
+                f"runner's {self.slots} slots"
+            )
+        turn, self._turn = self._turn, (self._turn + 1) % self.depth
+        self._slots.admit(batch.admissions, turn)
+        count, draws = len(batch.slots), len(batch.sample_rows)
+        if self._use_graphs and count == len(batch.tokens) == draws:
+            size = min(bucket_of(count), self.slots)
+            graph = self._graphs.get(size) or self._capture(size, turn)
+            self._steps.write_padded(turn, batch, size)
+            graph.launch()
+        else:
+            self._launch_kernels(turn, batch)
+        if draws:
+            self.device.copy_out(self._drawn[turn][: DRAWN_HEADER + draws], self._model.drawn)
+        self._done[turn].record(self.device.stream)
+        self._pending.append(_Launch(turn, batch.sample_slots))
+
+    def collect(self) -> SampledTokens | None:
+        """Wait for the oldest launch. Raises RunnerError where the GPU failed or computed no number."""
+        if not self._pending:
+            return None
+        launch = self._pending.popleft()
+        self.device.wait(self._done[launch.turn], f"a step that draws {len(launch.slots)} tokens")
+        drawn = self._drawn[launch.turn]
+        tokens = drawn[DRAWN_HEADER : DRAWN_HEADER + len(launch.slots)].copy()
+        if len(tokens) and drawn[0]:
+            raise RunnerError("the model's output is not a number; its file is damaged or overflows FP16")
+        return SampledTokens(launch.slots, tokens)
+
+    def logits(self, rows: int) -> np.ndarray:
+        """The logits of the `rows` rows that the last launch drew from, float32 (rows, vocab); for tests.
+
+        Only the last LOGIT_ROWS are kept on the device; waits for it.
+        """
+        assert rows <= LOGIT_ROWS
+        return self.device.download(self._model.logits, (rows, self.vocab), np.float32)
+
+    def close(self) -> None:
+        """Release the GPU; safe to call twice."""
+        if self.device.lost:
+            self._graphs.clear()
+        elif self._graphs:
+            self.device.synchronize()
+        for graph in self._graphs.values():
+            graph.close()
+        self._graphs.clear()
+        self._pending.clear()
+        if self._gemm is not None:
+            self._gemm.close()
+            self._gemm = None
+        self.device.close()
+
+    def _capture_all(self) -> None:
+        began = time.monotonic()
+        sizes = buckets(self.slots)
+        for size in reversed(sizes):
+            self._capture(size, 0)
+        self._report(f"captured {len(sizes)} decode graphs in {time.monotonic() - began:.1f} s")
+
+    def _capture(self, size: int, turn: int) -> Graph:
+        """Capture a decode step of `size` sequences, after one run in the open, which loads what it needs."""
+        if self._tune:
+            self._model.tune(size)
+        inputs = self._steps.write_padded(turn, PADDING, size)
+        shape = StepShape(tokens=size, sequences=size, single=size, draws=size, tiles=0)
+        self._model.forward(inputs, shape)
+        self.device.synchronize()
+        graph = Graph(self.device, lambda: self._model.forward(inputs, shape))
+        self._graphs[size] = graph
+        return graph
+
+    def _launch_kernels(self, turn: int, batch: StepBatch) -> None:
+        """Queue a step of any composition, kernel by kernel."""
+        tiles = self._kernels.prefill_tiles(batch.sequence_starts, batch.context_lengths)
+        shape = StepShape(
+            tokens=len(batch.tokens),
+            sequences=len(batch.slots),
+            single=int(np.count_nonzero(np.diff(batch.sequence_starts) == 1)),
+            draws=len(batch.sample_rows),
+            tiles=len(tiles),
+        )
+        self._model.forward(self._steps.write(turn, batch, shape, tiles), shape)

@@ -1,0 +1,157 @@
+"""Carries a step's arrays to the GPU: one pinned buffer per outstanding launch, one packed copy a step.
+
+Block tables are copied apart, row by row into rows of fixed length, so that a captured graph finds them at
+the same place however many pages the longest sequence has.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from worker.runners.base import IntArray, StepBatch
+from worker.runners.gpu.device import Device
+
+__all__ = ["PADDING", "StepBuffers", "StepInputs", "StepShape"]
+
+_ALIGN = 64  # int32 words
+
+
+_NO_INTS = np.zeros(0, dtype=np.int32)
+PADDING = StepBatch(*(_NO_INTS,) * 5, np.zeros((0, 1), dtype=np.int32), _NO_INTS, _NO_INTS, _NO_INTS)
+"""A batch of no sequences, for `StepBuffers.write_padded`."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepShape:
+    """Sizes of a step."""
+
+    tokens: int
+    sequences: int
+    single: int  # sequences with one token
+    draws: int
+    tiles: int  # pieces of longer chunks
+
+    @property
+    def gathers(self) -> bool:
+        """Whether the rows that draw have to be gathered; else they are all rows, in order."""
+        return self.draws != self.tokens
+
+    @property
+    def decodes(self) -> bool:
+        """Whether token i is the only one of sequence i."""
+        return self.single == self.tokens
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """Device addresses of a step's arrays (`StepBatch`), and some that are derived from them."""
+
+    block_tables: int  # (S, table_width)
+    tokens: int  # (T,)
+    token_slots: int  # (T,) the slot of each token's sequence
+    positions: int  # (T,)
+    cache_rows: int  # (T,)
+    sequence_starts: int  # (S + 1,)
+    context_lengths: int  # (S,)
+    sample_rows: int  # (R,)
+    sample_slots: int  # (R,)
+    singles: int  # (single,) the sequences that have one token
+    tiles: int  # (tiles, 2) the pieces of longer chunks that prefill attention computes
+
+
+class StepBuffers:
+    """Staging for `depth` outstanding steps.
+
+    max_tokens, max_draws, slots  bounds of a step; table_width: the most pages of a sequence
+    padding_row        the cache row that padding tokens are written to, in a page of its own
+    """
+
+    def __init__(
+        self, device: Device, *, max_tokens: int, max_draws: int, slots: int, table_width: int,
+        block_size: int, padding_row: int, depth: int,
+    ) -> None:  # fmt: skip
+        self._device = device
+        self._slots = slots
+        self._padding_row = padding_row
+        self._padding_page = padding_row // block_size
+        self.table_width = table_width
+        rows = max(slots, 1)
+        words = _layout(max_tokens, rows, max_draws, rows, max_tokens)[1]
+        self._packed = device.allocate(4 * words, "a step's arrays")
+        self._tables = device.allocate(4 * rows * table_width, "block tables")
+        self._numbers = np.arange(rows + 1, dtype=np.int32)
+        self._host = [device.pinned(words, np.int32) for _ in range(depth)]
+        self._host_tables = [device.pinned((rows, table_width), np.int32) for _ in range(depth)]
+
+    @staticmethod
+    def bytes(*, max_tokens: int, max_draws: int, slots: int, table_width: int) -> int:
+        """Device memory that the buffers take."""
+        return 4 * (_layout(max_tokens, slots, max_draws, slots, max_tokens)[1] + slots * table_width) + 1024
+
+    def write(self, turn: int, batch: StepBatch, shape: StepShape, tiles: IntArray) -> StepInputs:
+        """Queue the copy of a batch; `turn`: a buffer whose earlier copies are done."""
+        lengths = np.diff(batch.sequence_starts)
+        offsets, words = _layout(shape.tokens, shape.sequences, shape.draws, shape.single, shape.tiles)
+        host = self._host[turn]
+        arrays: tuple[npt.NDArray[np.integer[Any]], ...] = (
+            batch.tokens,
+            np.repeat(batch.slots, lengths),
+            batch.positions,
+            batch.cache_rows,
+            batch.sequence_starts,
+            batch.context_lengths,
+            batch.sample_rows,
+            batch.sample_slots,
+            np.flatnonzero(lengths == 1),
+            tiles.reshape(-1),
+        )
+        for offset, array in zip(offsets, arrays, strict=True):
+            host[offset : offset + len(array)] = array
+        tables = self._host_tables[turn]
+        count, width = batch.block_tables.shape
+        tables[:count, :width] = batch.block_tables
+        return self._send(turn, offsets, words, count, width)
+
+    def write_padded(self, turn: int, batch: StepBatch, size: int) -> StepInputs:
+        """Queue a batch in which every sequence decodes one token and draws the next, padded to `size`."""
+        count = len(batch.slots)
+        offsets, words = _layout(size, size, size, 0, 0)
+        host = self._host[turn]
+        arrays: tuple[tuple[IntArray, int], ...] = (
+            (batch.tokens, 0),
+            (batch.slots, self._slots),
+            (batch.positions, 0),
+            (batch.cache_rows, self._padding_row),
+            (self._numbers[: size + 1], 0),
+            (batch.context_lengths, 1),
+            (self._numbers[:size], 0),
+            (batch.sample_slots, self._slots),
+        )
+        for offset, (array, padding) in zip(offsets, arrays, strict=False):
+            used = len(array)
+            host[offset : offset + used] = array
+            host[offset + used : offset + size] = padding
+        tables = self._host_tables[turn]
+        width = batch.block_tables.shape[1]
+        tables[:count, :width] = batch.block_tables
+        tables[count:size, 0] = self._padding_page
+        return self._send(turn, offsets, words, size, width)
+
+    def _send(self, turn: int, offsets: list[int], words: int, rows: int, width: int) -> StepInputs:
+        self._device.copy_in(self._packed, self._host[turn][:words])
+        pitch = 4 * self.table_width
+        self._device.copy_rows_in(self._tables, pitch, self._host_tables[turn][:rows], 4 * width)
+        addresses = (self._packed + 4 * offset for offset in offsets)
+        return StepInputs(self._tables, *addresses)
+
+
+def _layout(tokens: int, sequences: int, draws: int, single: int, tiles: int) -> tuple[list[int], int]:
+    """Offsets of the arrays in `StepInputs`' order, but for the tables, and the words in all."""
+    sizes = (tokens,) * 4 + (sequences + 1, sequences, draws, draws, single, 2 * tiles)
+    offsets, end = [], 0
+    for size in sizes:
+        offsets.append(end)
+        end += -(-max(size, 1) // _ALIGN) * _ALIGN
+    return offsets, end
