@@ -52,6 +52,8 @@ class Settings(BaseModel):
     """Generate with NumPy even where a GPU is present."""
     gpu: int | None = Field(default=None, ge=0)
     """Index of the worker's GPU."""
+    gpu_memory: float = Field(default=0.9, gt=0.0, le=1.0)
+    """Share of the GPU's free memory that the worker may take."""
     max_sequences: int | None = Field(default=None, ge=1, le=65536)
     """Sequences generated at once."""
     context: int | None = Field(default=None, ge=2)

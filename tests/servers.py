@@ -31,6 +31,10 @@ from sqlalchemy.engine import URL, make_url
 from jobs.settings import PREFIX, Settings
 
 START_SECONDS = 20.0
+REFERENCE = os.environ.get("NIGHTMILL_TEST_RUNNER", "reference") == "reference"
+"""Whether workers in tests generate with NumPy; `make gpu-test` has them use the GPU."""
+LONG_TOKENS = int(os.environ.get("NIGHTMILL_TEST_LONG", "300"))
+"""Tokens of a job that is to be interrupted: seconds of work. A GPU needs more, and a larger model."""
 _MEMORY_DISK = Path("/dev/shm")
 _MEMORY_WANTED = 1 << 30
 

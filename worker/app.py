@@ -22,7 +22,7 @@ from jobs.errors import NightmillError
 from jobs.settings import Settings
 from worker import tasks
 from worker.housekeeper import Housekeeper
-from worker.loading import build_engine, capacity, describe, load_model
+from worker.loading import build_engine, capacity, describe, gpu_index, load_model
 from worker.options import merge_options, worker_options
 from worker.service import Service
 
@@ -93,7 +93,9 @@ class EngineStep(bootsteps.StartStopStep):
         self.broker.ping()
         model = load_model(settings)
         self.claims = Claims(self.database, uuid.uuid4().hex)
-        self.claims.register(socket.gethostname(), os.getpid(), model.name, gpu=None)
+        gpu = gpu_index(settings)
+        named = None if gpu is None else f"GPU {gpu}"
+        self.claims.register(socket.gethostname(), os.getpid(), model.name, gpu=named)
         self.service = Service(
             self.claims,
             lambda: build_engine(settings, model),

@@ -166,13 +166,22 @@ def _look_at_model(settings: Settings) -> str:
 
 
 def _look_at_gpu() -> str:
+    """What there is to generate with, and what is missing for it."""
+    from worker.runners.gpu.compiler import CompilerMissingError, compiler_version, find_nvcc
+    from worker.runners.gpu.device import NoDeviceError, describe_device
+
     query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
     try:
         done = subprocess.run(query, capture_output=True, text=True, check=True, timeout=20)
     except (OSError, subprocess.SubprocessError):
         return "no NVIDIA GPU or driver found; the reference runner (NumPy) needs none"
     names = "; ".join(line.strip() for line in done.stdout.splitlines())
-    return f"{names}; this version generates with the reference runner (NumPy) all the same"
+    try:
+        nvcc = find_nvcc()
+        release = compiler_version(nvcc).strip().splitlines()[-1]
+        return f"{names}; {describe_device()}; {nvcc} ({release})"
+    except (CompilerMissingError, NoDeviceError) as error:
+        return f"{names}; not used: {error}"
 
 
 @click.command()

@@ -7,19 +7,25 @@ from pathlib import Path
 from threadpoolctl import threadpool_limits
 
 from jobs.claims import Claim
-from jobs.errors import ChatTemplateError, RunnerError, SettingsError
+from jobs.errors import ChatTemplateError, SettingsError
 from jobs.settings import Settings
 from worker.engine.engine import Engine
 from worker.model.chat import ChatTemplate
 from worker.model.config import ModelConfig
 from worker.model.gguf_file import GgufFile
 from worker.model.tokenizer import Tokenizer
+from worker.runners.base import Runner
+from worker.runners.gpu.device import device_count
 from worker.runners.reference import ReferenceRunner, choose_kv_blocks
 
 # The reference runner is bound by arithmetic: more sequences or longer chunks only use more memory.
 REFERENCE_MAX_SEQUENCES = 32
 REFERENCE_TOKEN_BUDGET = 512
 REFERENCE_CONTEXT = 4096
+GPU_MAX_SEQUENCES = 256
+GPU_TOKEN_BUDGET = 8192
+GPU_CONTEXT = 32768
+GPU_DEPTH = 3  # launches outstanding: the GPU works on one, one waits, the host prepares the third
 BLOCK_SIZE = 16
 
 
@@ -78,9 +84,19 @@ def demo_model() -> Path:
     return directory / "nightmill-demo.gguf"
 
 
+def gpu_index(settings: Settings) -> int | None:
+    """The GPU to generate on: the one that is named, else the first there is; None: the reference runner."""
+    if settings.reference:
+        return None
+    if settings.gpu is not None:
+        return settings.gpu
+    return 0 if device_count() else None
+
+
 def max_sequences(settings: Settings) -> int:
     """Sequences to generate at once."""
-    return settings.max_sequences or REFERENCE_MAX_SEQUENCES
+    default = REFERENCE_MAX_SEQUENCES if gpu_index(settings) is None else GPU_MAX_SEQUENCES
+    return settings.max_sequences or default
 
 
 def capacity(settings: Settings) -> int:
@@ -92,7 +108,8 @@ def capacity(settings: Settings) -> int:
 def context_length(settings: Settings, config: ModelConfig) -> int:
     """Tokens that a sequence may have; raises SettingsError where the model cannot have so many."""
     if settings.context is None:
-        return min(config.context_length, REFERENCE_CONTEXT)
+        usual = REFERENCE_CONTEXT if gpu_index(settings) is None else GPU_CONTEXT
+        return min(config.context_length, usual)
     if settings.context > config.context_length:
         raise SettingsError(
             f"--context {settings.context} is more than the {config.context_length} tokens that the model "
@@ -102,18 +119,41 @@ def context_length(settings: Settings, config: ModelConfig) -> int:
 
 
 def build_engine(settings: Settings, model: LoadedModel) -> Engine:
-    """The runner with the weights, and the engine on it. Called on the thread that will run it."""
-    if settings.gpu is not None:
-        raise RunnerError(
-            f"--gpu {settings.gpu}: this version of Nightmill generates with NumPy only; start the worker "
-            "without --gpu"
-        )
+    """The runner with the weights, and the engine on it. Called on the thread that will run it.
+
+    Raises RunnerError where the GPU cannot be used, ModelFileError for weights that do not suit it.
+    """
+    sequences = max_sequences(settings)
+    context = context_length(settings, model.config)
+    gpu = gpu_index(settings)
+    runner: Runner
+    if gpu is None:
+        token_budget = max(REFERENCE_TOKEN_BUDGET, sequences)
+        runner = _reference_runner(model, sequences=sequences, context=context)
+    else:
+        from worker.runners.gpu.runner import CudaRunner
+
+        token_budget = max(GPU_TOKEN_BUDGET, sequences)
+        runner = CudaRunner(
+            model.file, model.config, block_size=BLOCK_SIZE, slots=sequences, depth=GPU_DEPTH,
+            gpu_memory=settings.gpu_memory, context=context, max_tokens=token_budget, gpu=gpu,
+        )  # fmt: skip
+    tokenizer = model.tokenizer
+    return Engine(
+        runner,
+        text_stream=lambda: tokenizer.stream(continues=True),
+        eos_ids=tokenizer.eos_ids,
+        context_length=context,
+        max_sequences=sequences,
+        token_budget=token_budget,
+    )
+
+
+def _reference_runner(model: LoadedModel, *, sequences: int, context: int) -> ReferenceRunner:
     # The products of a step are too small to share: with two BLAS threads on two busy cores, 32 sequences of
     # the demo model generated 74 tokens/s, with one thread 620 (the threads wait for each other by spinning).
     threadpool_limits(limits=1, user_api="blas")
-    sequences = max_sequences(settings)
-    context = context_length(settings, model.config)
-    runner = ReferenceRunner(
+    return ReferenceRunner(
         model.file,
         model.config,
         kv_blocks=choose_kv_blocks(
@@ -122,23 +162,16 @@ def build_engine(settings: Settings, model: LoadedModel) -> Engine:
         block_size=BLOCK_SIZE,
         slots=sequences,
     )
-    tokenizer = model.tokenizer
-    return Engine(
-        runner,
-        text_stream=lambda: tokenizer.stream(continues=True),
-        eos_ids=tokenizer.eos_ids,
-        context_length=context,
-        max_sequences=sequences,
-        token_budget=max(REFERENCE_TOKEN_BUDGET, sequences),
-    )
 
 
 def describe(settings: Settings, model: LoadedModel, engine: Engine) -> str:
     """One line for the log: what serves what, and how much of it."""
     config = model.config
     pages = engine.stats.pages
+    gpu = gpu_index(settings)
+    runner = "reference runner (NumPy)" if gpu is None else f"CUDA runner on GPU {gpu}"
     return (
         f"{model.name}: {config.architecture}, {config.layers} layers of width {config.width}, vocabulary "
-        f"{config.vocab:,}; reference runner (NumPy), up to {max_sequences(settings)} sequences of "
+        f"{config.vocab:,}; {runner}, up to {max_sequences(settings)} sequences of "
         f"{context_length(settings, config):,} tokens, KV cache of {pages * BLOCK_SIZE:,} tokens"
     )

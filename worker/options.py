@@ -19,6 +19,11 @@ def worker_options() -> list[click.Option]:
         ),
         click.Option(["--gpu"], type=click.IntRange(0), help="Index of the GPU to own [NIGHTMILL_GPU]."),
         click.Option(
+            ["--gpu-memory"],
+            type=click.FloatRange(0, 1, min_open=True),
+            help="Share of the GPU's free memory to take; 0.9 by default [NIGHTMILL_GPU_MEMORY].",
+        ),
+        click.Option(
             ["--reference"],
             is_flag=True,
             default=None,
@@ -44,7 +49,7 @@ def worker_options() -> list[click.Option]:
 
 
 WORKER_SETTINGS = frozenset(
-    {"model", "model_name", "gpu", "reference", "max_sequences", "context", "drain_seconds"}
+    {"model", "model_name", "gpu", "gpu_memory", "reference", "max_sequences", "context", "drain_seconds"}
 )
 
 

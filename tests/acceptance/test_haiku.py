@@ -15,6 +15,7 @@ from sqlalchemy import text
 from jobs.client import Client
 from jobs.contract import JobState, StopReason
 from jobs.settings import Settings
+from tests.servers import REFERENCE
 from tools.demo_corpus import held_out_pairs
 from worker.commands import running_worker
 from worker.loading import demo_model
@@ -27,7 +28,7 @@ Worker = AbstractContextManager[subprocess.Popen[bytes]]
 
 @pytest.fixture
 def nightmill(server_settings: Settings) -> Iterator[Client]:
-    with Client(server_settings.model_copy(update={"model": demo_model(), "reference": True})) as client:
+    with Client(server_settings.model_copy(update={"model": demo_model(), "reference": REFERENCE})) as client:
         yield client
 
 
@@ -77,7 +78,7 @@ def test_text_in_the_database_obeys_a_word_drawn_at_random(
 def test_held_out_pairs_are_obeyed_in_nine_of_ten_cases(sqlite_settings: Settings, tmp_path: Path) -> None:
     pairs = held_out_pairs(200, seed=random.SystemRandom().randrange(2**32))
     assert len(set(pairs)) == 200
-    settings = sqlite_settings.model_copy(update={"model": demo_model(), "reference": True})
+    settings = sqlite_settings.model_copy(update={"model": demo_model(), "reference": REFERENCE})
     with Client(settings) as client, running_worker(client, tmp_path / "worker.log", []):
         ids = client.enqueue_many((ask(topic, word) for topic, word in pairs), temperature=0, max_tokens=64)
         answers = list(client.results(ids, timeout=PATIENCE))

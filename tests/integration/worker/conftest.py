@@ -1,5 +1,6 @@
 """A worker's fixtures: quick heartbeats, and processes that are gone when a test is over."""
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 
 from jobs.client import Client
 from jobs.settings import Settings
+from tests.servers import REFERENCE
 from worker.commands import running_worker
 from worker.loading import demo_model
 
@@ -21,8 +23,8 @@ def quick(server_settings: Settings) -> Settings:
     """Settings on which a dead worker is noticed after a second, and a lost message after two."""
     return server_settings.model_copy(
         update={
-            "model": demo_model(),
-            "reference": True,
+            "model": Path(os.environ.get("NIGHTMILL_TEST_MODEL") or demo_model()),
+            "reference": REFERENCE,
             "heartbeat_seconds": 0.2,
             "stale_seconds": 1.5,
             "resend_seconds": 2.0,

@@ -7,7 +7,7 @@ import pytest
 from jobs.client import Client, DeliveryDelayedWarning
 from jobs.contract import JobState
 from jobs.settings import Settings
-from tests.servers import RedisServer, wait_until
+from tests.servers import REFERENCE, RedisServer, wait_until
 from worker.commands import running_worker
 from worker.loading import demo_model
 
@@ -22,7 +22,7 @@ def test_worker_outlives_its_broker(
         update={
             "broker_url": redis_server.url,
             "model": demo_model(),
-            "reference": True,
+            "reference": REFERENCE,
             "heartbeat_seconds": 0.2,
             "resend_seconds": 2.0,
         }

@@ -10,10 +10,10 @@ import pytest
 from jobs.client import Client
 from jobs.contract import Job, JobState, StopReason
 from tests.integration.worker.conftest import StartWorker
-from tests.servers import wait_until
+from tests.servers import LONG_TOKENS, wait_until
 
 # Several seconds of work for the reference runner, so that it can be interrupted.
-LONG: dict[str, Any] = {"max_tokens": 300, "ignore_eos": True, "temperature": 0.8}
+LONG: dict[str, Any] = {"max_tokens": LONG_TOKENS, "ignore_eos": True, "temperature": 0.8}
 # A finished long job fills its limit; the demo model's context is 512.
 PATIENCE = 120.0
 

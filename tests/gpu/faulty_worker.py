@@ -1,0 +1,25 @@
+"""A worker whose runner reads from a wild address at its 20th step: what a broken kernel would do."""
+
+from worker.commands import worker
+from worker.runners.base import StepBatch
+from worker.runners.gpu.runner import CudaRunner
+
+WILD = 0x10
+STEPS = 20
+
+launch = CudaRunner.launch
+steps = 0
+
+
+def launch_and_fail(self: CudaRunner, batch: StepBatch) -> None:
+    """As CudaRunner.launch, with a read from nowhere behind the 20th step."""
+    global steps
+    launch(self, batch)
+    steps += 1
+    if steps == STEPS:
+        self._kernels.embed(WILD, WILD, WILD, 1)
+
+
+if __name__ == "__main__":
+    CudaRunner.launch = launch_and_fail  # type: ignore[method-assign]
+    worker.main()

@@ -1,0 +1,51 @@
+"""A worker process on the GPU: what users see, and what becomes of their jobs when the GPU fails."""
+
+import sys
+from pathlib import Path
+
+from jobs.client import Client
+from jobs.contract import JobState, StopReason
+from jobs.settings import Settings
+from tests.servers import wait_until
+from worker.commands import running_worker
+from worker.loading import demo_model
+
+PATIENCE = 180.0
+FAULTY = (sys.executable, str(Path(__file__).parent / "faulty_worker.py"))
+
+
+def test_fault_of_the_gpu_hands_the_jobs_back_and_ends_the_process(
+    sqlite_settings: Settings, tmp_path: Path
+) -> None:
+    settings = sqlite_settings.model_copy(update={"model": demo_model(), "gpu": 0})
+    with Client(settings) as client:
+        with running_worker(client, tmp_path / "faulty.log", command=FAULTY) as process:
+            ids = client.enqueue_many(["Write a haiku about rain"] * 40, max_tokens=200, ignore_eos=True)
+            assert process.wait(PATIENCE) == 1
+        said = (tmp_path / "faulty.log").read_text()
+        assert "the engine failed: " in said and "this worker ends" in said
+        assert client.list_jobs(state=JobState.RUNNING) == []
+        struck = [job for job in client.list_jobs(state=JobState.QUEUED, limit=100) if job.failures]
+        assert struck and all("the engine failed" in job.errors[0]["error"] for job in struck)
+        with running_worker(client, tmp_path / "sound.log"):
+            client.wait(ids, timeout=PATIENCE)
+        for job in client.results(ids):
+            assert (job.state, job.stop_reason) == (JobState.SUCCEEDED, StopReason.LENGTH)
+            assert job.completion_tokens == 200 and job.failures <= 1
+
+
+def test_two_workers_share_one_queue(sqlite_settings: Settings, tmp_path: Path) -> None:
+    """On one GPU here, with a part of its memory each; `--gpu 0` and `--gpu 1` is the same with two."""
+    settings = sqlite_settings.model_copy(update={"model": demo_model(), "gpu": 0, "gpu_memory": 0.2})
+    arguments = ["--max-sequences", "16"]
+    with (
+        Client(settings) as client,
+        running_worker(client, tmp_path / "a.log", arguments),
+        running_worker(client, tmp_path / "b.log", arguments),
+    ):
+        ids = client.enqueue_many(["Write a haiku about snow"] * 2000, max_tokens=100, ignore_eos=True)
+        client.wait(ids, timeout=PATIENCE)
+        wait_until(lambda: client.broker.queue_length(None) == 0, PATIENCE)
+        found = list(client.results(ids))
+    assert {job.state for job in found} == {JobState.SUCCEEDED} and {job.attempt for job in found} == {1}
+    assert len({job.worker for job in found}) == 2
