@@ -22,7 +22,7 @@ from worker.model.gguf_file import GgufFile
 from worker.model.tokenizer import Tokenizer
 from worker.runners.gpu.runner import CudaRunner
 
-SLOTS = 64
+SLOTS = 16
 CONTEXT = 512
 PAGES = SLOTS * CONTEXT // 16 // 3  # a third of what full contexts take: preemption is certain
 

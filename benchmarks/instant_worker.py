@@ -3,11 +3,13 @@
 For `end_to_end.py` only. Texts it writes are meaningless.
 """
 
+import sys
 from collections import deque
 
 import numpy as np
 
 import worker.app
+import worker.engine_process
 from jobs.settings import Settings
 from worker.commands import worker as worker_command
 from worker.engine.engine import Engine
@@ -55,5 +57,8 @@ def build_engine(settings: Settings, model: LoadedModel) -> Engine:
 
 
 if __name__ == "__main__":
-    worker.app.build_engine = build_engine
+    if sys.argv[1:2] == ["engine"]:  # started by the worker, below
+        worker.engine_process.build_engine = build_engine
+        sys.exit(worker.engine_process.main())
+    worker.app.ENGINE_COMMAND = (sys.executable, __file__, "engine")
     worker_command.main(["--max-sequences", str(SEQUENCES)])

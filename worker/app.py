@@ -21,8 +21,9 @@ from jobs.database import Database
 from jobs.errors import NightmillError
 from jobs.settings import Settings
 from worker import tasks
+from worker.engine_link import ENGINE_COMMAND, EngineLink, launch_engine
 from worker.housekeeper import Housekeeper
-from worker.loading import build_engine, capacity, describe, gpu_index, load_model
+from worker.loading import capacity, describe, gpu_index, load_model
 from worker.options import merge_options, worker_options
 from worker.service import Service
 
@@ -91,6 +92,14 @@ class EngineStep(bootsteps.StartStopStep):
         self.database.ensure_schema()
         self.broker = Broker(settings)
         self.broker.ping()
+        engine = launch_engine(settings, ENGINE_COMMAND)  # it loads the model while this process does
+        try:
+            self._serve(parent, settings, engine)
+        except BaseException:
+            engine.stop()
+            raise
+
+    def _serve(self, parent: Any, settings: Settings, engine: EngineLink) -> None:
         model = load_model(settings)
         self.claims = Claims(self.database, uuid.uuid4().hex)
         gpu = gpu_index(settings)
@@ -98,7 +107,7 @@ class EngineStep(bootsteps.StartStopStep):
         self.claims.register(socket.gethostname(), os.getpid(), model.name, gpu=named)
         self.service = Service(
             self.claims,
-            lambda: build_engine(settings, model),
+            engine,
             model.tokenize,
             capacity=capacity(settings),
             drain_seconds=settings.drain_seconds,
@@ -112,7 +121,7 @@ class EngineStep(bootsteps.StartStopStep):
         self._on_shutdown = lambda **_: service.begin_drain()
         signals.worker_shutting_down.connect(self._on_shutdown, weak=False)
         self.housekeeper.start()
-        log.info("ready: %s", describe(settings, model, self.service.engine))
+        log.info("ready: %s", describe(settings, model, engine.stats))
 
 
 class RoomStep(bootsteps.StartStopStep):

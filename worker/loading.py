@@ -9,7 +9,7 @@ from threadpoolctl import threadpool_limits
 from jobs.claims import Claim
 from jobs.errors import ChatTemplateError, SettingsError
 from jobs.settings import Settings
-from worker.engine.engine import Engine
+from worker.engine.engine import Engine, EngineStats
 from worker.model.chat import ChatTemplate
 from worker.model.config import ModelConfig
 from worker.model.gguf_file import GgufFile
@@ -119,7 +119,7 @@ def context_length(settings: Settings, config: ModelConfig) -> int:
 
 
 def build_engine(settings: Settings, model: LoadedModel) -> Engine:
-    """The runner with the weights, and the engine on it. Called on the thread that will run it.
+    """The runner with the weights, and the engine on it. Called in the process and thread that will run it.
 
     Raises RunnerError where the GPU cannot be used, ModelFileError for weights that do not suit it.
     """
@@ -164,10 +164,10 @@ def _reference_runner(model: LoadedModel, *, sequences: int, context: int) -> Re
     )
 
 
-def describe(settings: Settings, model: LoadedModel, engine: Engine) -> str:
+def describe(settings: Settings, model: LoadedModel, stats: EngineStats) -> str:
     """One line for the log: what serves what, and how much of it."""
     config = model.config
-    pages = engine.stats.pages
+    pages = stats.pages
     gpu = gpu_index(settings)
     runner = "reference runner (NumPy)" if gpu is None else f"CUDA runner on GPU {gpu}"
     return (

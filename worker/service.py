@@ -1,7 +1,8 @@
 """A shard's way through a worker: claim, tokenise, generate, write; and how a worker stops.
 
-Threads: Celery's task threads call `run_shard`; the engine thread generates; the writer thread writes;
-the housekeeper's thread polls. What they share is in `InFlight`, behind one lock.
+Threads: Celery's task threads call `run_shard`; the engine's link receives what the engine's process
+completes; the writer thread writes; the housekeeper's thread polls. What they share is in `InFlight`, behind
+one lock.
 """
 
 import logging
@@ -12,10 +13,9 @@ from datetime import timedelta
 
 from jobs.claims import Claim, Claims, Outcome
 from jobs.contract import StopReason
-from jobs.errors import DatabaseError, NightmillError
-from worker.engine.engine import Engine
+from jobs.errors import DatabaseError, NightmillError, RunnerError
 from worker.engine.request import Completion, Request
-from worker.engine_thread import EngineThread
+from worker.engine_link import EngineLink
 from worker.writer import ResultWriter
 
 log = logging.getLogger(__name__)
@@ -87,12 +87,12 @@ class InFlight:
 
 
 class Service:
-    """Runs shards of jobs on one engine."""
+    """Runs shards of jobs on one engine, which it starts and stops; raises RunnerError where it does not."""
 
     def __init__(
         self,
         claims: Claims,
-        build_engine: Callable[[], Engine],
+        engine: EngineLink,
         tokenize: Tokenize,
         *,
         capacity: int,
@@ -107,8 +107,8 @@ class Service:
         self._on_fatal = on_fatal
         self._drain_until: float | None = None
         self._writer = ResultWriter(claims.finish, self._forget)
-        self._engine_thread = EngineThread(build_engine, self._on_completion, self._on_engine_failure)
-        self.engine = self._engine_thread.start()
+        self.engine = engine
+        engine.start(self._on_completion, self._on_engine_failure)
 
     # -- shards ----------------------------------------------------------------------------------
 
@@ -153,7 +153,7 @@ class Service:
         if claim.deadline_at is not None:  # the engine counts on this host's clock, the row on the database's
             deadline = time.time() + (claim.deadline_at - self.claims.database.now()).total_seconds()
         assert claim.params.seed is not None
-        self._engine_thread.submit(
+        self.engine.submit(
             Request(
                 job_id=claim.job_id,
                 attempt=claim.attempt,
@@ -186,8 +186,8 @@ class Service:
             )
         )
 
-    def _on_engine_failure(self, error: BaseException) -> None:
-        self.fail(f"the engine failed: {type(error).__name__}: {error}")
+    def _on_engine_failure(self, error: RunnerError) -> None:
+        self.fail(f"the engine failed: {error}")
 
     def fail(self, reason: str) -> None:
         """This worker is of no use any more: give its jobs to others and end the process."""
@@ -209,7 +209,7 @@ class Service:
         """Stop the running jobs that somebody cancelled: one query for all."""
         if self.in_flight.keys():
             for job_id, _attempt in self.claims.cancel_requests():
-                self._engine_thread.cancel(job_id)
+                self.engine.cancel(job_id)
 
     def reconcile(self) -> None:
         """Bring this worker and the database to one opinion on which jobs are this worker's.
@@ -221,7 +221,7 @@ class Service:
         running = self.claims.running()
         after = set(self.in_flight.keys())
         for job_id, _attempt in (before & after) - running.keys():
-            self._engine_thread.cancel(job_id)  # its completion, if it makes one, is fenced off
+            self.engine.cancel(job_id)  # its completion, if it makes one, is fenced off
         long_ago = self.claims.database.now() - _CLAIM_SETTLED
         strays = [key for key, since in running.items() if key not in after and since < long_ago]
         if strays:
@@ -245,9 +245,9 @@ class Service:
         self.begin_drain()
         assert self._drain_until is not None
         self.in_flight.close()
-        while self.in_flight.keys() and self._engine_thread.alive and time.monotonic() < self._drain_until:
+        while self.in_flight.keys() and self.engine.alive and time.monotonic() < self._drain_until:
             time.sleep(0.02)
-        self._engine_thread.abandon()
+        self.engine.abandon()
         self._writer.close()  # what completed before is written first
         left = self.in_flight.keys()
         if left:
@@ -260,4 +260,4 @@ class Service:
 
     def close(self) -> None:
         """Stop the engine; call `drain` first."""
-        self._engine_thread.stop()
+        self.engine.stop()

@@ -1,6 +1,10 @@
 """A worker whose runner reads from a wild address at its 20th step: what a broken kernel would do."""
 
-from worker.commands import worker
+import sys
+
+import worker.app
+from worker import engine_process
+from worker.commands import worker as worker_command
 from worker.runners.base import StepBatch
 from worker.runners.gpu.runner import CudaRunner
 
@@ -21,5 +25,8 @@ def launch_and_fail(self: CudaRunner, batch: StepBatch) -> None:
 
 
 if __name__ == "__main__":
-    CudaRunner.launch = launch_and_fail  # type: ignore[method-assign]
-    worker.main()
+    if sys.argv[1:2] == ["engine"]:  # started by the worker, below
+        CudaRunner.launch = launch_and_fail  # type: ignore[method-assign]
+        sys.exit(engine_process.main())
+    worker.app.ENGINE_COMMAND = (sys.executable, __file__, "engine")
+    worker_command.main()

@@ -1,0 +1,147 @@
+"""The nightly workload through the whole path, against the engine alone on the same prompts.
+
+    python -m benchmarks.nightly MODEL.gguf [--jobs 4096] [--max-sequences N] [--sqlite]
+
+Texts of 50 to 400 words (about 64 to 512 tokens of Qwen's) go through enqueue_many, Redis, a Celery worker
+and PostgreSQL (both started here, durable), 64 to 256 tokens are drawn for each. Then the engine computes the
+same token ids in a process that does nothing else. Prints one JSON line; the ratio is of one run.
+"""
+
+import argparse
+import json
+import random
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import psutil
+
+from benchmarks.end_to_end import PeakMemory
+from jobs.client import Client
+from jobs.contract import GenerationParams
+from jobs.settings import Settings
+from tests.servers import start_postgres, start_redis
+from tools.demo_corpus import topics, words
+from worker.commands import running_worker
+from worker.engine.request import Request
+from worker.loading import build_engine, load_model, max_sequences
+
+
+def main() -> None:
+    """Run the service, then the engine."""
+    style = argparse.RawDescriptionHelpFormatter
+    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=style)
+    arguments.add_argument("model", type=Path)
+    arguments.add_argument("--jobs", type=int, default=4096)
+    arguments.add_argument("--max-sequences", type=int)
+    arguments.add_argument("--tokens", type=int, nargs=2, default=(64, 256), help="bounds of max_tokens")
+    arguments.add_argument("--words", type=int, nargs=2, default=(50, 400), help="bounds of a prompt")
+    arguments.add_argument("--repeat", type=int, default=3)
+    arguments.add_argument("--sqlite", action="store_true", help="SQLite in place of PostgreSQL")
+    options = arguments.parse_args()
+    with ExitStack() as stack:
+        home = Path(stack.enter_context(TemporaryDirectory(prefix="nightmill-bench-")))
+        redis = stack.enter_context(start_redis(home / "redis", durable=True))
+        url = None
+        if not options.sqlite:
+            url = stack.enter_context(start_postgres(durable=True)).create_database()
+        settings = Settings(
+            data_dir=home, database_url=url, broker_url=redis.url, model=options.model,
+            max_sequences=options.max_sequences,
+        )  # fmt: skip
+        client = stack.enter_context(Client(settings))
+        client.database.migrate()
+        items = list(prompts(options.jobs, options.words, options.tokens))
+        with running_worker(client, home / "worker.log") as process:
+            peak = PeakMemory(process.pid)
+            nights = [f"night-{turn}" for turn in range(options.repeat)]
+            reports = [through_the_service(client, process.pid, night, items) for night in nights]
+            rss = peak.stop()
+        print((home / "worker.log").read_text(), file=sys.stderr)
+        rates = sorted(report["output_tokens_per_s"] for report in reports)
+        alone = engine_alone(settings, items, options.repeat)
+    middle = rates[len(rates) // 2]
+    report = {
+        "workload": "nightly through the service",
+        "jobs": options.jobs,
+        "max_sequences": max_sequences(settings),
+        "database": "sqlite" if options.sqlite else "postgresql",
+        "service": reports,
+        "engine_alone": alone,
+        "service_tokens_per_s": middle,
+        "ratio": round(middle / sorted(alone)[len(alone) // 2], 3),
+        "worker_peak_rss_mib": round(rss / 2**20),
+    }
+    print(json.dumps(report))
+
+
+def prompts(count: int, length: tuple[int, int], answer: tuple[int, int]) -> Iterator[dict[str, Any]]:
+    """Items for enqueue_many; `length`: bounds of a prompt's words, `answer`: bounds of its max_tokens."""
+    draw = random.Random(count)
+    vocabulary = [*topics(), *words()]
+    for number in range(count):
+        text = " ".join(draw.choices(vocabulary, k=draw.randint(*length)))
+        yield {"prompt": f"{number}: {text}.", "max_tokens": draw.randint(*answer), "seed": number}
+
+
+def through_the_service(
+    client: Client, pid: int, batch: str, items: Sequence[dict[str, Any]]
+) -> dict[str, Any]:
+    """From the call of enqueue_many until the last row is final."""
+    busy = {process.pid: sum(process.cpu_times()[:2]) for process in family(pid)}
+    began = time.perf_counter()
+    client.enqueue_many(items, batch=batch, temperature=0.7, ignore_eos=True)
+    enqueued = time.perf_counter() - began
+    client.wait(batch=batch)
+    seconds = time.perf_counter() - began
+    counted = client.stats(batch)
+    assert counted["state"] == {"succeeded": len(items)}, counted
+    assert counted["completion_tokens"] == sum(item["max_tokens"] for item in items)
+    cpu = [sum(process.cpu_times()[:2]) - busy[process.pid] for process in family(pid)]
+    return {
+        "output_tokens_per_s": round(counted["completion_tokens"] / seconds),
+        "prompt_tokens": counted["prompt_tokens"],
+        "seconds": round(seconds, 2),
+        "enqueue_seconds": round(enqueued, 2),
+        "cpu_seconds_worker_engine": [round(used, 2) for used in cpu],
+    }
+
+
+def family(pid: int) -> list[psutil.Process]:
+    """The worker's process and its engine's."""
+    worker = psutil.Process(pid)
+    return [worker, *worker.children()]
+
+
+def engine_alone(settings: Settings, items: Sequence[dict[str, Any]], repeat: int) -> list[int]:
+    """Output tokens per second of the engine that a worker builds, with nothing else in its process."""
+    model = load_model(settings)
+    engine = build_engine(settings, model)
+    rates = []
+    for turn in range(repeat + 1):
+        requests = [
+            Request(
+                f"{turn}-{number}", 1, tuple(model.tokenizer.encode(item["prompt"])),
+                GenerationParams(max_tokens=item["max_tokens"], temperature=0.7, ignore_eos=True),
+                seed=item["seed"],
+            )
+            for number, item in enumerate(items)
+        ]  # fmt: skip
+        began = time.perf_counter()
+        for request in requests:
+            engine.submit(request)
+        tokens = 0
+        while engine.has_work:
+            tokens += sum(completion.completion_tokens for completion in engine.step())
+        if turn:  # the first is warm-up
+            rates.append(round(tokens / (time.perf_counter() - began)))
+    engine.close()
+    return rates
+
+
+if __name__ == "__main__":
+    main()

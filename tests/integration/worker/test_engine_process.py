@@ -1,0 +1,62 @@
+"""The engine's process beside the worker's: neither outlives the other; signals are the worker's to take."""
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import psutil  # type: ignore[import-untyped]
+
+from jobs.client import Client
+from jobs.contract import JobState, StopReason
+from tests.integration.worker.conftest import StartWorker
+from tests.servers import LONG_TOKENS, wait_until
+
+LONG: dict[str, Any] = {"max_tokens": LONG_TOKENS, "ignore_eos": True, "temperature": 0.8}
+PATIENCE = 120.0
+
+
+def engine_of(pid: int) -> psutil.Process:
+    """The engine's process of a worker."""
+    (child,) = [p for p in psutil.Process(pid).children() if "worker.engine_process" in p.cmdline()]
+    return child
+
+
+def test_killed_engine_gives_its_jobs_back_and_ends_the_worker(
+    jobs_client: Client, start_worker: StartWorker, tmp_path: Path
+) -> None:
+    with start_worker("doomed") as process:
+        ids = jobs_client.enqueue_many(["Write a haiku about rain"] * 8, **LONG)
+        wait_until(lambda: len(jobs_client.list_jobs(state=JobState.RUNNING)) == 8, PATIENCE)
+        engine_of(process.pid).kill()
+        assert process.wait(PATIENCE) == 1
+    said = (tmp_path / "doomed.log").read_text()
+    assert "the engine failed: its process ended without a word" in said
+    jobs = jobs_client.list_jobs(limit=100)
+    assert {job.state for job in jobs} == {JobState.QUEUED} and {job.failures for job in jobs} == {1}
+    with start_worker("sound"):
+        jobs_client.wait(ids, timeout=PATIENCE)
+    assert {job.stop_reason for job in jobs_client.results(ids)} == {StopReason.LENGTH}
+
+
+def test_engine_ends_when_its_worker_is_killed(jobs_client: Client, start_worker: StartWorker) -> None:
+    with start_worker("doomed") as process:
+        jobs_client.enqueue_many(["Write a haiku about rain"] * 8, **LONG)
+        wait_until(lambda: len(jobs_client.list_jobs(state=JobState.RUNNING)) == 8, PATIENCE)
+        engine = engine_of(process.pid)
+        process.kill()
+        process.wait()
+        engine.wait(PATIENCE)  # raises where it lives on
+    assert not engine.is_running()
+
+
+def test_sigterm_to_every_process_drains_in_order(jobs_client: Client, start_worker: StartWorker) -> None:
+    """As a supervisor does that signals a whole control group."""
+    with start_worker("a") as process:
+        ids = jobs_client.enqueue_many(["Write a haiku about rain"] * 4, **LONG)
+        wait_until(lambda: len(jobs_client.list_jobs(state=JobState.RUNNING)) == 4, PATIENCE)
+        engine_of(process.pid).send_signal(signal.SIGTERM)
+        engine_of(process.pid).send_signal(signal.SIGINT)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(PATIENCE) == 0
+    assert {job.state for job in jobs_client.results(ids, wait=False)} == {JobState.SUCCEEDED}
+    assert {job.attempt for job in jobs_client.results(ids)} == {1}

@@ -1,0 +1,74 @@
+"""What a worker and its engine's process say to each other.
+
+Pickled by `multiprocessing.connection` over a socket between a process and its own child: nothing of it comes
+from a network or a file.
+"""
+
+from dataclasses import dataclass
+
+from jobs.settings import Settings
+from worker.engine.engine import EngineStats
+from worker.engine.request import Completion, Request
+
+
+@dataclass(frozen=True, slots=True)
+class Begin:
+    """First command: what to serve, and how much to log."""
+
+    settings: Settings
+    log_level: int
+
+
+@dataclass(frozen=True, slots=True)
+class Submit:
+    """Take a request in."""
+
+    request: Request
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """Stop a request at the next step."""
+
+    job_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Abandon:
+    """Drop all work, without completions; answered by Abandoned."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """End the process; unfinished work is dropped."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """The engine is built."""
+
+    stats: EngineStats
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """What finished since the last one, and how the engine stands."""
+
+    completions: list[Completion]
+    stats: EngineStats
+
+
+@dataclass(frozen=True, slots=True)
+class Abandoned:
+    """The work that was there is dropped."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The engine could not be built, or broke; nothing follows."""
+
+    reason: str
+
+
+Command = Begin | Submit | Cancel | Abandon | Stop
+Answer = Ready | Progress | Abandoned | Failed

@@ -1,0 +1,137 @@
+"""The engine's own process: takes commands from a pipe, runs steps, sends completions back.
+
+Python runs one thread of a process at a time, and a thread that wants its turn may wait for 5 ms. An engine
+step takes about as long, and the GPU stands still where the next one is late: so claiming, tokenising and
+SQL live in another process (`worker.engine_link` is the pipe's other end).
+"""
+
+import logging
+import multiprocessing
+import signal
+import sys
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+
+from jobs.errors import NightmillError
+from worker.engine.engine import Engine
+from worker.engine.request import Completion
+from worker.engine_messages import (
+    Abandon,
+    Abandoned,
+    Begin,
+    Cancel,
+    Command,
+    Failed,
+    Progress,
+    Ready,
+    Stop,
+    Submit,
+)
+from worker.loading import build_engine, load_model
+
+log = logging.getLogger(__name__)
+
+STATS_SECONDS = 0.5
+
+
+def serve(connection: Connection, build: Callable[[], Engine]) -> int:
+    """Build an engine and run it until told to stop, or until nobody is at the other end.
+
+    Returns the exit code: 0 where it was told to stop.
+    """
+    try:
+        engine = build()
+    except Exception as error:
+        if not isinstance(error, NightmillError):
+            log.critical("the engine could not be built", exc_info=True)
+        return _fail(connection, error)
+    try:
+        connection.send(Ready(engine.stats))
+        _Loop(engine, connection).run()
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        log.warning("the worker is gone: the engine ends, and other workers take over the jobs")
+        return 1
+    except Exception as error:
+        log.critical("the engine failed: %s", error, exc_info=True)
+        return _fail(connection, error)
+    finally:
+        engine.close()
+    return 0
+
+
+def _fail(connection: Connection, error: Exception) -> int:
+    named = isinstance(error, NightmillError)
+    try:
+        connection.send(Failed(str(error) if named else f"{type(error).__name__}: {error}"))
+    except OSError:
+        log.warning("the worker is gone, too")
+    return 1
+
+
+class _Loop:
+    """Runs an engine between the commands that arrive."""
+
+    def __init__(self, engine: Engine, connection: Connection) -> None:
+        self._engine = engine
+        self._connection = connection
+        self._stopping = False
+        self._reported = engine.stats
+        self._report_at = 0.0
+
+    def run(self) -> None:
+        """Until Stop. Raises what the engine raises, EOFError where the other end is closed."""
+        engine = self._engine
+        while not self._stopping:
+            self._take_commands()
+            self._report(engine.step() if engine.has_work else [])
+
+    def _take_commands(self) -> None:
+        """Carry out what was sent; sleep only where there is nothing to generate."""
+        connection = self._connection
+        while not self._stopping and connection.poll(0 if self._engine.has_work else None):
+            self._carry_out(connection.recv())
+
+    def _carry_out(self, command: Command) -> None:
+        match command:
+            case Submit(request):
+                self._engine.submit(request)
+            case Cancel(job_id):
+                self._engine.cancel(job_id)
+            case Abandon():
+                self._engine.abandon()
+                self._connection.send(Abandoned())
+            case Stop():
+                self._stopping = True
+            case Begin():
+                raise ValueError("the engine has begun already")
+
+    def _report(self, done: list[Completion]) -> None:
+        now = time.monotonic()
+        idle = not self._engine.has_work
+        if not done and not idle and now < self._report_at:
+            return
+        stats = self._engine.stats
+        if done or stats != self._reported:
+            self._connection.send(Progress(done, stats))
+        self._reported, self._report_at = stats, now + STATS_SECONDS
+
+
+def main() -> int:
+    """Serve what the parent process says over the inherited socket that the last argument names.
+
+    Ctrl-C and a supervisor's SIGTERM reach every process of a worker; when to stop is the worker's to say.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    with Connection(int(sys.argv[-1])) as connection:
+        begin = connection.recv()
+        assert isinstance(begin, Begin)
+        multiprocessing.current_process().name = "Engine"
+        style = "[%(asctime)s: %(levelname)s/%(processName)s] %(message)s"
+        logging.basicConfig(level=begin.log_level, format=style)
+        return serve(connection, lambda: build_engine(begin.settings, load_model(begin.settings)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
