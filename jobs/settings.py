@@ -58,6 +58,8 @@ class Settings(BaseModel):
     """Sequences generated at once."""
     context: int | None = Field(default=None, ge=2)
     """Tokens a sequence may hold; by default the model's own limit, or what memory allows."""
+    prefix_sharing: bool = True
+    """Compute equal beginnings of prompts once."""
     drain_seconds: float = Field(default=30.0, ge=0.0)
     """How long a stopping worker goes on with the jobs that it has."""
     heartbeat_seconds: float = Field(default=5.0, gt=0.0)

@@ -146,6 +146,7 @@ def build_engine(settings: Settings, model: LoadedModel) -> Engine:
         context_length=context,
         max_sequences=sequences,
         token_budget=token_budget,
+        prefix_sharing=settings.prefix_sharing,
     )
 
 

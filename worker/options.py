@@ -40,6 +40,11 @@ def worker_options() -> list[click.Option]:
             help="Tokens that prompt and answer may have together [NIGHTMILL_CONTEXT].",
         ),
         click.Option(
+            ["--prefix-sharing/--no-prefix-sharing"],
+            default=None,
+            help="Compute equal beginnings of prompts once; on by default [NIGHTMILL_PREFIX_SHARING].",
+        ),
+        click.Option(
             ["--drain-seconds"],
             type=click.FloatRange(0),
             help="On SIGTERM, go on this long with the jobs in hand, then hand them back "
@@ -49,7 +54,17 @@ def worker_options() -> list[click.Option]:
 
 
 WORKER_SETTINGS = frozenset(
-    {"model", "model_name", "gpu", "gpu_memory", "reference", "max_sequences", "context", "drain_seconds"}
+    {
+        "model",
+        "model_name",
+        "gpu",
+        "gpu_memory",
+        "reference",
+        "max_sequences",
+        "context",
+        "prefix_sharing",
+        "drain_seconds",
+    }
 )
 
 
@@ -69,6 +84,10 @@ def as_arguments(options: dict[str, Any]) -> list[str]:
     arguments: list[str] = []
     for option in worker_options():
         value = options.get(option.name or "")
-        if value is not None:
-            arguments += [option.opts[0]] if option.is_flag else [option.opts[0], str(value)]
+        if value is None:
+            continue
+        if option.is_flag:
+            arguments += [option.opts[0] if value else option.secondary_opts[0]]
+        else:
+            arguments += [option.opts[0], str(value)]
     return arguments

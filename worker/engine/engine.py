@@ -14,8 +14,10 @@ from jobs.contract import StopReason
 from jobs.errors import RunnerError
 from worker.engine.batch import BatchBuilder
 from worker.engine.kv_cache import BlockPool, CacheIntegrityError
-from worker.engine.request import Completion, Partial, Request, Sequence, SequenceState
+from worker.engine.limits import Limits
+from worker.engine.request import Completion, Partial, Progress, Request, Sequence, SequenceState
 from worker.engine.scheduler import Scheduler, StepPlan
+from worker.engine.sharing import PrefixGroups
 from worker.engine.stops import NewTextStream, TextWatch, decode, reason_to_stop
 from worker.runners.base import Runner, SampledTokens
 
@@ -26,7 +28,9 @@ class EngineStats:
 
     steps: int  # launches
     prompt_tokens: int  # computed; those computed again after preemption count again
+    shared_tokens: int  # of prompts, not computed, for their pages were there
     generated_tokens: int  # drawn and kept
+    resumed_tokens: int  # drawn by earlier attempts and gone on from
     preemptions: int
     running: int
     waiting: int
@@ -36,9 +40,10 @@ class EngineStats:
 
 @dataclass(slots=True)
 class _Launch:
-    """What an outstanding launch touches."""
+    """An outstanding launch."""
 
-    sequences: list[Sequence]
+    number: int
+    plan: StepPlan
     drawing: list[Sequence]  # in the order of the tokens it will return
 
 
@@ -50,13 +55,15 @@ class Engine:
     context_length   most tokens a sequence may have, prompt included; the KV cache may allow fewer
     max_sequences    most sequences computed at once; at most `runner.slots`
     token_budget     most tokens computed in one step; at least `max_sequences`
+    prefix_sharing   compute equal beginnings of requests once, and keep such requests together
 
     Raises ValueError for limits that contradict each other.
     """
 
     def __init__(
         self, runner: Runner, *, text_stream: NewTextStream, eos_ids: frozenset[int],
-        context_length: int, max_sequences: int, token_budget: int, clock: Callable[[], float] = time.time,
+        context_length: int, max_sequences: int, token_budget: int, prefix_sharing: bool = True,
+        clock: Callable[[], float] = time.time,
     ) -> None:  # fmt: skip
         if max_sequences > runner.slots:
             raise ValueError(f"max_sequences is {max_sequences}, but the runner has {runner.slots} slots")
@@ -65,13 +72,14 @@ class Engine:
         self._runner = runner
         self._text_stream = text_stream
         self._eos_ids = eos_ids
-        self._vocab = runner.vocab
-        self._context = context_length
-        self._cache_context = min(context_length, runner.kv_blocks * runner.block_size)
+        self._limits = Limits(runner.vocab, context_length, runner.kv_blocks, runner.block_size)
         self._clock = clock
         self._pool = BlockPool(runner.kv_blocks, runner.block_size)
-        self._scheduler = Scheduler(self._pool, max_sequences=max_sequences, token_budget=token_budget)
-        pages = self._pool.pages_for(self._cache_context)
+        self._scheduler = Scheduler(
+            self._pool, max_sequences=max_sequences, token_budget=token_budget, prefix_sharing=prefix_sharing
+        )
+        self._groups = PrefixGroups() if prefix_sharing else None
+        pages = self._pool.pages_for(self._limits.tokens)
         self._builder = BatchBuilder(slots=runner.slots, pages=pages, block_size=runner.block_size)
         self._sequences: dict[str, Sequence] = {}  # by job id; unfinished
         self._cancelled: list[Sequence] = []
@@ -79,7 +87,7 @@ class Engine:
         self._outstanding: deque[_Launch] = deque()
         self._done: list[Completion] = []
         self._failed = False
-        self._submitted = self._steps = self._prompt_tokens = self._generated = 0
+        self._submitted = self._steps = self._prompt_tokens = self._generated = self._resumed = 0
 
     def submit(self, request: Request) -> None:
         """Take a request in. Never raises for what is in it: a bad one completes with an error.
@@ -94,19 +102,21 @@ class Engine:
                 self._reject(request, StopReason.CANCELLED, "a newer attempt of this job is running")
                 return
             self._finish(known, StopReason.CANCELLED, error="a newer attempt of this job was started")
-        if (fault := self._fault(request)) is not None:
+        if (fault := self._limits.fault(request)) is not None:
             self._reject(request, StopReason.ERROR, fault)
             return
         self._submitted += 1
         prompt = list(request.prompt_ids)
-        limit = min(len(prompt) + request.params.max_tokens, self._cache_context)
-        sequence = Sequence(request, self._submitted, prompt, limit)
+        limit = min(len(prompt) + request.params.max_tokens, self._limits.tokens)
+        group = None if self._groups is None else self._groups.place(request.prompt_ids, self._submitted)
+        sequence = Sequence(request, self._submitted, prompt, limit, group)
         if request.params.stop:
             sequence.watch = TextWatch(self._text_stream(), request.params.stop)
         self._sequences[request.job_id] = sequence
         if request.deadline is not None:
             heapq.heappush(self._deadlines, (request.deadline, sequence.order, sequence))
         self._scheduler.add(sequence)
+        self._resume(sequence)
 
     def cancel(self, job_id: str) -> None:
         """Stop a job at the next step; it keeps what it has. Unknown and finished jobs are ignored."""
@@ -122,11 +132,11 @@ class Engine:
             raise RunnerError("the runner has failed: abandon the work and build another engine")
         self._end_unwanted()
         plan = self._scheduler.plan()
-        if plan.chunks:
+        if not plan.empty:
             self._launch(plan)
-        if self._outstanding and (len(self._outstanding) >= self._runner.depth or not plan.chunks):
+        if self._outstanding and (len(self._outstanding) >= self._runner.depth or plan.empty):
             self._apply(self._collect())
-        elif self._sequences and not plan.chunks:
+        elif self._sequences and plan.empty:
             raise CacheIntegrityError("there are requests, but no step could be planned")
         self._scheduler.release()
         done, self._done = self._done, []
@@ -153,7 +163,9 @@ class Engine:
         return EngineStats(
             steps=self._steps,
             prompt_tokens=self._prompt_tokens,
+            shared_tokens=self._scheduler.shared_tokens,
             generated_tokens=self._generated,
+            resumed_tokens=self._resumed,
             preemptions=self._scheduler.preemptions,
             running=self._scheduler.running,
             waiting=self._scheduler.waiting,
@@ -165,6 +177,16 @@ class Engine:
         """What a job has so far; None where the engine does not have it (any more)."""
         sequence = self._sequences.get(job_id)
         return None if sequence is None else self._snapshot(sequence)
+
+    def progress(self, at_least: int = 1) -> list[Progress]:
+        """The drawn tokens of the requests that have `at_least` so many more than when last asked."""
+        reports = []
+        for sequence in self._sequences.values():
+            if sequence.generated - sequence.reported >= at_least:
+                sequence.reported = sequence.generated
+                request, drawn = sequence.request, sequence.tokens[sequence.prompt_length :]
+                reports.append(Progress(request.job_id, request.attempt, tuple(drawn)))
+        return reports
 
     def abandon(self) -> list[Partial]:
         """Drop all work and free its pages; returns what each unfinished request had.
@@ -184,7 +206,7 @@ class Engine:
                     self._runner.collect()
                 except RunnerError:
                     self._failed = True  # what it would have drawn is dropped anyway
-            self._settle(self._outstanding.popleft())
+            self._scheduler.collected = self._outstanding.popleft().number
         self._scheduler.release()
         return partials
 
@@ -198,37 +220,28 @@ class Engine:
         if (live := self.running + self.waiting) != len(self._sequences):
             raise CacheIntegrityError(f"{len(self._sequences)} requests are live, {live} are scheduled")
         for sequence in self._sequences.values():
-            launches = sum(sequence in launch.sequences for launch in self._outstanding)
             draws = sum(sequence in launch.drawing for launch in self._outstanding)
-            if (launches, draws) != (sequence.in_flight, sequence.drawing):
+            touching = [
+                launch.number
+                for launch in self._outstanding
+                if sequence in launch.plan.decodes
+                or any(chunk.sequence is sequence for chunk in launch.plan.chunks)
+            ]
+            newest = touching[-1] if touching else min(sequence.last_launch, self._scheduler.collected)
+            if (newest, draws) != (sequence.last_launch, sequence.drawing):
                 raise CacheIntegrityError(f"{sequence.request.job_id} miscounts its launches")
             if sequence.state is SequenceState.FINISHED or len(sequence.tokens) >= sequence.length_limit:
                 raise CacheIntegrityError(f"{sequence.request.job_id} is over and still live")
 
-    def _fault(self, request: Request) -> str | None:
-        """Why a request can never run, with the remedy; None where it can."""
-        prompt = request.prompt_ids
-        if not prompt:
-            return "the prompt has no tokens: give it some text"
-        if (lowest := min(prompt)) < 0 or (highest := max(prompt)) >= self._vocab:
-            wrong = lowest if lowest < 0 else highest
-            return (
-                f"the prompt holds token id {wrong}, but this model's ids go from 0 to {self._vocab - 1}: "
-                "tokenize it with this model's own vocabulary"
-            )
-        if len(prompt) < self._cache_context:
-            return None
-        if len(prompt) >= self._context:
-            return (
-                f"the prompt has {len(prompt)} tokens; this worker's context holds {self._context}, of which "
-                "at least one must be left for the answer: shorten it or start the worker with "
-                f"--context {len(prompt) + request.params.max_tokens}, if the model allows it"
-            )
-        return (
-            f"the prompt has {len(prompt)} tokens; this worker's KV cache holds {self._cache_context} "
-            f"({self._pool.blocks} pages of {self._pool.block_size}), of which at least one must be left for "
-            "the answer: shorten it or give the worker more memory for its KV cache"
-        )
+    def _resume(self, sequence: Sequence) -> None:
+        """Go on from the tokens of an earlier attempt, as if they had been drawn here."""
+        for token in sequence.request.generated_ids:
+            self._resumed += 1
+            sequence.reported += 1
+            sequence.tokens.append(token)
+            self._finish_if_over(sequence)
+            if sequence.state is SequenceState.FINISHED:
+                return
 
     def _end_unwanted(self) -> None:
         """Finish what was cancelled or is past its deadline, wherever it stands."""
@@ -250,14 +263,11 @@ class Engine:
         self._runner.launch(batch)
         self._failed = False
         self._steps += 1
+        self._scheduler.launched(plan, self._steps)
         for chunk in plan.chunks:
-            sequence = chunk.sequence
-            sequence.in_flight += 1
-            sequence.computed = chunk.start + chunk.length
-            self._prompt_tokens += max(0, min(sequence.computed, sequence.prompt_length) - chunk.start)
-        for sequence in drawing:
-            sequence.drawing += 1
-        self._outstanding.append(_Launch([chunk.sequence for chunk in plan.chunks], drawing))
+            end = min(chunk.start + chunk.length, chunk.sequence.prompt_length)
+            self._prompt_tokens += max(0, end - chunk.start)
+        self._outstanding.append(_Launch(self._steps, plan, drawing))
 
     def _collect(self) -> SampledTokens:
         self._failed = True  # unless the runner returns what it should
@@ -270,29 +280,30 @@ class Engine:
     def _apply(self, drawn: SampledTokens) -> None:
         """Give each sequence its token; those that stopped in the meantime get none."""
         launch = self._outstanding.popleft()
-        self._settle(launch)
+        self._scheduler.collected = launch.number
+        finished, eos_ids = SequenceState.FINISHED, self._eos_ids
         for sequence, token in zip(launch.drawing, drawn.tokens.tolist(), strict=True):
-            if sequence.state is SequenceState.FINISHED:
+            if sequence.state is finished:
                 continue
-            sequence.tokens.append(token)
             self._generated += 1
-            reason = reason_to_stop(
-                token,
-                generated=sequence.generated,
-                length=len(sequence.tokens),
-                context=self._cache_context,
-                params=sequence.request.params,
-                eos_ids=self._eos_ids,
-                watch=sequence.watch,
-            )
-            if reason is not None:
-                self._finish(sequence, reason)
+            tokens = sequence.tokens
+            tokens.append(token)
+            if sequence.watch is not None or len(tokens) >= sequence.length_limit or token in eos_ids:
+                self._finish_if_over(sequence)  # in other cases there is no reason to stop
 
-    def _settle(self, launch: _Launch) -> None:
-        for sequence in launch.sequences:
-            sequence.in_flight -= 1
-        for sequence in launch.drawing:
-            sequence.drawing -= 1
+    def _finish_if_over(self, sequence: Sequence) -> None:
+        """Look at the token that was added last."""
+        reason = reason_to_stop(
+            sequence.tokens[-1],
+            generated=sequence.generated,
+            length=len(sequence.tokens),
+            context=self._limits.tokens,
+            params=sequence.request.params,
+            eos_ids=self._eos_ids,
+            watch=sequence.watch,
+        )
+        if reason is not None:
+            self._finish(sequence, reason)
 
     def _finish(self, sequence: Sequence, reason: StopReason, error: str | None = None) -> None:
         """Make the completion; pages and slot follow when no launch uses them any more."""

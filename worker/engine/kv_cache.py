@@ -1,12 +1,16 @@
 """Hands out the pages of the KV cache and can prove that none is lost or owned by mistake.
 
 A page holds the keys and values of `block_size` consecutive tokens of a sequence. Pages are counted by
-reference: `share` lets a second sequence use a page that is already filled, and a page is free again when
+reference: `share` lets a further sequence use a page that is already filled, and a page is free again when
 its last owner has released it.
+
+A page that was marked with `keep` is worth more than its memory: without an owner it is *idle*, keeps what
+it holds, and can be shared again. Idle pages count as free; they are given away only when no other page is
+left, the one that lost its last owner first going first.
 """
 
-from collections import Counter
-from collections.abc import Iterable
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Sequence
 
 
 class CacheIntegrityError(AssertionError):
@@ -14,25 +18,35 @@ class CacheIntegrityError(AssertionError):
 
 
 class BlockPool:
-    """`blocks` pages of `block_size` tokens, numbered from 0. All methods cost O(pages named)."""
+    """`blocks` pages of `block_size` tokens, numbered from 0. All methods cost O(pages named).
+
+    on_evict: told of an idle page that is given away, before it is.
+    """
 
     def __init__(self, blocks: int, block_size: int) -> None:
         if blocks < 1 or block_size < 1:
             raise ValueError(f"a pool needs pages and a page tokens (got {blocks} pages of {block_size})")
         self.blocks = blocks
         self.block_size = block_size
-        self._free = list(range(blocks - 1, -1, -1))  # a stack: the page freed last is warm, and used first
+        self.on_evict: Callable[[int], None] | None = None
+        self._empty = list(range(blocks - 1, -1, -1))  # a stack: the page freed last is warm, and used first
+        self._idle: OrderedDict[int, None] = OrderedDict()  # the least recently owned first
         self._owners = [0] * blocks
+        self._kept = [False] * blocks
 
     @property
     def free(self) -> int:
-        """Pages that nobody owns."""
-        return len(self._free)
+        """Pages that nobody owns, the idle ones among them."""
+        return len(self._empty) + len(self._idle)
 
     @property
     def used(self) -> int:
         """Pages with at least one owner."""
-        return self.blocks - len(self._free)
+        return self.blocks - self.free
+
+    def owners(self, page: int) -> int:
+        """How often a page is owned."""
+        return self._owners[page]
 
     def pages_for(self, tokens: int) -> int:
         """Pages that hold `tokens` tokens."""
@@ -40,28 +54,55 @@ class BlockPool:
 
     def allocate(self, count: int) -> list[int]:
         """Take `count` free pages, each with one owner; raises ValueError where there are not that many."""
-        if count > len(self._free):
-            raise ValueError(f"{count} pages wanted, {len(self._free)} free")
-        pages = [self._free.pop() for _ in range(count)]
+        if count > self.free:
+            raise ValueError(f"{count} pages wanted, {self.free} free")
+        pages = [self._empty.pop() if self._empty else self._evict() for _ in range(count)]
         for page in pages:
             self._owners[page] = 1
         return pages
 
+    def keep(self, page: int) -> None:
+        """Let an owned page stay findable when its last owner leaves; raises ValueError for a free page."""
+        if self._owners[page] < 1:
+            raise ValueError(f"page {page} is free: there is nothing in it to keep")
+        self._kept[page] = True
+
     def share(self, pages: Iterable[int]) -> None:
-        """Add an owner to pages that have one; raises ValueError for a free page."""
+        """Add an owner to pages that are owned or idle; raises ValueError for one that holds nothing."""
         for page in pages:
             if self._owners[page] < 1:
-                raise ValueError(f"page {page} is free and cannot be shared")
+                if not self._kept[page]:
+                    raise ValueError(f"page {page} is free and cannot be shared")
+                del self._idle[page]
             self._owners[page] += 1
 
-    def release(self, pages: Iterable[int]) -> None:
-        """Take one owner from each page; raises ValueError for a page that has none."""
-        for page in pages:
+    def release(self, pages: Sequence[int]) -> None:
+        """Take one owner from each page, the last of a sequence first, so that it is evicted before those
+        that it follows; raises ValueError for a page that has none."""
+        for page in reversed(pages):
             if self._owners[page] < 1:
                 raise ValueError(f"page {page} is released twice")
             self._owners[page] -= 1
             if self._owners[page] == 0:
-                self._free.append(page)
+                if self._kept[page]:
+                    self._idle[page] = None
+                else:
+                    self._empty.append(page)
+
+    def idle(self) -> list[int]:
+        """The idle pages, in the order in which they would be evicted."""
+        return list(self._idle)
+
+    def kept(self) -> set[int]:
+        """The pages that were marked with `keep`, owned or idle."""
+        return {page for page, kept in enumerate(self._kept) if kept}
+
+    def _evict(self) -> int:
+        page, _ = self._idle.popitem(last=False)
+        self._kept[page] = False
+        if self.on_evict is not None:
+            self.on_evict(page)
+        return page
 
     def check_integrity(self, block_tables: Iterable[Iterable[int]]) -> None:
         """Audit every page against the block tables of all sequences that hold any.
@@ -70,7 +111,7 @@ class BlockPool:
         tables name it.
         """
         named = Counter(page for table in block_tables for page in table)
-        free = Counter(self._free)
+        free = Counter([*self._empty, *self._idle])
         for page in range(self.blocks):
             if free[page] > 1:
                 raise CacheIntegrityError(f"page {page} is {free[page]} times in the free list")
@@ -83,5 +124,7 @@ class BlockPool:
                 raise CacheIntegrityError(
                     f"page {page} has {self._owners[page]} owners and is in {named[page]} block tables"
                 )
+            if free[page] and self._kept[page] != (page in self._idle):
+                raise CacheIntegrityError(f"page {page} is free, and idle without being kept or the reverse")
         if strangers := sorted((named.keys() | free.keys()) - set(range(self.blocks))):
             raise CacheIntegrityError(f"pages that do not exist are in use: {strangers}")

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from jobs.contract import GenerationParams, StopReason
+from worker.engine.prefix_tree import PrefixNode
 from worker.engine.stops import TextWatch
 
 
@@ -11,7 +12,8 @@ from worker.engine.stops import TextWatch
 class Request:
     """One claimed job, tokenised. `deadline` is in seconds since the epoch; `seed` keys the sampler.
 
-    `priority`: higher is admitted sooner; equal priorities in order of submission.
+    `priority`: higher is admitted sooner; equal priorities in order of submission, but for equal prefixes,
+    which are kept together. `generated_ids`: what an earlier attempt had drawn, to go on from.
     """
 
     job_id: str
@@ -21,6 +23,7 @@ class Request:
     seed: int
     deadline: float | None = None
     priority: int = 5
+    generated_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +42,15 @@ class Completion:
     prompt_tokens: int
     completion_tokens: int
     error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """The tokens that were drawn so far for an unfinished request."""
+
+    job_id: str
+    attempt: int
+    token_ids: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,27 +76,41 @@ class SequenceState(Enum):
 class Sequence:
     """A request in the engine: its tokens, and how far the launches have got with them.
 
-    The host may be behind the runner: `drawing` tokens have been asked for that it has not seen. Pages and
-    slot outlive the RUNNING state until `in_flight` is 0, for outstanding launches still write there.
+    The host may be behind the runner: where `computed` is beyond the tokens that it knows, it has not seen
+    some that were drawn. Pages and slot outlive the RUNNING state until `last_launch` is collected, for
+    outstanding launches still write there.
     """
 
     request: Request
     order: int  # of submission; unique
     tokens: list[int]  # the prompt, then every token drawn
     length_limit: int  # the sequence never holds more tokens than this
+    group: int | None = None  # the order of the request whose place in the queue it shares
     state: SequenceState = SequenceState.WAITING
     computed: int = 0  # tokens whose keys and values are in the cache once the launches are done
+    decoding: bool = False  # each launch from here on computes one token and draws the next
     block_table: list[int] = field(default_factory=list)
+    room: int = 0  # tokens that its pages hold
     slot: int | None = None
-    in_flight: int = 0  # launches outstanding that touch this sequence
-    drawing: int = 0  # draws among them
+    last_launch: int = 0  # the number of the newest launch that touches this sequence
+    reported: int = 0  # drawn tokens that were last reported as progress
     watch: TextWatch | None = None  # only where there are stop strings
-    stop_reason: StopReason | None = None
 
-    @property
-    def prompt_length(self) -> int:
-        """Tokens in the prompt."""
-        return len(self.request.prompt_ids)
+    # What `PrefixSharing` knows of it.
+    node: PrefixNode | None = None  # its last page that others can find; None: none, or nothing is shared
+    findable: int = 0  # its pages up to there
+    page_keys: list[bytes] | None = None  # while it waits or computes pages that others may want
+    promise: tuple[PrefixNode, bytes] | None = None  # where in the tree the page is that it computes next
+    follows: "tuple[Sequence, int] | None" = None  # waits until that one has computed so many pages
+
+    prompt_length: int = field(init=False)
+    rank: tuple[int, int, int] = field(init=False)
+    """Sorts sequences by who goes first: higher priority, then the earlier group, then submission."""
+
+    def __post_init__(self) -> None:
+        self.prompt_length = len(self.request.prompt_ids)
+        group = self.order if self.group is None else self.group
+        self.rank = (-self.request.priority, group, self.order)
 
     @property
     def generated(self) -> int:
@@ -92,12 +118,6 @@ class Sequence:
         return len(self.tokens) - self.prompt_length
 
     @property
-    def rank(self) -> tuple[int, int]:
-        """Sorts sequences by who goes first: higher priority, then earlier submission."""
-        return (-self.request.priority, self.order)
-
-    @property
-    def pending(self) -> int:
-        """Tokens to compute before the next draw; 0 where the last token it may have is already asked for."""
-        length = len(self.tokens) + self.drawing
-        return length - self.computed if length < self.length_limit else 0
+    def drawing(self) -> int:
+        """Tokens drawn by outstanding launches."""
+        return max(0, self.computed + 1 - len(self.tokens)) if self.decoding else 0

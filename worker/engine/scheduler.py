@@ -8,41 +8,68 @@ Pages for all tokens that a sequence has are taken at admission, one more each t
 none is left, the lowest-ranked running sequence gives its pages back and waits to be admitted again; its
 tokens are kept, and computed again as one prompt. The highest-ranked sequence never gives way to another, and
 fits the pool alone, so there is always one that gets nearer to its end: no livelock.
+
+Where prefixes are shared (`PrefixSharing`), a sequence takes the pages that are there already and computes
+the rest. One that waits for pages that a running sequence is computing keeps its place: what ranks below it
+gets neither the slot nor the pages that it will need.
 """
 
 import heapq
-from bisect import insort
+from bisect import bisect_left, insort
 from dataclasses import dataclass
 
 from worker.engine.kv_cache import BlockPool, CacheIntegrityError
+from worker.engine.prefix_tree import PrefixNode
 from worker.engine.request import Sequence, SequenceState
+from worker.engine.sharing import PrefixSharing
+
+Rank = tuple[int, int, int]
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Compute `length` tokens of `sequence` from position `start`."""
+    """Compute `length` known tokens of `sequence` from position `start`."""
 
     sequence: Sequence
     start: int
     length: int
 
+    @property
+    def draws(self) -> bool:
+        """Whether its last token is the last one known, so that the next is drawn."""
+        return self.start + self.length == len(self.sequence.tokens)
+
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One step: what to compute, who took a slot for it, and who lost theirs."""
+    """One step: what to compute, who took a slot for it, who got further pages, and who lost theirs.
 
+    decodes   sequences of which the token at `computed`, the one last drawn, is computed and the next drawn
+    chunks    pieces of prompts (of all known tokens, where a sequence is computed again)
+    """
+
+    decodes: list[Sequence]
     chunks: list[Chunk]
     admitted: list[Sequence]
+    grown: list[Sequence]
     preempted: list[Sequence]
+
+    @property
+    def empty(self) -> bool:
+        """Whether there is nothing to do until a launch is collected."""
+        return not self.decodes and not self.chunks
 
 
 class Scheduler:
     """Owns the waiting and running sequences, their slots and their pages.
 
     `token_budget` bounds the tokens of a step and must cover one token of each of `max_sequences`.
+    `collected` is the number of the newest launch that is over; launches are numbered from 1.
     """
 
-    def __init__(self, pool: BlockPool, *, max_sequences: int, token_budget: int) -> None:
+    def __init__(
+        self, pool: BlockPool, *, max_sequences: int, token_budget: int, prefix_sharing: bool = True
+    ) -> None:
         if max_sequences < 1:
             raise ValueError(f"max_sequences must be at least 1 (got {max_sequences})")
         if token_budget < max_sequences:
@@ -51,14 +78,16 @@ class Scheduler:
                 "every running sequence needs one token a step"
             )
         self._pool = pool
+        self._sharing = PrefixSharing(pool) if prefix_sharing else None
         self._token_budget = token_budget
         self._max_sequences = max_sequences
-        self._waiting: list[tuple[tuple[int, int], Sequence]] = []  # a heap; may hold finished sequences
+        self._waiting: list[tuple[Rank, Sequence]] = []  # a heap; may hold finished sequences
         self._waiting_count = 0
         self._running: list[Sequence] = []  # by rank
-        self._leaving: list[Sequence] = []  # no longer running, but launches still use their pages
+        self._leaving: list[Sequence] = []  # no longer running, but launches may still use their pages
         self._free_slots = list(range(max_sequences - 1, -1, -1))
         self.preemptions = 0
+        self.collected = 0
 
     @property
     def waiting(self) -> int:
@@ -70,6 +99,11 @@ class Scheduler:
         """Sequences that have a slot and are not finished."""
         return len(self._running)
 
+    @property
+    def shared_tokens(self) -> int:
+        """Prompt tokens that were not computed, since their pages were there."""
+        return 0 if self._sharing is None else self._sharing.shared_tokens
+
     def add(self, sequence: Sequence) -> None:
         """Queue a new sequence."""
         self._waiting_count += 1
@@ -80,58 +114,74 @@ class Scheduler:
         if sequence.state is SequenceState.WAITING:
             self._waiting_count -= 1
         elif sequence.state is SequenceState.RUNNING:
-            self._running.remove(sequence)
-            self._leaving.append(sequence)
+            del self._running[bisect_left(self._running, sequence.rank, key=_rank)]
+            self._leave(sequence)
         sequence.state = SequenceState.FINISHED
 
     def release(self) -> None:
         """Take back the pages and slots of sequences that left and that no launch touches any more."""
+        if not self._leaving:
+            return
         leaving, self._leaving = self._leaving, []
         for sequence in leaving:
-            if sequence.in_flight:
+            if sequence.last_launch > self.collected:
                 self._leaving.append(sequence)
                 continue
+            if self._sharing is not None:
+                self._sharing.leave(sequence)
             self._pool.release(sequence.block_table)
             assert sequence.slot is not None
             self._free_slots.append(sequence.slot)
             sequence.block_table = []
             sequence.slot = None
-            sequence.computed = 0
+            sequence.computed = sequence.room = 0
+            sequence.decoding = False
             if sequence.state is SequenceState.WAITING:
                 heapq.heappush(self._waiting, (sequence.rank, sequence))
 
     def plan(self) -> StepPlan:
-        """Choose the next step. No chunks: there is nothing to do until a launch is collected."""
+        """Choose the next step."""
         self.release()
+        decodes: list[Sequence] = []
+        grown: list[Sequence] = []
         preempted: list[Sequence] = []
-        chunks = self._grow(preempted)
+        self._grow(decodes, grown, preempted)
         admitted = self._admit() if not preempted else []
-        budget = self._token_budget - len(chunks)
-        for sequence in self._running:
+        chunks: list[Chunk] = []
+        budget = self._token_budget - len(decodes)
+        for sequence in [sequence for sequence in self._running if not sequence.decoding]:
             if budget < 1:
                 break
-            if (pending := sequence.pending) > 1 or (pending == 1 and not sequence.computed):
-                length = min(pending, budget)
-                chunks.append(Chunk(sequence, sequence.computed, length))
-                budget -= length
-        return StepPlan(chunks, admitted, preempted)
+            length = min(len(sequence.tokens) - sequence.computed, budget)
+            chunks.append(Chunk(sequence, sequence.computed, length))
+            budget -= length
+        return StepPlan(decodes, chunks, admitted, grown, preempted)
 
-    def _grow(self, preempted: list[Sequence]) -> list[Chunk]:
+    def launched(self, plan: StepPlan, number: int) -> None:
+        """The step is queued as launch `number`: advance what it computes."""
+        for sequence in plan.decodes:
+            sequence.computed += 1
+            sequence.last_launch = number
+        for chunk in plan.chunks:
+            sequence = chunk.sequence
+            sequence.decoding = chunk.draws
+            sequence.computed = chunk.start + chunk.length
+            sequence.last_launch = number
+            if self._sharing is not None:
+                self._sharing.advance(sequence)
+
+    def _grow(self, decodes: list[Sequence], grown: list[Sequence], preempted: list[Sequence]) -> None:
         """One token for each generating sequence, best rank first, preempting from the other end."""
-        chunks: list[Chunk] = []
-        running, pool = self._running, self._pool
-        index = 0
-        while index < len(running):
-            sequence = running[index]
-            index += 1
-            if sequence.pending != 1 or not sequence.computed:
-                continue
-            if sequence.computed == len(sequence.block_table) * pool.block_size:
-                if not pool.free and not self._make_room(sequence, preempted):
+        for sequence in self._running:  # which becomes shorter at its end where sequences give way
+            if not sequence.decoding or sequence.computed >= sequence.length_limit - 1:
+                continue  # of the latter the last token that it may have is being drawn
+            if sequence.computed == sequence.room:
+                if not self._pool.free and not self._make_room(sequence, preempted):
                     continue
-                sequence.block_table += pool.allocate(1)
-            chunks.append(Chunk(sequence, sequence.computed, 1))
-        return chunks
+                sequence.block_table += self._pool.allocate(1)
+                sequence.room += self._pool.block_size
+                grown.append(sequence)
+            decodes.append(sequence)
 
     def _make_room(self, sequence: Sequence, preempted: list[Sequence]) -> bool:
         """Preempt from the lowest rank up until a page is free.
@@ -139,18 +189,23 @@ class Scheduler:
         False where `sequence` gave way itself, or has to wait for pages that launches still use.
         """
         while not self._pool.free:
-            if any(leaving.in_flight for leaving in self._leaving):
+            if any(leaving.last_launch > self.collected for leaving in self._leaving):
                 return False
             victim = self._running.pop()  # ranks no higher than `sequence`: it is not in this plan yet
             victim.state = SequenceState.WAITING
             self._waiting_count += 1
-            self._leaving.append(victim)
+            self._leave(victim)
             preempted.append(victim)
             self.preemptions += 1
             self.release()
             if victim is sequence:
                 return False
         return True
+
+    def _leave(self, sequence: Sequence) -> None:
+        self._leaving.append(sequence)
+        if self._sharing is not None:
+            self._sharing.stop(sequence)
 
     def _admit(self) -> list[Sequence]:
         """Give slots and pages to waiting sequences in order of rank; the first that does not fit ends it.
@@ -159,32 +214,54 @@ class Scheduler:
         the next page border. Where nothing runs there is nothing to keep back for.
         """
         admitted: list[Sequence] = []
-        while self._waiting and self._free_slots:
+        following: list[Sequence] = []  # each has a slot and `promised` its pages kept for it
+        promised = 0
+        while self._waiting and len(following) < len(self._free_slots):
             sequence = self._waiting[0][1]
             if sequence.state is not SequenceState.WAITING:
                 heapq.heappop(self._waiting)
                 continue
             pages = self._pool.pages_for(len(sequence.tokens))
-            if pages + len(self._running) > self._pool.free:
+            nodes = [] if self._sharing is None else self._sharing.find(sequence)
+            if nodes is None:
+                assert sequence.follows is not None
+                promised += pages - sequence.follows[1]
+                following.append(heapq.heappop(self._waiting)[1])
+                continue
+            taken = pages - sum(self._pool.owners(node.page) > 0 for node in nodes)
+            if taken + promised + len(self._running) + len(following) > self._pool.free:
                 break
             heapq.heappop(self._waiting)
-            self._waiting_count -= 1
-            sequence.state = SequenceState.RUNNING
-            sequence.slot = self._free_slots.pop()
-            sequence.block_table = self._pool.allocate(pages)
-            insort(self._running, sequence, key=lambda running: running.rank)
+            self._give_place(sequence, pages, nodes)
             admitted.append(sequence)
+        for sequence in following:
+            heapq.heappush(self._waiting, (sequence.rank, sequence))
         return admitted
+
+    def _give_place(self, sequence: Sequence, pages: int, nodes: list[PrefixNode]) -> None:
+        self._waiting_count -= 1
+        sequence.state = SequenceState.RUNNING
+        sequence.slot = self._free_slots.pop()
+        if self._sharing is not None:
+            sequence.block_table = self._sharing.adopt(sequence, nodes)
+        sequence.block_table += self._pool.allocate(pages - len(nodes))
+        sequence.room = pages * self._pool.block_size
+        sequence.computed = len(nodes) * self._pool.block_size
+        insort(self._running, sequence, key=_rank)
 
     def check_integrity(self) -> None:
         """Audit pages, slots and states; raises CacheIntegrityError."""
         holders = self._running + self._leaving
         self._pool.check_integrity(sequence.block_table for sequence in holders)
+        if self._sharing is not None:
+            self._sharing.check_integrity(holders)
         slots = sorted(self._free_slots + [s.slot for s in holders if s.slot is not None])
         if slots != list(range(self._max_sequences)):
             raise CacheIntegrityError(f"slots are lost or given twice: {slots}")
         for sequence in holders:
-            if sequence.computed > len(sequence.block_table) * self._pool.block_size:
+            if sequence.room != len(sequence.block_table) * self._pool.block_size:
+                raise CacheIntegrityError(f"{sequence.request.job_id} miscounts its pages")
+            if sequence.computed > sequence.room:
                 raise CacheIntegrityError(
                     f"{sequence.request.job_id} has computed more tokens than it has pages for"
                 )
@@ -194,3 +271,7 @@ class Scheduler:
         queued += sum(s.state is SequenceState.WAITING for s in self._leaving)
         if queued != self._waiting_count:
             raise CacheIntegrityError(f"{queued} sequences wait, {self._waiting_count} are counted")
+
+
+def _rank(sequence: Sequence) -> Rank:
+    return sequence.rank

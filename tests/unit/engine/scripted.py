@@ -105,6 +105,7 @@ class ScriptedRunner:
         )
         assert len(set(batch.cache_rows.tolist())) == len(batch.cache_rows), "two tokens share a cache row"
         drawn = []
+        readers = np.zeros(len(self.cache), dtype=np.int64)
         for s, slot in enumerate(batch.slots):
             part = slice(starts[s], starts[s + 1])
             tokens = batch.tokens[part].astype(np.int64)
@@ -116,12 +117,14 @@ class ScriptedRunner:
             places = np.arange(length)
             rows = table[places // self.block_size] * self.block_size + places % self.block_size
             assert (rows >= 0).all()
+            readers[rows] += 1
             assert batch.cache_rows[part].tolist() == rows[length - len(tokens) :].tolist()
             self.cache[batch.cache_rows[part]] = tokens
             if starts[s + 1] - 1 in batch.sample_rows:
                 admitted = self.admitted[slot]
                 assert admitted is not None
                 drawn.append((slot, self.draw(admitted[0], self.cache[rows].tolist())))
+        assert (readers[batch.cache_rows] == 1).all(), "a page is written that another sequence reads"
         assert [slot for slot, _ in drawn] == batch.sample_slots.tolist()
         for slot, token in drawn:
             self.last[slot] = token
@@ -159,9 +162,10 @@ def make_engine(runner: ScriptedRunner, clock: Clock | None = None, **limits: in
 
 def make_request(
     job_id: str = "j", prompt: tuple[int, ...] = (0, 1, 2), *, seed: int = 1, deadline: float | None = None,
-    priority: int = 5, attempt: int = 1, **params: object,
+    priority: int = 5, attempt: int = 1, generated: tuple[int, ...] = (), **params: object,
 ) -> Request:  # fmt: skip
-    return Request(job_id, attempt, prompt, GenerationParams.parse(params), seed, deadline, priority)
+    parsed = GenerationParams.parse(params)
+    return Request(job_id, attempt, prompt, parsed, seed, deadline, priority, generated)
 
 
 def run(engine: Engine, steps: int = 10_000) -> list[Completion]:

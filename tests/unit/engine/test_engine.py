@@ -154,7 +154,7 @@ def test_cancel_and_deadline_reach_a_prompt_in_the_middle_and_one_that_waits() -
     runner = ScriptedRunner(slots=2)
     engine = make_engine(runner, clock, token_budget=4)
     engine.submit(make_request("long", (0,) * 20))
-    engine.submit(make_request("late", (0,) * 20, deadline=1001.0))
+    engine.submit(make_request("late", (1,) * 20, deadline=1001.0))
     engine.submit(make_request("waits", deadline=1002.0))
     engine.submit(make_request("unwanted"))
     assert engine.step() == []
@@ -312,7 +312,7 @@ def test_prompts_are_prefilled_in_one_launch_each_and_counted() -> None:
     runner = ScriptedRunner(script=[0] * 99)
     engine = make_engine(runner)
     for n in range(3):
-        engine.submit(make_request(f"j{n}", (0,) * 7, seed=7, max_tokens=2))
+        engine.submit(make_request(f"j{n}", (n,) * 7, seed=7, max_tokens=2))
     run(engine)
     assert [len(batch.tokens) for batch in runner.batches] == [21, 3]
     assert engine.stats.prompt_tokens == 21

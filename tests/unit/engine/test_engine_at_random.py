@@ -1,5 +1,10 @@
-"""The engine under random use: each request completes once, with the text it would have alone."""
+"""The engine under random use: each request completes once, with the text it would have alone.
 
+Many prompts begin alike, so that pages are shared, evicted and waited for; work is abandoned at any step and
+goes on from the tokens that it had.
+"""
+
+from dataclasses import replace
 from typing import Any
 
 from hypothesis import settings
@@ -11,6 +16,7 @@ from tests.unit.engine.scripted import VOCAB, Clock, ScriptedRunner, expected, m
 from worker.engine.request import Completion, Request
 
 CONTEXT = 24
+BEGINNINGS = [(), (1, 2, 3, 4, 5, 6, 7, 8), (1, 2, 3, 4), (1, 2, 9, 9, 9, 9)]
 EARLY = {StopReason.CANCELLED, StopReason.DEADLINE}
 
 
@@ -23,20 +29,30 @@ class EngineMachine(RuleBasedStateMachine):
         block_size=st.sampled_from([1, 2, 4]),
         slots=st.integers(1, 5),
         spare=st.sampled_from([0, 1, 3, 30]),
+        sharing=st.sampled_from([True, True, False]),
     )
-    def build(self, depth: int, blocks: int, block_size: int, slots: int, spare: int) -> None:
+    def build(self, depth: int, blocks: int, block_size: int, slots: int, spare: int, sharing: bool) -> None:
         self.clock = Clock()
         runner = ScriptedRunner(kv_blocks=blocks, block_size=block_size, slots=slots, depth=depth)
         self.context = min(CONTEXT, blocks * block_size)
-        self.engine = make_engine(runner, self.clock, context_length=CONTEXT, token_budget=slots + spare)
+        self.engine = make_engine(
+            runner,
+            self.clock,
+            context_length=CONTEXT,
+            token_budget=slots + spare,
+            prefix_sharing=sharing,
+        )
         self.requests: dict[tuple[str, int], Request] = {}
         self.attempts: dict[str, int] = {}
         self.cancelled: set[str] = set()
+        self.resumed = 0
         self.done: dict[tuple[str, int], Completion] = {}
+        self.reported: dict[tuple[str, int], tuple[int, ...]] = {}
 
     @rule(
         job=st.integers(0, 9),
-        prompt=st.lists(st.integers(0, VOCAB - 1), max_size=12),
+        beginning=st.sampled_from(BEGINNINGS),
+        rest=st.lists(st.integers(0, VOCAB - 1), max_size=6),
         seed=st.integers(0, 2**63 - 1),
         max_tokens=st.integers(1, 20),
         stop=st.sampled_from([(), (), ("ab",), ("é", "ST"), ("a ", "ba", "€b")]),
@@ -44,11 +60,20 @@ class EngineMachine(RuleBasedStateMachine):
         priority=st.integers(0, 2),
         patience=st.sampled_from([None, None, None, 0, 1, 5]),
     )
-    def submit(self, job: int, prompt: list[int], seed: int, patience: int | None, **params: Any) -> None:
+    def submit(
+        self,
+        job: int,
+        beginning: tuple[int, ...],
+        rest: list[int],
+        seed: int,
+        patience: int | None,
+        **params: Any,
+    ) -> None:
         job_id = f"j{job}"
         attempt = self.attempts[job_id] = self.attempts.get(job_id, 0) + 1
         deadline = None if patience is None else self.clock.now + patience
-        request = make_request(job_id, tuple(prompt), seed=seed, attempt=attempt, deadline=deadline, **params)
+        prompt = (*beginning, *rest)
+        request = make_request(job_id, prompt, seed=seed, attempt=attempt, deadline=deadline, **params)
         self.cancelled.discard(job_id)
         self.requests[job_id, attempt] = request
         self.engine.submit(request)
@@ -68,9 +93,27 @@ class EngineMachine(RuleBasedStateMachine):
             self.take(self.engine.step())
             self.engine.check_integrity()
 
+    @rule(at_least=st.integers(1, 3))
+    def report_progress(self, at_least: int) -> None:
+        """What a worker saves: each report is longer than the one before, and true."""
+        for progress in self.engine.progress(at_least):
+            key = (progress.job_id, progress.attempt)
+            known = len(self.reported.get(key, self.requests[key].generated_ids))
+            assert len(progress.token_ids) >= known + at_least
+            assert expected(self.requests[key], self.context)[0][: len(progress.token_ids)] == (
+                progress.token_ids
+            )
+            self.reported[key] = progress.token_ids
+        for key, request in self.requests.items():
+            partial = self.engine.partial(key[0])
+            if key not in self.done and partial is not None and partial.attempt == key[1]:
+                known = len(self.reported.get(key, request.generated_ids))
+                assert len(partial.token_ids) < known + at_least, "a request that grew is not reported"
+
     @precondition(lambda self: self.requests)
-    @rule()
-    def abandon(self) -> None:
+    @rule(keep=st.sampled_from([None, 1, 3, 100]))
+    def abandon(self, keep: int | None) -> None:
+        """The worker stops; where `keep` is given another goes on from as many tokens as were saved."""
         for partial in self.engine.abandon():
             key = (partial.job_id, partial.attempt)
             request = self.requests.pop(key)
@@ -78,6 +121,13 @@ class EngineMachine(RuleBasedStateMachine):
             tokens = expected(request, self.context)[0]
             assert tokens[: len(partial.token_ids)] == partial.token_ids
             assert len(partial.token_ids) < len(tokens)
+            if keep is not None:
+                attempt = self.attempts[partial.job_id] = self.attempts[partial.job_id] + 1
+                again = replace(request, attempt=attempt, generated_ids=partial.token_ids[:keep])
+                self.cancelled.discard(again.job_id)
+                self.requests[again.job_id, attempt] = again
+                self.resumed += len(again.generated_ids)
+                self.engine.submit(again)
 
     @invariant()
     def books_are_in_order(self) -> None:
@@ -121,6 +171,7 @@ class EngineMachine(RuleBasedStateMachine):
         stats = self.engine.stats
         assert stats.free_pages == stats.pages
         assert (stats.running, stats.waiting) == (0, 0)
+        assert stats.resumed_tokens == self.resumed
         self.engine.check_integrity()
 
 

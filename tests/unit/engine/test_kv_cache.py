@@ -56,9 +56,45 @@ def test_audit_notices_faults() -> None:
     for tables in ([], [table, table], [table[:1]], [[*table, 2]], [[*table, 99]]):
         with pytest.raises(CacheIntegrityError):
             pool.check_integrity(tables)
-    pool._free.append(pool._free[0])
+    pool._empty.append(pool._empty[0])
     with pytest.raises(CacheIntegrityError, match="times in the free list"):
         pool.check_integrity([table])
+
+
+def test_a_kept_page_stays_shareable_without_an_owner_and_counts_as_free() -> None:
+    pool = BlockPool(2, 16)
+    (page,) = pool.allocate(1)
+    pool.keep(page)
+    pool.release([page])
+    assert (pool.free, pool.idle()) == (2, [page])
+    pool.share([page])
+    assert (pool.free, pool.owners(page), pool.idle()) == (1, 1, [])
+    pool.check_integrity([[page]])
+
+
+def test_idle_pages_are_given_away_last_and_the_least_recently_owned_first() -> None:
+    pool = BlockPool(5, 16)
+    evicted: list[int] = []
+    pool.on_evict = evicted.append
+    first, second = pool.allocate(2), pool.allocate(2)
+    for page in first + second:
+        pool.keep(page)
+    pool.release(second)
+    pool.release(first)
+    pool.share(second)  # used again: now `first` is the oldest
+    pool.release(second)
+    pool.allocate(1)
+    assert evicted == []
+    taken = pool.allocate(3)
+    assert evicted == [first[1], first[0], second[1]]  # the end of a sequence goes before its beginning
+    pool.release(taken)
+    with pytest.raises(ValueError, match="cannot be shared"):
+        pool.share([first[0]])
+
+
+def test_a_free_page_holds_nothing_to_keep() -> None:
+    with pytest.raises(ValueError, match="nothing in it to keep"):
+        BlockPool(1, 16).keep(0)
 
 
 @pytest.mark.parametrize(("blocks", "size"), [(0, 16), (1, 0), (-1, 16)])
@@ -67,13 +103,18 @@ def test_an_empty_pool_is_refused(blocks: int, size: int) -> None:
         BlockPool(blocks, size)
 
 
-@given(st.lists(st.tuples(st.sampled_from(["take", "share", "drop"]), st.integers(0, 5)), max_size=60))
+@given(
+    st.lists(st.tuples(st.sampled_from(["take", "keep", "share", "drop"]), st.integers(0, 5)), max_size=60)
+)
 def test_any_sequence_of_operations_keeps_the_books(operations: list[tuple[str, int]]) -> None:
     pool = BlockPool(7, 4)
     tables: list[list[int]] = []
     for operation, number in operations:
         if operation == "take" and number <= pool.free:
             tables.append(pool.allocate(number))
+        elif tables and operation == "keep":
+            for page in tables[number % len(tables)]:
+                pool.keep(page)
         elif tables and operation == "share":
             shared = tables[number % len(tables)]
             pool.share(shared)
@@ -82,3 +123,4 @@ def test_any_sequence_of_operations_keeps_the_books(operations: list[tuple[str, 
             pool.release(tables.pop(number % len(tables)))
         pool.check_integrity(tables)
         assert pool.used == len({page for table in tables for page in table})
+        assert set(pool.idle()) <= pool.kept()

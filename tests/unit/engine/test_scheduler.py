@@ -14,29 +14,34 @@ def sequence(order: int, prompt: int, *, priority: int = 5, limit: int = 1000) -
 
 
 def scheduler(*sequences: Sequence, pages: int = 100, slots: int = 8, budget: int = 32) -> Scheduler:
-    made = Scheduler(BlockPool(pages, 4), max_sequences=slots, token_budget=budget)
+    """The sequences above are all alike, so nothing is shared here; see test_sharing for that."""
+    pool = BlockPool(pages, 4)
+    made = Scheduler(pool, max_sequences=slots, token_budget=budget, prefix_sharing=False)
     for one in sequences:
         made.add(one)
     return made
 
 
 def shape(plan: StepPlan) -> list[tuple[str, int, int]]:
-    return [(chunk.sequence.request.job_id, chunk.start, chunk.length) for chunk in plan.chunks]
+    decodes = [(sequence.request.job_id, sequence.computed, 1) for sequence in plan.decodes]
+    return decodes + [(chunk.sequence.request.job_id, chunk.start, chunk.length) for chunk in plan.chunks]
 
 
-def carry_out(plan: StepPlan) -> None:
+def carry_out(made: Scheduler, plan: StepPlan) -> None:
     """What the engine does around a launch that is collected at once."""
-    for chunk in plan.chunks:
-        chunk.sequence.computed += chunk.length
-        if chunk.sequence.computed == len(chunk.sequence.tokens):
-            chunk.sequence.tokens.append(0)
+    made.launched(plan, made.collected + 1)
+    made.collected += 1
+    for sequence in [*plan.decodes, *(chunk.sequence for chunk in plan.chunks)]:
+        if sequence.computed == len(sequence.tokens):
+            sequence.tokens.append(0)
 
 
 def step(made: Scheduler) -> list[tuple[str, int, int]]:
     plan = made.plan()
-    carry_out(plan)
+    planned = shape(plan)
+    carry_out(made, plan)
     made.check_integrity()
-    return shape(plan)
+    return planned
 
 
 def test_a_prompt_within_the_budget_is_one_chunk() -> None:
@@ -91,7 +96,7 @@ def test_the_last_in_rank_gives_way_and_is_recomputed_as_one_prompt() -> None:
     assert shape(plan) == [("j1", 8, 1)]
     assert plan.preempted == [last]
     assert (last.state, last.computed, len(last.tokens), last.slot) == (SequenceState.WAITING, 0, 9, None)
-    carry_out(plan)
+    carry_out(made, plan)
     made.finish(first)
     assert step(made) == [("j2", 0, 9)]
     assert made.preemptions == 1
@@ -110,17 +115,17 @@ def test_pages_of_a_sequence_in_flight_are_kept_until_its_launch_is_done() -> No
     made = scheduler(first, last, pages=5)
     step(made)
     step(made)
-    last.in_flight = 1
+    last.last_launch = 1000  # it is outstanding
     plan = made.plan()  # j1 takes the last page, j2 gives way
-    carry_out(plan)
     assert (plan.preempted, shape(plan)) == ([last], [("j1", 8, 1)])
+    carry_out(made, plan)
     assert last.block_table
     assert last.slot is not None
     for _ in range(3):
         assert len(step(made)) == 1
     assert step(made) == []  # j1 waits for a page; nobody else has to go
     assert (first.state, made.preemptions) == (SequenceState.RUNNING, 1)
-    last.in_flight = 0
+    last.last_launch = made.collected
     assert step(made) == [("j1", 12, 1)]
     assert last.slot is None
 

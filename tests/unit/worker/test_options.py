@@ -1,0 +1,28 @@
+"""The worker's options: over the environment's settings, and from one command line to the other."""
+
+import pytest
+
+from jobs.settings import Settings
+from worker.options import as_arguments, merge_options
+
+
+@pytest.mark.parametrize(
+    ("given", "arguments"),
+    [
+        ({}, []),
+        ({"prefix_sharing": None, "reference": None}, []),
+        ({"prefix_sharing": False}, ["--no-prefix-sharing"]),
+        ({"prefix_sharing": True, "context": 64}, ["--context", "64", "--prefix-sharing"]),
+        ({"model": "a.gguf", "reference": True}, ["--model", "a.gguf", "--reference"]),
+    ],
+)
+def test_options_that_were_given_are_given_on(given: dict[str, object], arguments: list[str]) -> None:
+    assert as_arguments(given) == arguments
+
+
+def test_prefix_sharing_is_on_unless_the_environment_or_an_option_says_otherwise() -> None:
+    off = Settings.from_env({"NIGHTMILL_PREFIX_SHARING": "false"})
+    assert (Settings().prefix_sharing, off.prefix_sharing) == (True, False)
+    assert merge_options(off, {"prefix_sharing": True}).prefix_sharing is True
+    assert merge_options(off, {"prefix_sharing": None}).prefix_sharing is False
+    assert merge_options(Settings(), {"prefix_sharing": False}).prefix_sharing is False

@@ -1,0 +1,158 @@
+"""Lets sequences with the same prefix use the same pages, so that the prefix is computed once.
+
+Only full pages are shared, and at least the last token of a sequence is computed: it is what the next one is
+drawn from. A page can be found once the launch that fills it is queued, for launches run in order.
+
+A sequence whose next page is being computed by a running one *follows* it: it waits rather than compute the
+same again. It follows only who ranks higher, so whoever ranks highest never waits, those who are followed
+get on with every step, and nobody waits for longer than the other's prefill, which it could not beat.
+"""
+
+from collections import OrderedDict
+
+from worker.engine.kv_cache import BlockPool, CacheIntegrityError
+from worker.engine.prefix_tree import PrefixNode, PrefixTree, page_keys
+from worker.engine.request import Sequence, SequenceState
+
+GROUP_TOKENS = 64
+"""Prompts that begin with the same so many tokens are a group."""
+GROUP_WINDOW = 256
+"""Most requests that may overtake another of their priority because they are of an earlier group."""
+
+
+class PrefixSharing:
+    """What is shared on one pool. `shared_tokens` counts the prompt tokens that were not computed for it."""
+
+    def __init__(self, pool: BlockPool) -> None:
+        self.shared_tokens = 0
+        self._pool = pool
+        self._block_size = pool.block_size
+        self._tree = PrefixTree(pool)
+        self._computing: dict[tuple[PrefixNode, bytes], Sequence] = {}  # who computes the page at a place
+
+    def find(self, sequence: Sequence) -> list[PrefixNode] | None:
+        """The pages that a waiting sequence can use; None where it should wait for one that is running."""
+        if sequence.follows is not None:
+            leader, pages = sequence.follows
+            if self._computes(leader) and leader.findable < pages:
+                return None
+            sequence.follows = None
+        tokens = sequence.tokens
+        if sequence.page_keys is None:
+            sequence.page_keys = page_keys(tokens, len(tokens) // self._block_size, self._block_size)
+        keys = sequence.page_keys
+        usable = (len(tokens) - 1) // self._block_size
+        nodes = self._tree.walk(keys, usable)
+        if len(nodes) < usable:
+            place = (nodes[-1] if nodes else self._tree.root, keys[len(nodes)])
+            leader_now = self._computing.get(place)
+            if leader_now is not None and leader_now.rank < sequence.rank:
+                sequence.follows = (leader_now, self._common(leader_now, keys, usable))
+                return None
+        return nodes
+
+    def adopt(self, sequence: Sequence, nodes: list[PrefixNode]) -> list[int]:
+        """Give the pages that were found to a sequence that is admitted; returns them."""
+        pages = [node.page for node in nodes]
+        self._pool.share(pages)
+        sequence.node = nodes[-1] if nodes else self._tree.root
+        sequence.findable = len(nodes)
+        self.shared_tokens += min(len(nodes) * self._block_size, sequence.prompt_length)
+        self._promise(sequence)
+        return pages
+
+    def advance(self, sequence: Sequence) -> None:
+        """The launch that computes a sequence up to `computed` is queued: let others find its full pages."""
+        keys = sequence.page_keys
+        if keys is None:
+            return
+        full = min(sequence.computed // self._block_size, len(keys))
+        if full > sequence.findable:
+            self._withdraw(sequence)
+            self._add(sequence, keys[:full])
+            self._promise(sequence)
+        if sequence.node is None or sequence.findable == len(keys):
+            sequence.page_keys = None  # all is said
+
+    def stop(self, sequence: Sequence) -> None:
+        """A sequence stops running: nobody need wait for it any more."""
+        self._withdraw(sequence)
+        sequence.page_keys = None
+
+    def leave(self, sequence: Sequence) -> None:
+        """A sequence is about to release its pages. One that will come back wants to find all of them."""
+        if sequence.state is SequenceState.WAITING and sequence.node is not None:
+            full = sequence.computed // self._block_size
+            self._add(sequence, page_keys(sequence.tokens, full, self._block_size))
+        sequence.node = None
+        sequence.findable = 0
+
+    def _add(self, sequence: Sequence, keys: list[bytes]) -> None:
+        """Enter the pages of `keys`; where another's page holds the same, this one's need not be found."""
+        for index in range(sequence.findable, len(keys)):
+            assert sequence.node is not None
+            sequence.node = self._tree.add(sequence.node, keys[index], sequence.block_table[index])
+            if sequence.node is None:
+                return
+            sequence.findable += 1
+
+    def _promise(self, sequence: Sequence) -> None:
+        node, keys = sequence.node, sequence.page_keys
+        if node is None or keys is None or sequence.findable == len(keys):
+            return
+        key = keys[sequence.findable]
+        if key not in node.children:
+            sequence.promise = (node, key)
+            self._computing[node, key] = sequence  # in place of one that ranks lower, if there is one
+
+    def _withdraw(self, sequence: Sequence) -> None:
+        if sequence.promise is not None and self._computing.get(sequence.promise) is sequence:
+            del self._computing[sequence.promise]
+        sequence.promise = None
+
+    @staticmethod
+    def _computes(leader: Sequence) -> bool:
+        return leader.state is SequenceState.RUNNING and leader.page_keys is not None
+
+    @staticmethod
+    def _common(leader: Sequence, keys: list[bytes], usable: int) -> int:
+        """How many pages of `keys` the leader will have computed."""
+        theirs = leader.page_keys or []
+        most = min(usable, len(theirs))
+        return next((index for index in range(most) if theirs[index] != keys[index]), most)
+
+    def check_integrity(self, holders: list[Sequence]) -> None:
+        """Audit tree and promises against the sequences that hold pages; raises CacheIntegrityError."""
+        self._tree.check_integrity()
+        for sequence in holders:
+            if sequence.node is None:
+                continue
+            path = sequence.node.path()
+            pages = [node.page for node in path]
+            keys = page_keys(sequence.tokens, len(path), self._block_size)
+            if pages != sequence.block_table[: sequence.findable] or keys != [node.key for node in path]:
+                raise CacheIntegrityError(f"{sequence.request.job_id} has other pages than the tree says")
+            if sequence.findable * self._block_size > sequence.computed:
+                raise CacheIntegrityError(f"{sequence.request.job_id} lets pages be found too early")
+        for place, sequence in self._computing.items():
+            if not self._computes(sequence) or sequence.promise != place or sequence not in holders:
+                raise CacheIntegrityError(f"{sequence.request.job_id} is waited for in vain")
+
+
+class PrefixGroups:
+    """Puts waiting requests with equal beginnings next to each other, within bounds.
+
+    A group's place in the queue is that of its first request. It takes no more in once GROUP_WINDOW requests
+    were submitted after that one: so no request is overtaken by more than that for the sake of a group.
+    """
+
+    def __init__(self) -> None:
+        self._groups: OrderedDict[tuple[int, ...], int] = OrderedDict()  # the beginning -> the first's order
+
+    def place(self, prompt_ids: tuple[int, ...], order: int) -> int:
+        """The place in the queue of the request that is submitted as number `order`."""
+        while self._groups and next(iter(self._groups.values())) + GROUP_WINDOW <= order:
+            self._groups.popitem(last=False)
+        if len(prompt_ids) <= GROUP_TOKENS:
+            return order
+        return self._groups.setdefault(prompt_ids[:GROUP_TOKENS], order)
