@@ -8,6 +8,7 @@ NightmillError
 │   ├── InvalidPromptError
 │   ├── UnknownModelError
 │   └── IdempotencyConflictError
+├── BatchFileError                   a batch file that cannot be read or written as a whole
 ├── JobNotFoundError                 (also LookupError)
 ├── InvalidTransitionError           the job's state does not allow what was asked
 ├── WaitTimeoutError                 (also TimeoutError)
@@ -72,6 +73,10 @@ class IdempotencyConflictError(InvalidRequestError):
 
     position = 0
     """Which of the rows that were to be inserted together has the key."""
+
+
+class BatchFileError(NightmillError):
+    """The batch file cannot be read or written; what is wrong with a single row is that row's error."""
 
 
 class JobNotFoundError(NightmillError, LookupError):

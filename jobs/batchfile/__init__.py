@@ -1,0 +1,24 @@
+"""Rows of input files as data, results as rows of output files. No SQL and no broker here.
+
+    for row in InputFile("prompts.jsonl").rows():
+        print(row.number, row.custom_id, row.error or row.prompt)
+
+A row without an error is one that `enqueue` accepts; a row with one is reported and the others go on.
+"""
+
+from jobs.batchfile.inputs import InputFile, rows_from
+from jobs.batchfile.output import ResultFile
+from jobs.batchfile.results import error_row, result_row
+from jobs.batchfile.rows import FileFormat, InputRow, RowCode, RowError
+
+__all__ = [
+    "FileFormat",
+    "InputFile",
+    "InputRow",
+    "ResultFile",
+    "RowCode",
+    "RowError",
+    "error_row",
+    "result_row",
+    "rows_from",
+]

@@ -1,0 +1,125 @@
+"""Parquet in and out, with pyarrow, which is loaded when the first Parquet file is named."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from jobs.batchfile.csvfile import INTEGERS, JSON_COLUMNS, check_columns, whole
+from jobs.batchfile.jsonlines import parse_value
+from jobs.batchfile.rows import RowCode, RowError, RowRefusedError
+from jobs.contract import JsonObject
+from jobs.errors import BatchFileError, MissingExtraError
+
+_ROWS = 256  # read at once
+_ROW_GROUP = 4096  # written at once
+
+
+def read_parquet(
+    path: Path, progress: Callable[[float], None]
+) -> Iterator[tuple[int, JsonObject | RowError]]:
+    """(1-based record number, its values by column; nulls left out). `progress` is told the share read.
+
+    Columns are the keys of plain rows: `messages` a list of structs or JSON, `metadata` a struct or JSON.
+    Raises BatchFileError for a broken file or other columns, MissingExtraError without pyarrow.
+    """
+    arrow, parquet = _pyarrow()
+    with _errors(arrow, path), parquet.ParquetFile(path) as file:
+        check_columns(file.schema_arrow.names, str(path))
+        number, total = 0, max(file.metadata.num_rows, 1)
+        for batch in file.iter_batches(batch_size=_ROWS):
+            for record in _records(batch):
+                number += 1
+                yield number, record
+            progress(number / total)
+
+
+def _records(batch: Any) -> Iterator[JsonObject | RowError]:
+    try:
+        records = batch.to_pylist()
+    except UnicodeDecodeError:  # a text column may hold any bytes; look for the rows that do
+        for index in range(len(batch)):
+            try:
+                yield _values(batch.slice(index, 1).to_pylist()[0])
+            except UnicodeDecodeError:
+                yield RowError(
+                    RowCode.INVALID_ENCODING.value, "holds bytes that are not UTF-8; write it anew"
+                )
+        return
+    yield from map(_values, records)
+
+
+def _values(record: Mapping[str, Any]) -> JsonObject:
+    return {name: _value(name, value) for name, value in record.items() if value is not None}
+
+
+def _value(name: str, value: Any) -> Any:
+    if name in INTEGERS and isinstance(value, float):
+        return whole(value)  # a column of whole numbers with gaps is often stored as floating point
+    if name == "custom_id" and isinstance(value, int):
+        return str(value)
+    if name in JSON_COLUMNS and isinstance(value, str):
+        try:
+            return parse_value(value)
+        except RowRefusedError:
+            return value  # the checks of the row say what belongs there
+    return value
+
+
+class ParquetWriter:
+    """Rows into a Parquet file that appears under its name when it is whole.
+
+    `columns` names them and their pyarrow types ("string", "int64").
+    """
+
+    def __init__(self, path: Path, columns: Mapping[str, str]) -> None:
+        self._arrow, parquet = _pyarrow()
+        self._path = path
+        self._partial = path.with_name(path.name + ".partial")
+        self._schema = self._arrow.schema(
+            [(name, getattr(self._arrow, kind)()) for name, kind in columns.items()]
+        )
+        self._rows: list[JsonObject] = []
+        with _errors(self._arrow, path):
+            self._writer = parquet.ParquetWriter(self._partial, self._schema)
+
+    def write(self, rows: Sequence[JsonObject]) -> None:
+        """Add rows."""
+        self._rows += rows
+        if len(self._rows) >= _ROW_GROUP:
+            self._write_group()
+
+    def _write_group(self) -> None:
+        with _errors(self._arrow, self._path):
+            self._writer.write_table(self._arrow.Table.from_pylist(self._rows, schema=self._schema))
+        self._rows = []
+
+    def close(self) -> None:
+        """Write the rest and give the file its name."""
+        self._write_group()
+        with _errors(self._arrow, self._path):
+            self._writer.close()
+            self._partial.replace(self._path)
+
+    def discard(self) -> None:
+        """Leave nothing behind."""
+        self._writer.close()
+        self._partial.unlink(missing_ok=True)
+
+
+def _pyarrow() -> tuple[Any, Any]:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError as error:
+        raise MissingExtraError("Parquet files need pyarrow: pip install 'nightmill[parquet]'") from error
+    return pyarrow, pyarrow.parquet
+
+
+@contextmanager
+def _errors(arrow: Any, path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (arrow.ArrowException, OSError) as error:
+        said = str(error).partition("\n")[0]
+        raise BatchFileError(f"{path}: cannot be read or written as Parquet: {said}") from error

@@ -1,0 +1,49 @@
+"""Times as people write them on a command line: 06:00, 2026-03-01T06:00+01:00, or 8h from now."""
+
+import re
+from datetime import datetime, time, timedelta
+
+from jobs.errors import InvalidParameterError
+
+_CLOCK = re.compile(r"\d{1,2}:\d{2}(:\d{2})?")
+_SPAN = re.compile(r"\+?(\d+(?:\.\d+)?)\s*([smhd])")
+_UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days"}
+
+
+def parse_moment(name: str, text: str, now: datetime) -> datetime:
+    """The point in time that `text` names, in this machine's zone.
+
+    "06:00" is the next such local time after `now`; "8h" (or s, m, d) is a span from `now`; a date with time
+    may carry a zone ("2026-03-01T06:00+01:00"), and is local without one. Raises InvalidParameterError, with
+    `name` for the option.
+    """
+    text = text.strip()
+    local = now.astimezone()
+    try:
+        if _CLOCK.fullmatch(text):
+            wanted = time.fromisoformat(text.zfill(5) if text.count(":") == 1 else text.zfill(8))
+            # Naive, and given its zone at the end: the zone's offset may change between now and then.
+            today = datetime.combine(local.date(), wanted).astimezone()
+            tomorrow = datetime.combine(local.date() + timedelta(days=1), wanted).astimezone()
+            return today if today > local else tomorrow
+        if span := _SPAN.fullmatch(text):
+            return (local + timedelta(**{_UNITS[span[2]]: float(span[1])})).astimezone()
+        moment = datetime.fromisoformat(text)
+    except (ValueError, OverflowError):
+        moment = None
+    if moment is None or _is_date(text):
+        raise InvalidParameterError(
+            f"{name}: {text!r} is no time; write 06:00 (the next one), 2026-03-01T06:00+01:00, or 8h for a "
+            "span from now",
+            field=name,
+        )
+    return moment.astimezone()
+
+
+def describe_moment(moment: datetime) -> str:
+    """A point in time for a person: local, with its zone."""
+    return moment.astimezone().strftime("%Y-%m-%d %H:%M:%S %Z")
+
+
+def _is_date(text: str) -> bool:
+    return re.fullmatch(r"\d{4}-?(\d{2}|W\d{2})-?\d{1,2}", text) is not None

@@ -1,0 +1,58 @@
+"""Times as people write them on a command line."""
+
+import time
+from collections.abc import Iterator
+from datetime import UTC, datetime
+
+import pytest
+
+from jobs.errors import InvalidParameterError
+from jobs.when import describe_moment, parse_moment
+
+EVENING = datetime(2026, 3, 28, 21, 0, tzinfo=UTC)  # 22:00 in Berlin, where clocks go forward that night
+
+
+@pytest.fixture(autouse=True)
+def berlin(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """This machine stands in Berlin."""
+    monkeypatch.setenv("TZ", "Europe/Berlin")
+    time.tzset()
+    yield
+    monkeypatch.undo()
+    time.tzset()
+
+
+@pytest.mark.parametrize(
+    ("text", "moment"),
+    [
+        ("23:00", datetime(2026, 3, 28, 22, 0, tzinfo=UTC)),
+        ("22:00", datetime(2026, 3, 29, 20, 0, tzinfo=UTC)),  # now is not the next one
+        ("01:00", datetime(2026, 3, 29, 0, 0, tzinfo=UTC)),
+        ("1:00", datetime(2026, 3, 29, 0, 0, tzinfo=UTC)),
+        ("06:00", datetime(2026, 3, 29, 4, 0, tzinfo=UTC)),  # by then an hour has been left out
+        ("06:00:30", datetime(2026, 3, 29, 4, 0, 30, tzinfo=UTC)),
+        ("8h", datetime(2026, 3, 29, 5, 0, tzinfo=UTC)),
+        ("+90m", datetime(2026, 3, 28, 22, 30, tzinfo=UTC)),
+        ("1.5d", datetime(2026, 3, 30, 9, 0, tzinfo=UTC)),
+        ("2026-03-30T06:00", datetime(2026, 3, 30, 4, 0, tzinfo=UTC)),
+        ("2026-03-30 06:00", datetime(2026, 3, 30, 4, 0, tzinfo=UTC)),
+        ("2026-03-30T06:00Z", datetime(2026, 3, 30, 6, 0, tzinfo=UTC)),
+        ("2026-03-30T06:00-05:00", datetime(2026, 3, 30, 11, 0, tzinfo=UTC)),
+    ],
+)
+def test_a_time_is_the_next_one_and_has_a_zone(text: str, moment: datetime) -> None:
+    found = parse_moment("deadline", text, EVENING)
+    assert found == moment
+    assert found.tzinfo is not None
+
+
+@pytest.mark.parametrize(
+    "text", ["", "six", "25:00", "6", "06", "2026-03-30", "20260330", "-8h", "8", "9e9d", "99999999d"]
+)
+def test_what_is_no_time_is_refused_by_name(text: str) -> None:
+    with pytest.raises(InvalidParameterError, match=r"^deadline: .* is no time; write 06:00"):
+        parse_moment("deadline", text, EVENING)
+
+
+def test_a_moment_is_shown_with_its_zone() -> None:
+    assert describe_moment(EVENING) == "2026-03-28 22:00:00 CET"
