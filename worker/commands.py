@@ -1,4 +1,4 @@
-"""The commands of `nightmill` that need the worker: worker, check, demo.
+"""The commands of `nightmill` that need the worker: worker, plan, check, demo.
 
 What they need is imported when they run, so that the other commands stay quick.
 """
@@ -12,7 +12,6 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +21,10 @@ from rich.console import Console
 from jobs.cli import describe, follow, job_json, json_option
 from jobs.client import Client
 from jobs.embedded import EmbeddedRedis
-from jobs.errors import MissingExtraError, NightmillError
+from jobs.errors import NightmillError
 from jobs.settings import PREFIX, Settings
-from worker.options import as_arguments, merge_options, worker_options
+from worker.options import as_arguments, merge_options, require_worker_extra, worker_options
+from worker.plan_command import plan
 
 DEMO_PROMPTS = (
     "Write a haiku about {topic} that contains the word {word}",
@@ -54,17 +54,8 @@ _MARKS = {
 
 def register(group: click.Group) -> None:
     """Attach the commands; named by the entry point `nightmill.commands`."""
-    for command in (worker, check, demo):
+    for command in (worker, plan, check, demo):
         group.add_command(command)
-
-
-def require_worker_extra(command: str) -> None:
-    """Raise MissingExtraError in a client-only installation."""
-    missing = [name for name in ("numpy", "gguf", "tokenizers", "jinja2") if find_spec(name) is None]
-    if missing:
-        raise MissingExtraError(
-            f"`nightmill {command}` needs {', '.join(missing)}: pip install 'nightmill[worker]'"
-        )
 
 
 def _worker(log_level: str, **options: Any) -> None:

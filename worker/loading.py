@@ -7,6 +7,7 @@ from pathlib import Path
 from threadpoolctl import threadpool_limits
 
 from jobs.claims import Claim
+from jobs.contract import Prompt
 from jobs.errors import ChatTemplateError, SettingsError
 from jobs.settings import Settings
 from worker.engine.engine import Engine, EngineStats
@@ -40,12 +41,16 @@ class LoadedModel:
     chat: ChatTemplate | str  # or why there is none
 
     def tokenize(self, claim: Claim) -> tuple[int, ...]:
-        """The prompt's token ids. Raises ChatTemplateError where a chat cannot be rendered."""
-        if claim.messages is None:
-            return tuple(self.tokenizer.encode(claim.prompt or ""))
+        """The token ids of a claimed job. Raises ChatTemplateError where a chat cannot be rendered."""
+        return self.encode((claim.prompt or "") if claim.messages is None else claim.messages)
+
+    def encode(self, prompt: Prompt) -> tuple[int, ...]:
+        """A prompt's token ids. Raises ChatTemplateError where a chat cannot be rendered."""
+        if isinstance(prompt, str):
+            return tuple(self.tokenizer.encode(prompt))
         if isinstance(self.chat, str):
             raise ChatTemplateError(self.chat)
-        return tuple(self.chat.encode(claim.messages))
+        return tuple(self.chat.encode(prompt))
 
 
 def load_model(settings: Settings) -> LoadedModel:

@@ -1,11 +1,12 @@
-"""The worker's options, once for `nightmill worker` and once for `celery worker`."""
+"""The worker's options, once for `nightmill worker` and once for `celery worker`, and what they need."""
 
+from importlib.util import find_spec
 from typing import Any
 
 import click
 from pydantic import ValidationError
 
-from jobs.errors import SettingsError
+from jobs.errors import MissingExtraError, SettingsError
 from jobs.settings import Settings
 
 
@@ -91,3 +92,12 @@ def as_arguments(options: dict[str, Any]) -> list[str]:
         else:
             arguments += [option.opts[0], str(value)]
     return arguments
+
+
+def require_worker_extra(command: str) -> None:
+    """Raise MissingExtraError in a client-only installation."""
+    missing = [name for name in ("numpy", "gguf", "tokenizers", "jinja2") if find_spec(name) is None]
+    if missing:
+        raise MissingExtraError(
+            f"`nightmill {command}` needs {', '.join(missing)}: pip install 'nightmill[worker]'"
+        )

@@ -72,14 +72,14 @@ class Engine:
         self._runner = runner
         self._text_stream = text_stream
         self._eos_ids = eos_ids
-        self._limits = Limits(runner.vocab, context_length, runner.kv_blocks, runner.block_size)
+        self._limits = Limits(runner.vocab, context_length, runner.block_size, runner.kv_blocks)
         self._clock = clock
         self._pool = BlockPool(runner.kv_blocks, runner.block_size)
         self._scheduler = Scheduler(
             self._pool, max_sequences=max_sequences, token_budget=token_budget, prefix_sharing=prefix_sharing
         )
         self._groups = PrefixGroups() if prefix_sharing else None
-        pages = self._pool.pages_for(self._limits.tokens)
+        pages = self._pool.pages_for(self._limits.cache_context)
         self._builder = BatchBuilder(slots=runner.slots, pages=pages, block_size=runner.block_size)
         self._sequences: dict[str, Sequence] = {}  # by job id; unfinished
         self._cancelled: list[Sequence] = []
@@ -102,16 +102,18 @@ class Engine:
                 self._reject(request, StopReason.CANCELLED, "a newer attempt of this job is running")
                 return
             self._finish(known, StopReason.CANCELLED, error="a newer attempt of this job was started")
-        if (fault := self._limits.fault(request)) is not None:
+        params = request.params
+        fault = self._limits.fault(request.prompt_ids, params.max_tokens, request.generated_ids)
+        if fault is not None:
             self._reject(request, StopReason.ERROR, fault)
             return
         self._submitted += 1
         prompt = list(request.prompt_ids)
-        limit = min(len(prompt) + request.params.max_tokens, self._limits.tokens)
+        limit = min(len(prompt) + params.max_tokens, self._limits.cache_context)
         group = None if self._groups is None else self._groups.place(request.prompt_ids, self._submitted)
         sequence = Sequence(request, self._submitted, prompt, limit, group)
-        if request.params.stop:
-            sequence.watch = TextWatch(self._text_stream(), request.params.stop)
+        if params.stop:
+            sequence.watch = TextWatch(self._text_stream(), params.stop)
         self._sequences[request.job_id] = sequence
         if request.deadline is not None:
             heapq.heappush(self._deadlines, (request.deadline, sequence.order, sequence))
@@ -297,7 +299,7 @@ class Engine:
             sequence.tokens[-1],
             generated=sequence.generated,
             length=len(sequence.tokens),
-            context=self._limits.tokens,
+            context=self._limits.cache_context,
             params=sequence.request.params,
             eos_ids=self._eos_ids,
             watch=sequence.watch,

@@ -1,27 +1,30 @@
-"""Says why a request can never run on this worker, in words that help."""
+"""What a request must fit into to be run at all, in the words that its user reads."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-
-from worker.engine.request import Request
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What bounds a request: token ids below `vocab`, a context, and a KV cache of pages."""
+    """Of an engine, or (without `pages`) of one that is not built yet."""
 
     vocab: int
-    context: int  # most tokens of a sequence, by the worker's settings
-    pages: int
-    page_tokens: int
+    context: int
+    """Most tokens a sequence may have, prompt included."""
+    block_size: int
+    pages: int | None = None
+    """Pages of the KV cache."""
 
     @property
-    def tokens(self) -> int:
-        """The most tokens of a sequence: the context, or the whole KV cache where that is less."""
-        return min(self.context, self.pages * self.page_tokens)
+    def cache_context(self) -> int:
+        """Most tokens a sequence can have: fewer than `context` where the KV cache is smaller."""
+        return self.context if self.pages is None else min(self.context, self.pages * self.block_size)
 
-    def fault(self, request: Request) -> str | None:
-        """Why a request can never run, with the remedy; None where it can."""
-        prompt = request.prompt_ids
+    def fault(self, prompt: Sequence[int], max_tokens: int, begun: Sequence[int] = ()) -> str | None:
+        """Why a prompt of these token ids can never run, with the remedy; None where it can.
+
+        begun: the tokens that an earlier attempt has drawn
+        """
         if not prompt:
             return "the prompt has no tokens: give it some text"
         if (lowest := min(prompt)) < 0 or (highest := max(prompt)) >= self.vocab:
@@ -30,20 +33,20 @@ class Limits:
                 f"the prompt holds token id {wrong}, but this model's ids go from 0 to {self.vocab - 1}: "
                 "tokenize it with this model's own vocabulary"
             )
-        if not all(0 <= token < self.vocab for token in request.generated_ids):
+        if not all(0 <= token < self.vocab for token in begun):
             return (
-                "the answer begun by an earlier attempt holds token ids that this model lacks: retry the job"
+                "the answer that an earlier attempt began has token ids that this model lacks: retry the job"
             )
-        if len(prompt) < self.tokens:
+        if len(prompt) < self.cache_context:
             return None
         if len(prompt) >= self.context:
             return (
                 f"the prompt has {len(prompt)} tokens; this worker's context holds {self.context}, of which "
                 "at least one must be left for the answer: shorten it or start the worker with "
-                f"--context {len(prompt) + request.params.max_tokens}, if the model allows it"
+                f"--context {len(prompt) + max_tokens}, if the model allows it"
             )
         return (
-            f"the prompt has {len(prompt)} tokens; this worker's KV cache holds {self.tokens} "
-            f"({self.pages} pages of {self.page_tokens}), of which at least one must be left for "
+            f"the prompt has {len(prompt)} tokens; this worker's KV cache holds {self.cache_context} "
+            f"({self.pages} pages of {self.block_size}), of which at least one must be left for "
             "the answer: shorten it or give the worker more memory for its KV cache"
         )

@@ -1,0 +1,102 @@
+"""Compare what `nightmill plan` says with what happens: plan a file, run it through a worker, print both.
+
+    python -m benchmarks.plan [--rows 1000] [--times 3] [--max-sequences 32] [--postgres]
+
+The demo model on the reference runner. Rows are haiku prompts in OpenAI's format; every fourth one goes on to
+its limit of tokens (ignore_eos), so that the answers differ much in length. Starts its own Redis, and SQLite
+or PostgreSQL. Prints one JSON line a time; `ratio` is the estimate over the measured time.
+"""
+
+import argparse
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from benchmarks.end_to_end import prompts
+from jobs.batchfile import InputFile
+from jobs.client import Client
+from jobs.settings import Settings
+from tests.servers import start_postgres, start_redis
+from worker.commands import running_worker
+from worker.loading import demo_model
+
+
+def main() -> None:
+    """Plan and run, as often as is asked for."""
+    arguments = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    arguments.add_argument("--rows", type=int, default=1000)
+    arguments.add_argument("--times", type=int, default=3)
+    arguments.add_argument("--max-sequences", type=int, default=32)
+    arguments.add_argument("--postgres", action="store_true", help="PostgreSQL in place of SQLite")
+    options = arguments.parse_args()
+    with ExitStack() as stack:
+        home = Path(stack.enter_context(TemporaryDirectory(prefix="nightmill-bench-")))
+        redis = stack.enter_context(start_redis(home / "redis", durable=True))
+        url = (
+            stack.enter_context(start_postgres(durable=True)).create_database() if options.postgres else None
+        )
+        settings = Settings(data_dir=home, database_url=url, broker_url=redis.url, model=demo_model())
+        client = stack.enter_context(Client(settings))
+        client.database.migrate()
+        for turn in range(options.times):
+            file = write_file(home / "rows.jsonl", options.rows, turn)
+            worker_options = ["--reference", "--max-sequences", str(options.max_sequences)]
+            report = planned(file, worker_options) | run(client, file, home, worker_options, str(turn))
+            report["ratio"] = round(report["estimated_seconds"] / report["seconds"], 3)
+            print(json.dumps({"rows": options.rows, "max_sequences": options.max_sequences} | report))
+
+
+def write_file(path: Path, rows: int, seed: int) -> Path:
+    """A batch file in OpenAI's format."""
+    draw = random.Random(seed)
+    with path.open("w", encoding="utf-8") as file:
+        for number, messages in enumerate(prompts(rows)):
+            body: dict[str, Any] = {"messages": messages, "temperature": 0.8, "seed": draw.getrandbits(32)}
+            body |= {"max_tokens": draw.randrange(16, 128), "ignore_eos": draw.random() < 0.25}
+            row = {"custom_id": f"{seed}-{number}", "method": "POST", "url": "/v1/chat/completions"}
+            file.write(json.dumps(row | {"body": body}) + "\n")
+    return path
+
+
+def planned(file: Path, worker_options: list[str]) -> dict[str, Any]:
+    """What the command says, in a process of its own as a user runs it."""
+    command = [sys.executable, "-m", "jobs", "plan", str(file), "--model", str(demo_model()), "--json"]
+    began = time.perf_counter()
+    done = subprocess.run([*command, *worker_options], capture_output=True, text=True, check=True)
+    plan = json.loads(done.stdout)
+    return {
+        "plan_seconds": round(time.perf_counter() - began, 1),
+        "estimated_seconds": plan["estimate"]["seconds"],
+        "estimated_tail_seconds": plan["estimate"]["tail_seconds"],
+        "estimated_tokens": plan["output_tokens"],
+    }
+
+
+def run(client: Client, file: Path, home: Path, worker_options: list[str], batch: str) -> dict[str, Any]:
+    """The same rows through Redis, a worker that is ready, and the database."""
+    items = [{"messages": row.prompt, **row.settings} for row in InputFile(file).rows()]
+    with running_worker(client, home / "worker.log", worker_options):
+        began = time.perf_counter()
+        client.enqueue_many(items, batch=batch)
+        client.wait(batch=batch)
+        seconds = time.perf_counter() - began
+    counted = client.stats(batch)
+    assert counted["state"] == {"succeeded": len(items)}, counted
+    return {
+        "seconds": round(seconds, 1),
+        "tokens": counted["completion_tokens"],
+        "load_average": round(os.getloadavg()[0], 2),
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,63 @@
+"""A runner of known speed, and the time by its own clock."""
+
+import random
+
+from tests.unit.engine.scripted import EOS, PieceStream, ScriptedRunner
+from worker.engine.engine import Engine
+from worker.engine.limits import Limits
+from worker.engine.request import Request
+from worker.planning.survey import Survey
+from worker.runners.base import StepBatch
+
+PER_STEP, PER_TOKEN = 0.01, 0.0005
+SLOTS = 8
+LIMITS = Limits(vocab=EOS + 1, context=200, block_size=4, pages=8 * 50)
+
+
+class TimedRunner(ScriptedRunner):
+    """A launch takes PER_STEP seconds, and PER_TOKEN for each token of it."""
+
+    now = 0.0
+
+    def launch(self, batch: StepBatch) -> None:
+        super().launch(batch)
+        self.now += PER_STEP + PER_TOKEN * len(batch.tokens)
+        self.batches.clear()
+
+    def clock(self) -> float:
+        return self.now
+
+
+def timed_engine() -> tuple[TimedRunner, Engine]:
+    runner = TimedRunner(kv_blocks=LIMITS.pages or 0, block_size=LIMITS.block_size, slots=SLOTS)
+    return runner, Engine(
+        runner,
+        text_stream=PieceStream,
+        eos_ids=frozenset({EOS}),
+        context_length=LIMITS.context,
+        max_sequences=SLOTS,
+        token_budget=64,
+        clock=runner.clock,
+    )
+
+
+def time_of(requests: list[Request]) -> tuple[float, int]:
+    """What the runner really takes for all of them: (seconds, tokens drawn)."""
+    runner, engine = timed_engine()
+    for request in requests:
+        engine.submit(request)
+    tokens = 0
+    while engine.has_work:
+        tokens += sum(completion.completion_tokens for completion in engine.step())
+    return runner.now, tokens
+
+
+def surveyed(requests: list[Request], sample: int) -> Survey:
+    """A survey as it would come from a file of these requests."""
+    found = Survey(rows=len(requests))
+    for request in requests:
+        found.prompt_tokens.append(len(request.prompt_ids))
+        found.limits.append(min(request.params.max_tokens, LIMITS.context - len(request.prompt_ids)))
+        found.endless.append(request.params.ignore_eos)
+    found.sample = random.Random(5).sample(requests, min(sample, len(requests)))
+    return found

@@ -1,0 +1,138 @@
+"""The plan as a whole: its verdict, its JSON, its words."""
+
+import json
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jobs.batchfile import InputFile
+from jobs.contract import Prompt
+from tests.unit.batchfile.files import chat, completion, write_lines
+from tests.unit.planning.night import LIMITS, SLOTS, timed_engine
+from worker.planning.plan import Plan, make_plan
+from worker.planning.report import describe_plan
+
+NOW = datetime(2026, 3, 1, 20, 0, tzinfo=UTC)
+
+
+def encode(prompt: Prompt) -> tuple[int, ...]:
+    assert isinstance(prompt, str)
+    return tuple(byte % 12 for byte in prompt.encode())
+
+
+def planned(path: Path, *, measured: bool = True, **options: Any) -> Plan:
+    runner, engine = timed_engine()
+    more: dict[str, Any] = {"engine": engine, "clock": runner.clock} if measured else {}
+    return make_plan(
+        InputFile(path), encode, LIMITS, model="demo", slots=SLOTS, measure_seconds=60.0, now=lambda: NOW,
+        **more, **options,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def night(tmp_path: Path) -> Path:
+    """300 rows, 25 of them bad."""
+    rows = [
+        completion(
+            str(n), prompt=f"prompt {n} " * 2, max_tokens=40, seed=n, model="other" if n % 3 else "demo"
+        )
+        for n in range(300)
+    ]
+    rows[100:125] = [completion(f"bad {n}", prompt="x", n=2) for n in range(25)]
+    return write_lines(tmp_path / "night.jsonl", rows)
+
+
+def test_the_json_of_a_plan_has_everything(night: Path) -> None:
+    deadline = NOW + timedelta(hours=10)
+    told = json.loads(json.dumps(planned(night, deadline_at=deadline, workers=2).as_json()))
+    assert {name: told[name] for name in ("format", "model", "rows", "good", "bad_by_code")} == {
+        "format": "openai",
+        "model": "demo",
+        "rows": 300,
+        "good": 275,
+        "bad_by_code": {"unsupported_field": 25},
+    }
+    assert told["bad"][0] == {
+        "line": 101,
+        "custom_id": "bad 0",
+        "code": "unsupported_field",
+        "field": "body.n",
+        "message": "body.n: 2 is not supported; give a row for each answer, with seeds of their own",
+    }
+    assert [row["line"] for row in told["bad"]] == list(range(101, 126))
+    assert told["rows_for_other_models"] == {
+        "other": sum(bool(n % 3) for n in range(300) if not 100 <= n < 125)
+    }
+    assert told["prompt_tokens"] == sum(len(f"prompt {n} ") * 2 for n in range(300) if not 100 <= n < 125)
+    assert told["longest_prompt"] == 22
+    assert told["output_tokens_at_most"] == 275 * 40
+    assert 0 < told["output_tokens"] < told["output_tokens_at_most"]
+    assert told["context"] == 200
+    pages = told["kv_pages"]
+    assert 0 < pages["running"] <= pages["running_at_most"] < pages["whole"]
+    assert (pages["tokens_per_page"], pages["available"]) == (4, 400)
+    estimate = told["estimate"]
+    assert (estimate["workers"], estimate["rows_at_once"], estimate["fits"]) == (2, 2 * SLOTS, True)
+    assert estimate["measured_rows"] == 256
+    assert estimate["starts_at"] == NOW.isoformat()
+    assert estimate["deadline_at"] == deadline.isoformat()
+    seconds = datetime.fromisoformat(estimate["done_at"]) - NOW
+    assert seconds.total_seconds() == pytest.approx(estimate["seconds"], abs=0.001)
+    assert 0 < estimate["tail_seconds"] < estimate["seconds"]
+
+
+def test_the_deadline_is_met_from_the_time_of_the_estimate_on(night: Path) -> None:
+    plan = planned(night)
+    assert plan.estimate is not None and plan.estimate.fits is None
+    needed = timedelta(seconds=plan.estimate.forecast.seconds)
+    starts_at = NOW + timedelta(hours=3)
+    for spare, fits in ((timedelta(seconds=-1), False), (timedelta(0), True), (timedelta(seconds=1), True)):
+        again = planned(night, starts_at=starts_at, deadline_at=starts_at + needed + spare)
+        assert again.estimate is not None
+        assert again.estimate.fits is fits
+
+
+def test_without_measuring_there_is_no_estimate_and_answers_count_as_their_longest(night: Path) -> None:
+    told = planned(night, measured=False).as_json()
+    assert (told["estimate"], told["output_tokens"]) == (None, None)
+    assert told["output_tokens_at_most"] == 275 * 40
+    prompts = [len(f"prompt {n} ") * 2 for n in range(300) if not 100 <= n < 125]
+    assert told["kv_pages"]["whole"] == sum(-(-(prompt + 40) // 4) for prompt in prompts)
+
+
+def test_rows_that_the_kv_cache_has_no_pages_for_do_not_run_at_once(tmp_path: Path) -> None:
+    rows = [completion(str(n), prompt="x" * 150, max_tokens=50, ignore_eos=True) for n in range(60)]
+    path = write_lines(tmp_path / "in.jsonl", rows)
+    runner, engine = timed_engine()
+    tight = replace(LIMITS, pages=150)
+    plan = make_plan(
+        InputFile(path), encode, tight, model="demo", slots=SLOTS, engine=engine, clock=runner.clock,
+        measure_seconds=60.0, now=lambda: NOW,
+    )  # fmt: skip
+    assert plan.estimate is not None
+    assert plan.estimate.forecast.slots == 3  # of 50 pages each
+
+
+def test_on_a_terminal_the_first_bad_rows_are_shown_and_all_are_counted(night: Path) -> None:
+    lines = list(describe_plan(planned(night, deadline_at=NOW + timedelta(seconds=1))))
+    assert lines[0] == f"{night}: 300 rows (openai), 275 good, 25 bad"
+    assert lines[1].startswith("  line 101 'bad 0': body.n: 2 is not supported; ")
+    assert lines[20].startswith("  line 120 'bad 19': ")
+    assert lines[21] == "  ... and 5 more: --json lists all"
+    assert lines[22].split() == ["25", "unsupported_field"]
+    text = "\n".join(lines[23:])
+    assert "rows ask for model 'other', this file is served as 'demo'" in text
+    assert "prompt tokens  5," in text
+    assert "(at most 11,000)" in text
+    assert "DOES NOT FIT, by " in text
+
+
+def test_a_file_of_bad_rows_only_has_a_plan(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "in.jsonl", [chat("a", n=2), chat("b", n=3)])
+    plan = planned(path)
+    assert plan.estimate is None
+    assert plan.as_json()["kv_pages"]["whole"] == 0
+    assert next(describe_plan(plan)).endswith("2 rows (openai), 0 good, 2 bad")

@@ -1,0 +1,123 @@
+"""`nightmill plan` on the bundled model: exit codes, JSON, and the workers it counts on."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from jobs.claims import Claims
+from jobs.cli import main
+from jobs.client import Client
+from jobs.settings import Settings
+from tests.servers import Clock
+from tests.unit.batchfile.files import chat, write_lines
+from worker.loading import demo_model
+from worker.plan_command import live_workers
+
+Plan = Callable[..., Result]
+
+
+@pytest.fixture
+def plan(tmp_path: Path) -> Plan:
+    """Runs `nightmill plan ARGUMENTS` with the bundled model on the reference runner."""
+
+    def invoke(*arguments: str) -> Result:
+        env = {"NIGHTMILL_DATA_DIR": str(tmp_path / "data"), "NIGHTMILL_MODEL": str(demo_model())}
+        return CliRunner().invoke(main, ["plan", *arguments, "--reference"], env=env)
+
+    return invoke
+
+
+def haiku(count: int, **body: object) -> list[object]:
+    """Rows that the bundled model answers."""
+    return [
+        chat(
+            f"r{n}",
+            messages=[{"role": "user", "content": f"Write a haiku about rain that contains the word w{n}"}],
+            max_tokens=24,
+            **body,
+        )
+        for n in range(count)
+    ]
+
+
+def test_good_rows_that_fit_end_with_zero(plan: Plan, tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "in.jsonl", haiku(40))
+    done = plan(str(path), "--deadline", "8h", "--max-sequences", "8", "--json")
+    assert done.exit_code == 0, done.output
+    told = json.loads(done.stdout)
+    assert (told["rows"], told["good"], told["bad"]) == (40, 40, [])
+    assert told["model"] == "nightmill-demo"
+    assert told["prompt_tokens"] > 40 * 10
+    assert 40 < told["output_tokens"] <= told["output_tokens_at_most"] == 40 * 24
+    assert told["estimate"]["fits"] is True
+    assert told["estimate"]["rows_at_once"] == 8
+    assert told["estimate"]["seconds"] > 0
+
+
+def test_bad_rows_end_with_three(plan: Plan, tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "in.jsonl", [*haiku(3), chat("bad", n=2), b"{"])
+    done = plan(str(path), "--no-measure")
+    assert done.exit_code == 3, done.output
+    assert "5 rows (openai), 3 good, 2 bad" in done.output
+    assert "line 4 'bad': body.n: 2 is not supported" in done.output
+    assert "line 5: is not JSON" in done.output
+
+
+def test_rows_that_do_not_fit_end_with_four(plan: Plan, tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "in.jsonl", [*haiku(40), b"{"])
+    done = plan(str(path), "--at", "2031-01-01T01:00Z", "--deadline", "2031-01-01T01:00:00.001Z")
+    assert done.exit_code == 4, done.output
+    assert "DOES NOT FIT" in done.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["none.jsonl"], "none.jsonl: there is no such file"),
+        (["{}", "--deadline", "six"], "--deadline: 'six' is no time"),
+        (["{}", "--deadline", "6h", "--no-measure"], "leave out --no-measure"),
+        (["{}", "--max-tokens", "0"], "max_tokens: "),
+        (["{}", "--model", "none.gguf"], "none.gguf"),
+    ],
+)
+def test_what_cannot_be_planned_is_one_line_and_one(
+    plan: Plan, tmp_path: Path, arguments: list[str], said: str
+) -> None:
+    path = str(write_lines(tmp_path / "in.jsonl", haiku(1)))
+    done = plan(*(argument.replace("{}", path) for argument in arguments))
+    assert done.exit_code == 1
+    assert said in done.output
+    assert len(done.output.strip().splitlines()) == 1
+    assert "Traceback" not in done.output
+
+
+def test_rows_over_the_context_are_bad(plan: Plan, tmp_path: Path) -> None:
+    path = write_lines(
+        tmp_path / "in.jsonl",
+        [*haiku(1), chat("long", messages=[{"role": "user", "content": "word " * 600}])],
+    )
+    done = plan(str(path), "--no-measure", "--json")
+    (bad,) = json.loads(done.stdout)["bad"]
+    assert (bad["line"], bad["custom_id"], bad["code"]) == (2, "long", "over_context")
+    assert "this worker's context holds 512" in bad["message"]
+
+
+def test_workers_that_serve_the_model_and_live_are_counted(tmp_path: Path) -> None:
+    settings = Settings(data_dir=tmp_path)
+    clock = Clock()
+    with Client(settings, clock=clock) as client:
+        assert live_workers(client, "demo") == 1
+        for name, model in (("a", "demo"), ("b", "demo"), ("c", "other")):
+            Claims(client.database, name * 32).register("host", 1, model, None)
+        assert live_workers(client, "demo") == 2
+        clock.advance(settings.stale_seconds + 1)
+        assert live_workers(client, "demo") == 1
+
+
+def test_without_a_database_one_worker_is_assumed(tmp_path: Path) -> None:
+    url = "postgresql://nobody@127.0.0.1:1/none"
+    with Client(Settings(data_dir=tmp_path, database_url=url)) as client:
+        assert live_workers(client, "demo") == 1

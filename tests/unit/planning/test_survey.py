@@ -1,0 +1,142 @@
+"""What a plan finds in a file: exactly the bad rows, and what the good ones ask for."""
+
+import json
+import random
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jobs.batchfile import FileFormat, InputFile
+from jobs.contract import Prompt
+from jobs.errors import ChatTemplateError
+from tests.unit.batchfile.files import chat, completion, write_lines
+from worker.engine.limits import Limits
+from worker.planning.survey import Survey, survey
+
+LIMITS = Limits(vocab=256, context=40, block_size=4)
+
+
+def encode(prompt: Prompt) -> tuple[int, ...]:
+    """A token for each byte; a template that wants the user to speak first."""
+    if isinstance(prompt, str):
+        return tuple(prompt.encode())
+    if prompt[0]["role"] == "assistant":
+        raise ChatTemplateError("the model's chat template refuses these messages: the user speaks first")
+    return tuple(b"".join(message["content"].encode() for message in prompt))
+
+
+def look(path: Path, **options: Any) -> Survey:
+    return survey(InputFile(path, FileFormat.OPENAI), encode, LIMITS, **options)
+
+
+BAD: list[tuple[str, Any]] = [
+    ("invalid_json", b"{"),
+    ("invalid_json", b'{"custom_id": "a", "custom_id": "b"}'),
+    ("invalid_encoding", b'{"custom_id": "\xff"}'),
+    ("missing_field", {"custom_id": "m", "method": "POST", "url": "/v1/completions"}),
+    ("missing_field", chat("bad-1", messages=None)),
+    ("unsupported_field", chat("bad-2", n=2)),
+    ("unsupported_field", chat("bad-3", tools=[{}])),
+    (
+        "unsupported_field",
+        chat("bad-4", messages=[{"role": "user", "content": [{"type": "image_url"}]}]),
+    ),
+    ("invalid_value", chat("bad-5", temperature="hot")),
+    ("invalid_value", completion("bad-6", prompt="a\0b")),
+    ("duplicate_custom_id", chat("good-0")),
+    ("over_context", completion("bad-7", prompt="x" * 40)),
+    ("chat_template", chat("bad-8", messages=[{"role": "assistant", "content": "x"}])),
+]
+
+
+def test_of_many_mixed_rows_exactly_the_bad_ones_are_listed(tmp_path: Path) -> None:
+    draw = random.Random(1)
+    rows: list[Any] = [chat(f"good-{number}") for number in range(600)]
+    wanted: dict[int, str] = {}
+    for _, row in sorted(BAD, key=lambda _: draw.random()):
+        line = draw.randrange(10, len(rows))
+        rows.insert(line, row)
+    kinds = {json.dumps(row) if isinstance(row, dict) else row: code for code, row in BAD}
+    first = json.dumps(chat("good-0"))
+    for number, row in enumerate(rows, 1):
+        key = json.dumps(row) if isinstance(row, dict) else row
+        if key in kinds and (key != first or number > 1):
+            wanted[number] = kinds[key]
+    found = look(write_lines(tmp_path / "in.jsonl", rows))
+    assert {row.line: row.code for row in found.bad} == wanted
+    assert len(wanted) == len(BAD)
+    assert (found.rows, found.good) == (600 + len(BAD), 600)
+    assert all(row.message.isprintable() for row in found.bad)
+
+
+def test_a_row_over_the_context_is_refused_in_the_engines_words(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "in.jsonl", [completion("a", prompt="x" * 40, max_tokens=9)])
+    (bad,) = look(path).bad
+    assert (bad.line, bad.custom_id, bad.field) == (1, "a", "prompt")
+    assert bad.message == (
+        "the prompt has 40 tokens; this worker's context holds 40, of which at least one must be left for "
+        "the answer: shorten it or start the worker with --context 49, if the model allows it"
+    )
+
+
+def test_a_prompt_that_leaves_one_token_is_good_and_its_answer_may_be_cut(tmp_path: Path) -> None:
+    rows = [completion("a", prompt="x" * 39, max_tokens=9), completion("b", prompt="x" * 31, max_tokens=9)]
+    found = look(write_lines(tmp_path / "in.jsonl", rows))
+    assert list(found.limits) == [1, 9]
+    assert found.cut == 1
+
+
+def test_a_smaller_kv_cache_limits_rows_too(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "in.jsonl", [completion("a", prompt="x" * 20)])
+    small = Limits(vocab=256, context=40, block_size=4, pages=5)
+    (bad,) = survey(InputFile(path), encode, small).bad
+    assert "KV cache holds 20 (5 pages of 4)" in bad.message
+
+
+def test_what_the_good_rows_ask_for_is_counted(tmp_path: Path) -> None:
+    rows = [
+        completion("a", prompt="abc", max_tokens=5, model="one"),
+        chat("b", n=2),
+        completion("c", prompt="abcd", ignore_eos=True, model="two"),
+        completion("d", prompt="a", ignore_eos=True, stop="x", model="one"),
+    ]
+    found = look(write_lines(tmp_path / "in.jsonl", rows), defaults={"max_tokens": 7, "temperature": 0.0})
+    assert list(found.prompt_tokens) == [3, 4, 1]
+    assert list(found.limits) == [5, 7, 7]
+    assert list(found.endless) == [0, 1, 0]
+    assert found.models == {"one": 2, "two": 1}
+
+
+def test_the_sample_is_of_good_rows_with_their_parameters(tmp_path: Path) -> None:
+    rows = [completion(str(n), prompt="ab", seed=n, max_tokens=n) for n in range(1, 9)] + [chat("x", n=2)]
+    found = look(write_lines(tmp_path / "in.jsonl", rows), sample=20, defaults={"top_k": 3})
+    assert sorted(int(request.job_id) for request in found.sample) == list(range(1, 9))
+    for request in found.sample:
+        assert request.seed == request.params.max_tokens == int(request.job_id)
+        assert (request.prompt_ids, request.params.top_k) == (tuple(b"ab"), 3)
+
+
+def test_every_row_is_as_likely_as_another_to_be_in_the_sample(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "in.jsonl", [completion(str(n), prompt="ab") for n in range(8000)])
+    found = look(path, sample=2000)
+    assert len({request.job_id for request in found.sample}) == 2000
+    quarters = Counter((int(request.job_id) - 1) // 2000 for request in found.sample)
+    # 500 from each quarter of the file, with a standard deviation of 17.
+    assert all(430 < quarters[quarter] < 570 for quarter in range(4))
+
+
+def test_the_same_file_has_the_same_sample(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "in.jsonl", [completion(str(n), prompt="ab") for n in range(300)])
+    first, second = look(path, sample=50).sample, look(path, sample=50).sample
+    assert first == second
+    assert [int(request.job_id) for request in first] != sorted(int(request.job_id) for request in first)
+
+
+@pytest.mark.parametrize("rows", [1, 64])
+def test_progress_hears_of_every_row(tmp_path: Path, rows: int) -> None:
+    heard: list[None] = []
+    path = write_lines(tmp_path / "in.jsonl", [completion(str(n)) for n in range(rows)])
+    look(path, on_row=lambda: heard.append(None))
+    assert len(heard) == rows

@@ -1,0 +1,189 @@
+"""The command `nightmill plan`: what a batch file holds and how long it takes, before the night."""
+
+import json
+from datetime import UTC, datetime, timedelta
+from itertools import count
+from typing import TYPE_CHECKING, Any
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+from jobs.batchfile import InputFile
+from jobs.cli import json_option
+from jobs.client import Client
+from jobs.contract import GenerationParams
+from jobs.errors import DatabaseError, SettingsError
+from jobs.settings import Settings
+from jobs.when import parse_moment
+from worker.options import merge_options, require_worker_extra, worker_options
+
+if TYPE_CHECKING:
+    from worker.planning.plan import Plan
+
+EXIT_BAD_ROWS = 3
+EXIT_TOO_LATE = 4
+_ROWS_PER_UPDATE = 64  # of the progress bar
+_NOT_OF_A_PLAN = ("drain_seconds",)
+_SERVING = ("starting", "ready")
+
+
+def _plan(
+    file: str,
+    as_json: bool,
+    measure: bool,
+    measure_seconds: float,
+    at: str | None,
+    deadline: str | None,
+    max_tokens: int | None,
+    temperature: float | None,
+    **options: Any,
+) -> None:
+    """Say what FILE asks for, which of its rows are bad, and when it will be done.
+
+    Reads and tokenises every row as a worker with the same options would, runs a random sample of the rows
+    on this machine's runner for a few seconds, and plays the night through at that speed, for as many
+    workers as serve the model now (at least one). Nothing is enqueued.
+
+    \b
+      nightmill plan prompts.jsonl --model model.gguf
+      nightmill plan prompts.jsonl --model model.gguf --at 01:00 --deadline 06:00
+      nightmill plan prompts.jsonl --model model.gguf --no-measure --json
+
+    \b
+    Exit codes: 0  all rows can be run, and they fit before the deadline (if one is given)
+                1  the plan could not be made
+                2  the command line is wrong
+                3  some rows cannot be run; they are listed
+                4  the rows do not fit before the deadline (whether or not some are bad)
+    """
+    require_worker_extra("plan")
+    settings = merge_options(Settings.from_env(), options)
+    now = datetime.now(UTC)
+    starts_at = None if at is None else parse_moment("--at", at, now)
+    deadline_at = None if deadline is None else parse_moment("--deadline", deadline, starts_at or now)
+    if deadline_at is not None and not measure:
+        raise SettingsError(
+            "--deadline: whether it is met is only known by measuring; leave out --no-measure"
+        )
+    given = {"max_tokens": max_tokens, "temperature": temperature}
+    defaults = {name: value for name, value in given.items() if value is not None}
+    GenerationParams.parse(defaults)
+    plan = _make(
+        InputFile(file),
+        settings,
+        measure_seconds=measure_seconds if measure else 0.0,
+        starts_at=starts_at,
+        deadline_at=deadline_at,
+        defaults=defaults,
+        quiet=as_json,
+    )
+    if as_json:
+        click.echo(json.dumps(plan.as_json(), ensure_ascii=False))
+    else:
+        from worker.planning.report import describe_plan
+
+        click.echo("\n".join(describe_plan(plan)))
+    if plan.estimate is not None and plan.estimate.fits is False:
+        raise SystemExit(EXIT_TOO_LATE)
+    if plan.survey.bad:
+        raise SystemExit(EXIT_BAD_ROWS)
+
+
+plan = click.Command(
+    "plan",
+    callback=_plan,
+    params=[
+        click.Argument(["file"], metavar="FILE"),
+        *(option for option in worker_options() if option.name not in _NOT_OF_A_PLAN),
+        click.Option(["--at"], metavar="TIME", help="When the night begins: 01:00, 2h, or a date with time."),
+        click.Option(["--deadline"], metavar="TIME", help="When it has to be done: 06:00, 8h, ..."),
+        click.Option(["--max-tokens"], type=int, help="For rows that give none [256]."),
+        click.Option(["--temperature"], type=float, help="For rows that give none [1.0]."),
+        click.Option(["--measure/--no-measure"], default=True, help="Without: no estimate, and no GPU used."),
+        click.Option(
+            ["--measure-seconds"],
+            type=click.FloatRange(0, min_open=True),
+            default=10.0,
+            show_default=True,
+            help="Measure for so long at most.",
+        ),
+    ],
+    help=_plan.__doc__,
+    short_help="Say what a batch file asks for, which rows are bad, and when it will be done.",
+)
+json_option(plan)
+
+
+def _make(
+    file: InputFile,
+    settings: Settings,
+    *,
+    measure_seconds: float,
+    starts_at: datetime | None,
+    deadline_at: datetime | None,
+    defaults: dict[str, Any],
+    quiet: bool,
+) -> "Plan":
+    """The plan, made under a progress bar. With `measure_seconds` of 0 no engine is built."""
+    from worker.engine.limits import Limits
+    from worker.loading import BLOCK_SIZE, build_engine, context_length, load_model, max_sequences
+    from worker.planning.plan import make_plan
+
+    model = load_model(settings)
+    engine = build_engine(settings, model) if measure_seconds else None
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+    progress = Progress(*columns, console=Console(stderr=True), disable=quiet, transient=True)
+    task = progress.add_task("reading and tokenising", total=file.size)
+    rows = count(1)
+
+    def on_row() -> None:
+        if next(rows) % _ROWS_PER_UPDATE == 0:
+            progress.update(task, completed=file.position)
+
+    def on_measure() -> None:
+        progress.reset(task, description="measuring the speed", total=None)
+
+    with Client(settings) as client:
+        workers = live_workers(client, model.name)
+    try:
+        with progress:
+            return make_plan(
+                file,
+                model.encode,
+                Limits(
+                    vocab=model.config.vocab,
+                    context=context_length(settings, model.config),
+                    block_size=BLOCK_SIZE,
+                    pages=None if engine is None else engine.stats.pages,
+                ),
+                model=model.name,
+                slots=max_sequences(settings),
+                engine=engine,
+                measure_seconds=measure_seconds,
+                workers=workers,
+                now=lambda: datetime.now(UTC),
+                starts_at=starts_at,
+                deadline_at=deadline_at,
+                defaults=defaults,
+                on_row=on_row,
+                on_measure=on_measure,
+            )
+    finally:
+        if engine is not None:
+            engine.close()
+
+
+def live_workers(client: Client, model: str) -> int:
+    """Workers that serve the model and beat; 1 where there is none, or no database to ask."""
+    try:
+        rows = client.store.workers()
+        silent_since = client.database.now() - timedelta(seconds=client.settings.stale_seconds)
+    except DatabaseError:
+        return 1
+    live = [
+        row
+        for row in rows
+        if row["model"] == model and row["state"] in _SERVING and row["heartbeat_at"] > silent_since
+    ]
+    return max(1, len(live))
