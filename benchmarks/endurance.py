@@ -88,6 +88,7 @@ def request(draw: random.Random, number: int, vocab: int) -> Request:
         top_k=draw.choice([0, 0, 40]),
         top_p=draw.choice([1.0, 0.9]),
         repetition_penalty=draw.choice([1.0, 1.0, 1.1]),
+        ignore_eos=draw.choice([True, False]),
     )
     return Request(f"job-{number}", 1, prompt, params, seed=number)
 

@@ -13,7 +13,8 @@ import worker.engine_process
 from jobs.settings import Settings
 from worker.commands import worker as worker_command
 from worker.engine.engine import Engine
-from worker.loading import LoadedModel
+from worker.loading import OpenModel
+from worker.model.tokenizer import TextStream
 from worker.runners.base import SampledTokens, StepBatch
 
 SEQUENCES = 512
@@ -44,12 +45,12 @@ class InstantRunner:
         """Nothing is held."""
 
 
-def build_engine(settings: Settings, model: LoadedModel) -> Engine:
+def build_engine(settings: Settings, model: OpenModel) -> Engine:
     """The real engine, tokenizer and scheduler on the instant runner."""
     return Engine(
         InstantRunner(model.config.vocab),
-        text_stream=lambda: model.tokenizer.stream(continues=True),
-        eos_ids=model.tokenizer.eos_ids,
+        text_stream=lambda: TextStream(model.vocabulary, strip_space=False),
+        eos_ids=model.vocabulary.eos_ids,
         context_length=CONTEXT,
         max_sequences=SEQUENCES,
         token_budget=16384,

@@ -88,11 +88,7 @@ class EngineStep(bootsteps.StartStopStep):
         for chatter in ("celery.worker.strategy", "celery.app.trace"):  # two lines for every message
             logging.getLogger(chatter).setLevel(logging.WARNING)
         settings = merge_options(Settings.from_env(), self.options)
-        self.database = Database(settings)
-        self.database.ensure_schema()
-        self.broker = Broker(settings)
-        self.broker.ping()
-        engine = launch_engine(settings, ENGINE_COMMAND)  # it loads the model while this process does
+        engine = launch_engine(settings, ENGINE_COMMAND)  # it loads the model while this process goes on
         try:
             self._serve(parent, settings, engine)
         except BaseException:
@@ -100,6 +96,10 @@ class EngineStep(bootsteps.StartStopStep):
             raise
 
     def _serve(self, parent: Any, settings: Settings, engine: EngineLink) -> None:
+        self.database = Database(settings)
+        self.database.ensure_schema()
+        self.broker = Broker(settings)
+        self.broker.ping()
         model = load_model(settings)
         self.claims = Claims(self.database, uuid.uuid4().hex)
         gpu = gpu_index(settings)

@@ -28,7 +28,7 @@ from worker.engine_messages import (
     Stop,
     Submit,
 )
-from worker.loading import build_engine, load_model
+from worker.loading import build_engine, open_model
 
 log = logging.getLogger(__name__)
 
@@ -130,7 +130,7 @@ def main() -> int:
         multiprocessing.current_process().name = "Engine"
         style = "[%(asctime)s: %(levelname)s/%(processName)s] %(message)s"
         logging.basicConfig(level=begin.log_level, format=style)
-        return serve(connection, lambda: build_engine(begin.settings, load_model(begin.settings)))
+        return serve(connection, lambda: build_engine(begin.settings, open_model(begin.settings)))
 
 
 if __name__ == "__main__":

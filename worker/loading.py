@@ -14,7 +14,8 @@ from worker.engine.engine import Engine, EngineStats
 from worker.model.chat import ChatTemplate
 from worker.model.config import ModelConfig
 from worker.model.gguf_file import GgufFile
-from worker.model.tokenizer import Tokenizer
+from worker.model.tokenizer import TextStream, Tokenizer
+from worker.model.vocabulary import Vocabulary
 from worker.runners.base import Runner
 from worker.runners.gpu.device import device_count
 from worker.runners.reference import ReferenceRunner, choose_kv_blocks
@@ -31,12 +32,19 @@ BLOCK_SIZE = 16
 
 
 @dataclass(frozen=True)
-class LoadedModel:
-    """A model file, read and checked."""
+class OpenModel:
+    """A model file, opened and checked: what an engine needs."""
 
-    name: str
     file: GgufFile
     config: ModelConfig
+    vocabulary: Vocabulary
+
+
+@dataclass(frozen=True)
+class LoadedModel(OpenModel):
+    """A model file with what turns prompts into tokens."""
+
+    name: str
     tokenizer: Tokenizer
     chat: ChatTemplate | str  # or why there is none
 
@@ -53,26 +61,38 @@ class LoadedModel:
         return tuple(self.chat.encode(prompt))
 
 
-def load_model(settings: Settings) -> LoadedModel:
+def open_model(settings: Settings) -> OpenModel:
     """Open and check the model file; raises SettingsError where none is named, ModelFileError for faults."""
-    if settings.model is None:
-        raise SettingsError(
-            "no model file is named: give --model FILE or set NIGHTMILL_MODEL (`nightmill demo` uses the "
-            "bundled one)"
-        )
-    file = GgufFile.open(settings.model)
+    file = GgufFile.open(_model_path(settings))
+    return OpenModel(file, ModelConfig.from_gguf(file), Vocabulary.from_gguf(file))
+
+
+def load_model(settings: Settings) -> LoadedModel:
+    """Open the model file and build its tokenizer, which takes a second; raises as `open_model` does."""
+    path = _model_path(settings)
+    file = GgufFile.open(path)
     tokenizer = Tokenizer.from_gguf(file)
     try:
         chat: ChatTemplate | str = ChatTemplate.from_gguf(file, tokenizer)
     except ChatTemplateError as error:  # plain prompts work without one
         chat = str(error)
     return LoadedModel(
-        name=settings.model_name or name_of(settings.model),
+        name=settings.model_name or name_of(path),
         file=file,
         config=ModelConfig.from_gguf(file),
+        vocabulary=tokenizer.vocabulary,
         tokenizer=tokenizer,
         chat=chat,
     )
+
+
+def _model_path(settings: Settings) -> Path:
+    if settings.model is None:
+        raise SettingsError(
+            "no model file is named: give --model FILE or set NIGHTMILL_MODEL (`nightmill demo` uses the "
+            "bundled one)"
+        )
+    return settings.model
 
 
 def name_of(path: Path) -> str:
@@ -123,7 +143,7 @@ def context_length(settings: Settings, config: ModelConfig) -> int:
     return settings.context
 
 
-def build_engine(settings: Settings, model: LoadedModel) -> Engine:
+def build_engine(settings: Settings, model: OpenModel) -> Engine:
     """The runner with the weights, and the engine on it. Called in the process and thread that will run it.
 
     Raises RunnerError where the GPU cannot be used, ModelFileError for weights that do not suit it.
@@ -143,11 +163,11 @@ def build_engine(settings: Settings, model: LoadedModel) -> Engine:
             model.file, model.config, block_size=BLOCK_SIZE, slots=sequences, depth=GPU_DEPTH,
             gpu_memory=settings.gpu_memory, context=context, max_tokens=token_budget, gpu=gpu,
         )  # fmt: skip
-    tokenizer = model.tokenizer
+    vocabulary = model.vocabulary
     return Engine(
         runner,
-        text_stream=lambda: tokenizer.stream(continues=True),
-        eos_ids=tokenizer.eos_ids,
+        text_stream=lambda: TextStream(vocabulary, strip_space=False),  # an answer continues its prompt
+        eos_ids=vocabulary.eos_ids,
         context_length=context,
         max_sequences=sequences,
         token_budget=token_budget,
@@ -155,7 +175,7 @@ def build_engine(settings: Settings, model: LoadedModel) -> Engine:
     )
 
 
-def _reference_runner(model: LoadedModel, *, sequences: int, context: int) -> ReferenceRunner:
+def _reference_runner(model: OpenModel, *, sequences: int, context: int) -> ReferenceRunner:
     # The products of a step are too small to share: with two BLAS threads on two busy cores, 32 sequences of
     # the demo model generated 74 tokens/s, with one thread 620 (the threads wait for each other by spinning).
     threadpool_limits(limits=1, user_api="blas")

@@ -1,0 +1,63 @@
+"""The CUDA runner with shared pages: fewer prompt tokens computed, and the same tokens drawn."""
+
+from contextlib import closing
+
+import pytest
+
+from jobs.contract import GenerationParams
+from tests.gpu.driving import NoText
+from worker.engine.engine import Engine, EngineStats
+from worker.engine.request import Request
+from worker.loading import demo_model
+from worker.model.config import ModelConfig
+from worker.model.gguf_file import GgufFile
+from worker.model.tokenizer import Tokenizer
+from worker.runners.gpu.runner import CudaRunner
+
+CONTEXT = 512
+ROWS = 64
+GREEDY = {"temperature": 0.0}
+WARM = {"temperature": 0.8, "top_p": 0.95, "repetition_penalty": 1.1}
+
+
+def generate(
+    requests: list[Request], *, sharing: bool, pages: int, depth: int
+) -> tuple[dict[str, tuple[int, ...]], EngineStats]:
+    file = GgufFile.open(demo_model())
+    runner = CudaRunner(
+        file, ModelConfig.from_gguf(file), slots=32, kv_blocks=pages, max_tokens=1024, context=CONTEXT,
+        tune=False, depth=depth,
+    )  # fmt: skip
+    with closing(runner):
+        engine = Engine(
+            runner, text_stream=NoText, eos_ids=frozenset(), context_length=CONTEXT, max_sequences=32,
+            token_budget=1024, prefix_sharing=sharing,
+        )  # fmt: skip
+        for request in requests:
+            engine.submit(request)
+        tokens = {}
+        while engine.has_work:
+            tokens |= {done.job_id: done.token_ids for done in engine.step()}
+            engine.check_integrity()
+        return tokens, engine.stats
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+def test_sharing_computes_less_and_changes_no_token(depth: int) -> None:
+    tokenizer = Tokenizer.from_gguf(GgufFile.open(demo_model()))
+    system = tokenizer.encode("Write a haiku about the winter moon and the river. " * 30)[:256]
+    requests = [
+        Request(
+            f"j{n}", 1, (*system, *tokenizer.encode(f" Haiku {n * 7}")),
+            GenerationParams.parse({"max_tokens": 40, "ignore_eos": True} | (GREEDY if n % 2 else WARM)), n,
+        )
+        for n in range(ROWS)
+    ]  # fmt: skip
+    with_sharing, shared = generate(requests, sharing=True, pages=32 * 32, depth=depth)
+    without, alone = generate(requests, sharing=False, pages=32 * 32, depth=depth)
+    tight, preempting = generate(requests, sharing=True, pages=60, depth=depth)
+    assert with_sharing == without
+    assert preempting.preemptions > 0
+    assert tight == without
+    assert shared.shared_tokens == (ROWS - 1) * 256
+    assert shared.prompt_tokens * 5 < alone.prompt_tokens
