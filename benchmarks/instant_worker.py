@@ -18,7 +18,7 @@ from worker.model.tokenizer import TextStream
 from worker.runners.base import SampledTokens, StepBatch
 
 SEQUENCES = 512
-CONTEXT = 512
+CONTEXT = 1024
 
 
 class InstantRunner:

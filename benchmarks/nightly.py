@@ -1,15 +1,17 @@
 """The nightly workload through the whole path, against the engine alone on the same prompts.
 
-    python -m benchmarks.nightly MODEL.gguf [--jobs 4096] [--max-sequences N] [--sqlite]
+    python -m benchmarks.nightly MODEL.gguf [--jobs 4096] [--max-sequences N] [--gpus 2] [--sqlite]
 
 Texts of 50 to 400 words (about 64 to 512 tokens of Qwen's) go through enqueue_many, Redis, a Celery worker
 and PostgreSQL (both started here, durable), 64 to 256 tokens are drawn for each. Then the engine computes the
-same token ids in a process that does nothing else. Prints one JSON line; the ratio is of one run.
+same token ids in a process that does nothing else. With --gpus, one worker and then N workers share the
+queue, each on a GPU of its own, and the engine is left out. Prints one JSON line; the ratio is of one run.
 """
 
 import argparse
 import json
 import random
+import statistics
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -40,6 +42,7 @@ def main() -> None:
     arguments.add_argument("--max-sequences", type=int)
     arguments.add_argument("--tokens", type=int, nargs=2, default=(64, 256), help="bounds of max_tokens")
     arguments.add_argument("--words", type=int, nargs=2, default=(50, 400), help="bounds of a prompt")
+    arguments.add_argument("--gpus", type=int, default=1)
     arguments.add_argument("--repeat", type=int, default=3)
     arguments.add_argument("--sqlite", action="store_true", help="SQLite in place of PostgreSQL")
     options = arguments.parse_args()
@@ -56,27 +59,57 @@ def main() -> None:
         client = stack.enter_context(Client(settings))
         client.database.migrate()
         items = list(prompts(options.jobs, options.words, options.tokens))
-        with running_worker(client, home / "worker.log") as process:
-            peak = PeakMemory(process.pid)
-            nights = [f"night-{turn}" for turn in range(options.repeat)]
-            reports = [through_the_service(client, process.pid, night, items) for night in nights]
-            rss = peak.stop()
-        print((home / "worker.log").read_text(), file=sys.stderr)
-        rates = sorted(report["output_tokens_per_s"] for report in reports)
-        alone = engine_alone(settings, items, options.repeat)
-    middle = rates[len(rates) // 2]
+        if options.gpus > 1:
+            scaling(client, home, items, options)
+        else:
+            against_engine(client, home, items, options)
+
+
+def against_engine(
+    client: Client, home: Path, items: Sequence[dict[str, Any]], options: argparse.Namespace
+) -> None:
+    """One worker, then its engine alone."""
+    with running_worker(client, home / "worker.log") as process:
+        peak = PeakMemory(process.pid)
+        nights = [f"night-{turn}" for turn in range(options.repeat)]
+        reports = [through_the_service(client, [process.pid], night, items) for night in nights]
+        rss = peak.stop()
+    print((home / "worker.log").read_text(), file=sys.stderr)
+    alone = engine_alone(client.settings, items, options.repeat)
+    rate = statistics.median(report["output_tokens_per_s"] for report in reports)
     report = {
         "workload": "nightly through the service",
-        "jobs": options.jobs,
-        "max_sequences": max_sequences(settings),
+        "jobs": len(items),
+        "max_sequences": max_sequences(client.settings),
         "database": "sqlite" if options.sqlite else "postgresql",
         "service": reports,
         "engine_alone": alone,
-        "service_tokens_per_s": middle,
-        "ratio": round(middle / sorted(alone)[len(alone) // 2], 3),
+        "service_tokens_per_s": rate,
+        "ratio": round(rate / statistics.median(alone), 3),
         "worker_peak_rss_mib": round(rss / 2**20),
     }
     print(json.dumps(report))
+
+
+def scaling(client: Client, home: Path, items: Sequence[dict[str, Any]], options: argparse.Namespace) -> None:
+    """One worker, then as many as there are GPUs, on one queue."""
+    rates = {}
+    for workers in (1, options.gpus):
+        with ExitStack() as stack:
+            pids = [
+                stack.enter_context(
+                    running_worker(client, home / f"{workers}-{gpu}.log", ["--gpu", str(gpu)])
+                ).pid
+                for gpu in range(workers)
+            ]
+            runs = [
+                through_the_service(client, pids, f"{workers}-{turn}", items)
+                for turn in range(options.repeat)
+            ]
+        print(json.dumps({"workers": workers, "runs": runs}), file=sys.stderr)
+        rates[workers] = statistics.median(run["output_tokens_per_s"] for run in runs)
+    report = {"workload": "nightly, several GPUs", "jobs": len(items), "tokens_per_s": rates}
+    print(json.dumps(report | {"ratio": round(rates[options.gpus] / rates[1], 3)}))
 
 
 def prompts(count: int, length: tuple[int, int], answer: tuple[int, int]) -> Iterator[dict[str, Any]]:
@@ -89,10 +122,10 @@ def prompts(count: int, length: tuple[int, int], answer: tuple[int, int]) -> Ite
 
 
 def through_the_service(
-    client: Client, pid: int, batch: str, items: Sequence[dict[str, Any]]
+    client: Client, pids: Sequence[int], batch: str, items: Sequence[dict[str, Any]]
 ) -> dict[str, Any]:
     """From the call of enqueue_many until the last row is final."""
-    busy = {process.pid: sum(process.cpu_times()[:2]) for process in family(pid)}
+    busy = {process.pid: sum(process.cpu_times()[:2]) for process in families(pids)}
     began = time.perf_counter()
     client.enqueue_many(items, batch=batch, temperature=0.7, ignore_eos=True)
     enqueued = time.perf_counter() - began
@@ -101,7 +134,7 @@ def through_the_service(
     counted = client.stats(batch)
     assert counted["state"] == {"succeeded": len(items)}, counted
     assert counted["completion_tokens"] == sum(item["max_tokens"] for item in items)
-    cpu = [sum(process.cpu_times()[:2]) - busy[process.pid] for process in family(pid)]
+    cpu = [sum(process.cpu_times()[:2]) - busy[process.pid] for process in families(pids)]
     return {
         "output_tokens_per_s": round(counted["completion_tokens"] / seconds),
         "prompt_tokens": counted["prompt_tokens"],
@@ -111,10 +144,9 @@ def through_the_service(
     }
 
 
-def family(pid: int) -> list[psutil.Process]:
-    """The worker's process and its engine's."""
-    worker = psutil.Process(pid)
-    return [worker, *worker.children()]
+def families(pids: Sequence[int]) -> list[psutil.Process]:
+    """The workers' processes, each followed by its engine's."""
+    return [process for pid in pids for process in (psutil.Process(pid), *psutil.Process(pid).children())]
 
 
 def engine_alone(settings: Settings, items: Sequence[dict[str, Any]], repeat: int) -> list[int]:
