@@ -12,9 +12,11 @@ from typing import Any
 
 from sqlalchemy import Connection, bindparam, insert, or_, select, update
 
+from jobs import partials
 from jobs.contract import GenerationParams, JobState, JsonObject, StopReason
 from jobs.database import Database
-from jobs.store import lock_jobs
+from jobs.partials import SavedTokens
+from jobs.store import chunked, lock_jobs
 from jobs.tables import JobRow, WorkerRow
 
 LIVE_STATES = ("starting", "ready", "draining")
@@ -31,6 +33,7 @@ class Claim:
     params: GenerationParams  # with its seed
     priority: int
     deadline_at: datetime | None
+    saved: SavedTokens | None = None  # what an earlier attempt had drawn
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +84,7 @@ class Claims:
         with self.database.write() as connection:
             lock_jobs(connection, JobRow.id.in_(job_ids), JobRow.state == JobState.QUEUED)
             rows = connection.execute(statement).all()
+            saved = partials.find(connection, [row.id for row in rows])
         claims = [
             Claim(
                 job_id=row.id,
@@ -90,6 +94,7 @@ class Claims:
                 params=GenerationParams.parse({**row.params, "seed": row.seed}),
                 priority=row.priority,
                 deadline_at=row.deadline_at,
+                saved=saved.get(row.id),
             )
             for row in rows
         ]
@@ -110,6 +115,16 @@ class Claims:
             for outcome in outcomes:
                 if outcome.error is not None:
                     written += self._finish_with_error(connection, outcome, now)
+            partials.forget_ended(connection, [outcome.job_id for outcome in outcomes])
+        return written
+
+    def save(self, saved: Sequence[SavedTokens]) -> int:
+        """Keep the tokens of running jobs for a later attempt; returns of how many, being still ours."""
+        written = 0
+        for group in chunked(saved):
+            with self.database.write() as connection:
+                lock_jobs(connection, JobRow.id.in_([one.job_id for one in group]))
+                written += partials.save(connection, self.worker_id, group, self.database.now())
         return written
 
     def hand_back(self, claimed: Sequence[tuple[str, int]]) -> list[str]:
@@ -132,6 +147,7 @@ class Claims:
                 )
                 if done.rowcount:
                     returned.append(job_id)
+            partials.forget_ended(connection, [job_id for job_id, _ in claimed])
         return returned
 
     def leave_queued(self, job_ids: Sequence[str]) -> None:
@@ -318,4 +334,5 @@ def count_failure(connection: Connection, row: Any, reason: str, now: datetime) 
         .where(JobRow.id == row.id, JobRow.state == JobState.RUNNING, JobRow.attempt == row.attempt)
         .values(values)
     )
+    partials.forget_ended(connection, [row.id])
     return again and not cancelled

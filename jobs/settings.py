@@ -62,6 +62,8 @@ class Settings(BaseModel):
     """Compute equal beginnings of prompts once."""
     drain_seconds: float = Field(default=30.0, ge=0.0)
     """How long a stopping worker goes on with the jobs that it has."""
+    save_seconds: float = Field(default=5.0, gt=0.0)
+    """How often a worker saves the tokens of unfinished jobs."""
     heartbeat_seconds: float = Field(default=5.0, gt=0.0)
     """How often a worker says that it lives, and sweeps."""
     stale_seconds: float = Field(default=30.0, gt=0.0)

@@ -14,6 +14,7 @@ from sqlalchemy.dialects.postgresql import insert as postgresql_insert
 from sqlalchemy.dialects.sqlite import insert as sqlite_insert
 from sqlalchemy.orm import InstrumentedAttribute
 
+from jobs import partials
 from jobs.contract import FINAL_STATES, GenerationParams, Job, JobState, StopReason
 from jobs.database import Database
 from jobs.errors import IdempotencyConflictError, InvalidTransitionError, JobNotFoundError
@@ -115,6 +116,7 @@ class Store:
                 .values(**_cancelled_values(now))
             )
             if done.rowcount:
+                partials.forget_ended(connection, [job_id])
                 return JobState.CANCELLED
             asked = connection.execute(
                 update(JobRow)
@@ -144,6 +146,8 @@ class Store:
                 .where(JobRow.batch == batch, JobRow.state == JobState.RUNNING)
                 .values(cancel_requested_at=func.coalesce(JobRow.cancel_requested_at, now))
             )
+            if queued.rowcount:
+                partials.forget_ended(connection)
         return queued.rowcount, running.rowcount
 
     def retry(self, job_id: str, deadline: datetime | None = None) -> Job:

@@ -9,6 +9,7 @@ from typing import Any
 
 from sqlalchemy import exists, or_, select, update
 
+from jobs import partials
 from jobs.claims import LIVE_STATES, count_failure
 from jobs.contract import JobState, StopReason
 from jobs.database import Database
@@ -67,7 +68,7 @@ class Sweep:
         late = (JobRow.state == JobState.QUEUED, JobRow.deadline_at.is_not(None), JobRow.deadline_at <= now)
         with self.database.write() as connection:
             lock_jobs(connection, *late)
-            return connection.execute(
+            expired = connection.execute(
                 update(JobRow)
                 .where(*late)
                 .values(
@@ -77,6 +78,9 @@ class Sweep:
                     finished_at=now,
                 )
             ).rowcount
+            if expired:
+                partials.forget_ended(connection)
+        return expired
 
     def unsent(self, limit: int) -> list[Announcement]:
         """Take due queued jobs that no message announces, and mark them as sent."""

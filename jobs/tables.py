@@ -1,15 +1,27 @@
-"""The declared schema: three tables, typed. `migrations/` must lead to exactly this (a test compares)."""
+"""The declared schema: four tables, typed. `migrations/` must lead to exactly this (a test compares)."""
 
 from datetime import UTC, datetime
 from typing import Any, ClassVar
 
-from sqlalchemy import JSON, BigInteger, DateTime, Dialect, ForeignKey, Index, MetaData, String, Text, text
+from sqlalchemy import (
+    JSON,
+    BigInteger,
+    DateTime,
+    Dialect,
+    ForeignKey,
+    Index,
+    LargeBinary,
+    MetaData,
+    String,
+    Text,
+    text,
+)
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 from sqlalchemy.types import TypeDecorator
 
 from jobs.contract import JsonObject
 
-SCHEMA_REVISION = "0001"
+SCHEMA_REVISION = "0002"
 """The migration that these declarations match."""
 
 
@@ -127,3 +139,17 @@ class JobRow(Base):
             "uq_jobs_idempotency_key", "idempotency_key", where="idempotency_key IS NOT NULL", unique=True
         ),
     )
+
+
+class PartialRow(Base):
+    """The tokens that an unfinished job had when they were last saved; gone once the job has ended."""
+
+    __tablename__ = "partials"
+
+    job_id: Mapped[str] = mapped_column(
+        String(32), ForeignKey("jobs.id", ondelete="CASCADE"), primary_key=True
+    )
+    attempt: Mapped[int]
+    fingerprint: Mapped[str] = mapped_column(String(64))
+    tokens: Mapped[bytes] = mapped_column(LargeBinary)
+    saved_at: Mapped[datetime]

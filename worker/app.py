@@ -78,11 +78,18 @@ class EngineStep(bootsteps.StartStopStep):
             self.claims.sign_off()
         except NightmillError as error:
             log.warning("%s", error)
+        done = self.service.engine.stats
         self.service.close()
         self.service = None
         self.broker.close()
         self.database.close()
-        log.info("stopped")
+        log.info(
+            "stopped; %d tokens drawn, %d resumed; %d prompt tokens computed, %d shared",
+            done.generated_tokens,
+            done.resumed_tokens,
+            done.prompt_tokens,
+            done.shared_tokens,
+        )
 
     def _start(self, parent: Any) -> None:
         for chatter in ("celery.worker.strategy", "celery.app.trace"):  # two lines for every message
@@ -109,6 +116,7 @@ class EngineStep(bootsteps.StartStopStep):
             self.claims,
             engine,
             model.tokenize,
+            model_digest=model.file.digest(),
             capacity=capacity(settings),
             drain_seconds=settings.drain_seconds,
             on_fatal=_end_process,

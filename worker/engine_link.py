@@ -8,24 +8,26 @@ import time
 from collections.abc import Callable, Sequence
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
+from queue import Empty, SimpleQueue
 from typing import Protocol
 
 from jobs.errors import RunnerError
 from jobs.settings import Settings
 from worker.engine.engine import EngineStats
-from worker.engine.request import Completion, Request
+from worker.engine.request import Completion, Progress, Request
 from worker.engine_messages import (
     Abandon,
-    Abandoned,
     Answer,
+    Ask,
     Begin,
     Cancel,
     Command,
+    Completed,
     Failed,
-    Progress,
     Ready,
     Stop,
     Submit,
+    Told,
 )
 
 log = logging.getLogger(__name__)
@@ -53,7 +55,9 @@ class EngineLink:
         self._connection = connection
         self._host = host
         self._sending = threading.Lock()
-        self._abandoned = threading.Event()
+        self._asking = threading.Lock()
+        self._question = 0  # the number of the last one
+        self._answers: SimpleQueue[Told] = SimpleQueue()
         self._over = False  # it failed or was stopped
         self._stats: EngineStats | None = None
         self._receiver = threading.Thread(target=self._receive, name="engine link", daemon=True)
@@ -96,15 +100,13 @@ class EngineLink:
         """Stop a request at the next step; it completes with what it has."""
         self._send(Cancel(job_id))
 
-    def abandon(self) -> None:
-        """Drop all work, without completions. Returns when that is done, or when the engine seems to hang."""
-        self._abandoned.clear()
-        self._send(Abandon())
-        give_up_at = time.monotonic() + _HANG_SECONDS
-        while self.alive and not self._abandoned.wait(0.05):
-            if time.monotonic() > give_up_at:
-                log.error("the engine does not answer; its jobs are handed back all the same")
-                return
+    def abandon(self) -> list[Progress]:
+        """Drop all work, without completions; returns the tokens that each request had."""
+        return self._ask(Abandon)
+
+    def progress(self, at_least: int) -> list[Progress]:
+        """The tokens of the requests that have `at_least` so many more than when last asked."""
+        return self._ask(lambda number: Ask(number, at_least))
 
     def stop(self) -> None:
         """End the engine and close its runner; unfinished work is dropped. Safe to call twice."""
@@ -122,6 +124,26 @@ class EngineLink:
             except OSError:  # nobody is there any more: the receiver sees it, too, and reports it
                 log.debug("%s was not delivered", type(command).__name__)
 
+    def _ask(self, question: Callable[[int], Command]) -> list[Progress]:
+        """Have the engine answer between two steps; nothing where it has failed or seems to hang."""
+        with self._asking:
+            self._question += 1
+            self._send(question(self._question))
+            give_up_at = time.monotonic() + _HANG_SECONDS
+            while self.alive:
+                try:
+                    told = self._answers.get(timeout=0.05)
+                except Empty:
+                    if time.monotonic() > give_up_at:
+                        log.error(
+                            "the engine has not answered for %.0f s: a step seems to hang", _HANG_SECONDS
+                        )
+                        break
+                    continue
+                if told.number == self._question:  # else it answers a question that was given up
+                    return told.progress
+        return []
+
     def _receive(self) -> None:
         try:
             while not isinstance(answer := self._connection.recv(), Failed):
@@ -135,12 +157,13 @@ class EngineLink:
 
     def _take(self, answer: Answer) -> None:
         match answer:
-            case Progress(completions, stats):
+            case Completed(completions, stats):
                 self._stats = stats
                 for completion in completions:
                     self._on_completion(completion)
-            case Abandoned():
-                self._abandoned.set()
+            case Told():
+                self._stats = answer.stats
+                self._answers.put(answer)
 
 
 class _Process:

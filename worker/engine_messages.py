@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from jobs.settings import Settings
 from worker.engine.engine import EngineStats
-from worker.engine.request import Completion, Request
+from worker.engine.request import Completion, Progress, Request
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +34,18 @@ class Cancel:
 
 
 @dataclass(frozen=True, slots=True)
+class Ask:
+    """Tell the tokens of requests that have grown by `at_least` since last asked; answered by Told."""
+
+    number: int
+    at_least: int
+
+
+@dataclass(frozen=True, slots=True)
 class Abandon:
-    """Drop all work, without completions; answered by Abandoned."""
+    """Drop all work, without completions; answered by Told, with the tokens that each request had."""
+
+    number: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +61,7 @@ class Ready:
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class Completed:
     """What finished since the last one, and how the engine stands."""
 
     completions: list[Completion]
@@ -59,8 +69,12 @@ class Progress:
 
 
 @dataclass(frozen=True, slots=True)
-class Abandoned:
-    """The work that was there is dropped."""
+class Told:
+    """The answer to the question of that number."""
+
+    number: int
+    progress: list[Progress]
+    stats: EngineStats
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,5 +84,5 @@ class Failed:
     reason: str
 
 
-Command = Begin | Submit | Cancel | Abandon | Stop
-Answer = Ready | Progress | Abandoned | Failed
+Command = Begin | Submit | Cancel | Ask | Abandon | Stop
+Answer = Ready | Completed | Told | Failed

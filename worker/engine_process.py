@@ -18,15 +18,16 @@ from worker.engine.engine import Engine
 from worker.engine.request import Completion
 from worker.engine_messages import (
     Abandon,
-    Abandoned,
+    Ask,
     Begin,
     Cancel,
     Command,
+    Completed,
     Failed,
-    Progress,
     Ready,
     Stop,
     Submit,
+    Told,
 )
 from worker.loading import build_engine, open_model
 
@@ -98,9 +99,12 @@ class _Loop:
                 self._engine.submit(request)
             case Cancel(job_id):
                 self._engine.cancel(job_id)
-            case Abandon():
+            case Ask(number, at_least):
+                self._connection.send(Told(number, self._engine.progress(at_least), self._engine.stats))
+            case Abandon(number):
+                progress = self._engine.progress(at_least=0)
                 self._engine.abandon()
-                self._connection.send(Abandoned())
+                self._connection.send(Told(number, progress, self._engine.stats))
             case Stop():
                 self._stopping = True
             case Begin():
@@ -113,7 +117,7 @@ class _Loop:
             return
         stats = self._engine.stats
         if done or stats != self._reported:
-            self._connection.send(Progress(done, stats))
+            self._connection.send(Completed(done, stats))
         self._reported, self._report_at = stats, now + STATS_SECONDS
 
 

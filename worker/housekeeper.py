@@ -1,4 +1,4 @@
-"""What a worker does beside generating: heartbeat, cancellations, rescue, sweep.
+"""What a worker does beside generating: heartbeat, cancellations, saving, rescue, sweep.
 
 Every live worker sweeps for all: it takes jobs from silent workers, ends jobs past their deadline, and
 sends messages for queued jobs that have none. Sweeps of several workers do not disturb one another.
@@ -26,7 +26,7 @@ DEAF_SECONDS = 120.0  # an idle worker that hears nothing for so long, while mes
 
 
 class Housekeeper:
-    """Three chores, each on a thread of its own, so that a broker that hangs delays no cancellation.
+    """Four chores, each on a thread of its own, so that a broker that hangs delays no cancellation.
 
     Database and broker failures are logged once and tried again in the next round.
     """
@@ -43,7 +43,12 @@ class Housekeeper:
         self._closing = threading.Event()
         self._reported = (time.monotonic(), 0)
         beat = settings.heartbeat_seconds
-        chores = [(CANCEL_POLL_SECONDS, service.poll_cancellations), (beat, self.beat), (beat, self.sweep)]
+        chores = [
+            (CANCEL_POLL_SECONDS, service.poll_cancellations),
+            (settings.save_seconds, service.save_partials),
+            (beat, self.beat),
+            (beat, self.sweep),
+        ]
         self._threads = [
             threading.Thread(target=self._repeat, args=chore, name="housekeeper", daemon=True)
             for chore in chores

@@ -14,8 +14,10 @@ from datetime import timedelta
 from jobs.claims import Claim, Claims, Outcome
 from jobs.contract import StopReason
 from jobs.errors import DatabaseError, NightmillError, RunnerError
-from worker.engine.request import Completion, Request
+from jobs.partials import SavedTokens
+from worker.engine.request import Completion, Progress, Request
 from worker.engine_link import EngineLink
+from worker.resume import SAVE_TOKENS, fingerprint, tokens_to_resume
 from worker.writer import ResultWriter
 
 log = logging.getLogger(__name__)
@@ -37,7 +39,7 @@ class InFlight:
         self.capacity = capacity
         self._changed = threading.Condition()
         self._reserved = 0
-        self._jobs: dict[JobKey, Claim] = {}
+        self._jobs: dict[JobKey, str] = {}  # with the fingerprint of its prompt, once that is known
         self._closed = False
 
     def reserve(self, wanted: int) -> int:
@@ -54,8 +56,19 @@ class InFlight:
         """Turn reserved places into claimed jobs; the places of jobs that could not be claimed are free."""
         with self._changed:
             self._reserved -= reserved
-            self._jobs.update({(claim.job_id, claim.attempt): claim for claim in claims})
+            self._jobs.update({(claim.job_id, claim.attempt): "" for claim in claims})
             self._changed.notify_all()
+
+    def mark(self, key: JobKey, fingerprint: str) -> None:
+        """Note what saved tokens of a job depend on."""
+        with self._changed:
+            if key in self._jobs:
+                self._jobs[key] = fingerprint
+
+    def fingerprint(self, key: JobKey) -> str:
+        """What `mark` noted; empty where the job is not in flight."""
+        with self._changed:
+            return self._jobs.get(key, "")
 
     def remove(self, keys: Sequence[JobKey]) -> None:
         """These jobs are not this worker's any more."""
@@ -87,7 +100,10 @@ class InFlight:
 
 
 class Service:
-    """Runs shards of jobs on one engine, which it starts and stops; raises RunnerError where it does not."""
+    """Runs shards of jobs on one engine, which it starts and stops; raises RunnerError where it does not.
+
+    `model_digest` tells its model from others of the same name.
+    """
 
     def __init__(
         self,
@@ -95,6 +111,7 @@ class Service:
         engine: EngineLink,
         tokenize: Tokenize,
         *,
+        model_digest: str,
         capacity: int,
         drain_seconds: float,
         on_fatal: Callable[[str], None],
@@ -104,6 +121,7 @@ class Service:
         self.drain_seconds = drain_seconds
         self.last_shard_at = time.monotonic()
         self._tokenize = tokenize
+        self._model_digest = model_digest
         self._on_fatal = on_fatal
         self._drain_until: float | None = None
         self._writer = ResultWriter(claims.finish, self._forget)
@@ -137,18 +155,23 @@ class Service:
             log.warning("%d jobs stay queued, to be announced again: %s", len(job_ids), error)
         finally:
             self.in_flight.fill(len(job_ids), claims)
-        for claim in claims:
-            self._submit(claim)
+        resumed = [count for claim in claims if (count := self._submit(claim))]
+        if resumed:
+            log.info("%d jobs go on from %d tokens that were saved", len(resumed), sum(resumed))
         return [(claim.job_id, claim.attempt) for claim in claims]
 
-    def _submit(self, claim: Claim) -> None:
+    def _submit(self, claim: Claim) -> int:
+        """Give a job to the engine; returns how many tokens it goes on from."""
         try:
             prompt_ids = self._tokenize(claim)
         except NightmillError as error:
             self._writer.put(
                 Outcome(claim.job_id, claim.attempt, StopReason.ERROR, "", 0, 0, error=str(error))
             )
-            return
+            return 0
+        mark = fingerprint(self._model_digest, prompt_ids)
+        self.in_flight.mark((claim.job_id, claim.attempt), mark)
+        generated_ids = tokens_to_resume(claim.saved, mark)
         deadline = None
         if claim.deadline_at is not None:  # the engine counts on this host's clock, the row on the database's
             deadline = time.time() + (claim.deadline_at - self.claims.database.now()).total_seconds()
@@ -162,8 +185,10 @@ class Service:
                 seed=claim.params.seed,
                 deadline=deadline,
                 priority=claim.priority,
+                generated_ids=generated_ids,
             )
         )
+        return len(generated_ids)
 
     def _leave_queued(self, job_ids: Sequence[str]) -> None:
         try:
@@ -211,6 +236,22 @@ class Service:
             for job_id, _attempt in self.claims.cancel_requests():
                 self.engine.cancel(job_id)
 
+    def save_partials(self) -> None:
+        """Save the tokens of the jobs that have grown, so that they are not drawn again if this worker dies.
+
+        Raises DatabaseError. The engine is only asked between two steps; writing is the caller's time.
+        """
+        self._save(self.engine.progress(SAVE_TOKENS))
+
+    def _save(self, reports: Sequence[Progress]) -> None:
+        saved = [
+            SavedTokens(report.job_id, report.attempt, mark, report.token_ids)
+            for report in reports
+            if report.token_ids and (mark := self.in_flight.fingerprint((report.job_id, report.attempt)))
+        ]
+        if saved:
+            self.claims.save(saved)
+
     def reconcile(self) -> None:
         """Bring this worker and the database to one opinion on which jobs are this worker's.
 
@@ -247,11 +288,12 @@ class Service:
         self.in_flight.close()
         while self.in_flight.keys() and self.engine.alive and time.monotonic() < self._drain_until:
             time.sleep(0.02)
-        self.engine.abandon()
+        unfinished = self.engine.abandon()
         self._writer.close()  # what completed before is written first
         left = self.in_flight.keys()
         if left:
             try:
+                self._save(unfinished)
                 returned = self.claims.hand_back(left)
                 log.info("%d unfinished jobs were handed back to the queue", len(returned))
             except DatabaseError as error:

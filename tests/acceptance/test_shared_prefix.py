@@ -83,6 +83,7 @@ def test_haiku_for_one_long_system_prompt_are_the_same_with_sharing_and_preempti
     model = Model(demo_model())
     chat = ChatTemplate.from_gguf(model.file, model.tokenizer)
     style = "Write as Basho would. " * 12
+    asked = "Write a haiku about {} that contains the word {}"
     requests = [
         Request(
             f"j{n}", 1,
@@ -90,16 +91,13 @@ def test_haiku_for_one_long_system_prompt_are_the_same_with_sharing_and_preempti
                 chat.encode(
                     [
                         {"role": "system", "content": style},
-                        {
-                            "role": "user",
-                            "content": f"Write a haiku about {topic} that contains the word {word}",
-                        },
+                        {"role": "user", "content": asked.format(*pair)},
                     ]
                 )
             ),
             GenerationParams.parse({"max_tokens": 24, "stop": ["\n\n"], **KINDS[n % 3]}), seed=n,
         )
-        for n, (topic, word) in enumerate(held_out_pairs(48, seed=5))
+        for n, pair in enumerate(held_out_pairs(48, seed=5))
     ]  # fmt: skip
     with_sharing, shared = model.generate(requests, sharing=True, slots=16, pages=400)
     tight, preempting = model.generate(requests, sharing=True, slots=16, pages=26)

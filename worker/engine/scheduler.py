@@ -228,7 +228,7 @@ class Scheduler:
                 promised += pages - sequence.follows[1]
                 following.append(heapq.heappop(self._waiting)[1])
                 continue
-            taken = pages - sum(self._pool.owners(node.page) > 0 for node in nodes)
+            taken = pages - self._owned(nodes)
             if taken + promised + len(self._running) + len(following) > self._pool.free:
                 break
             heapq.heappop(self._waiting)
@@ -237,6 +237,13 @@ class Scheduler:
         for sequence in following:
             heapq.heappush(self._waiting, (sequence.rank, sequence))
         return admitted
+
+    def _owned(self, nodes: list[PrefixNode]) -> int:
+        """How many of a path's pages have owners: they come first, for who owns a page owns those before."""
+        owned = len(nodes)
+        while owned and not self._pool.owners(nodes[owned - 1].page):
+            owned -= 1
+        return owned
 
     def _give_place(self, sequence: Sequence, pages: int, nodes: list[PrefixNode]) -> None:
         self._waiting_count -= 1

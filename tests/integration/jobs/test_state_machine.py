@@ -22,16 +22,18 @@ from hypothesis.stateful import (
 )
 from sqlalchemy import delete, select
 
+from jobs import partials
 from jobs.claims import Claims, Outcome
 from jobs.contract import GenerationParams, JobState, StopReason
 from jobs.database import Database
 from jobs.errors import InvalidTransitionError
 from jobs.ids import IdSource
+from jobs.partials import SavedTokens
 from jobs.requests import Options, build_row
 from jobs.settings import Settings
 from jobs.store import JOBS, Store
 from jobs.sweep import Sweep
-from jobs.tables import BatchRow, JobRow, WorkerRow
+from jobs.tables import BatchRow, JobRow, PartialRow, WorkerRow
 from tests.servers import Clock
 
 QUEUED, RUNNING = JobState.QUEUED, JobState.RUNNING
@@ -69,9 +71,10 @@ class Expected:
     stop_reason: StopReason | None = None
     text: str | None = None
     errors: list[tuple[int, int]] = field(default_factory=list)  # (attempt, worker)
+    saved: SavedTokens | None = None  # what the next attempt goes on from
 
     def end(self, reason: StopReason, text: str | None = None) -> None:
-        self.state, self.stop_reason = reason.state, reason
+        self.state, self.stop_reason, self.saved = reason.state, reason, None
         if text is not None:
             self.text = text
 
@@ -111,6 +114,7 @@ job_options = st.builds(
 
 workers = st.integers(0, WORKERS - 1)
 numbers = st.integers(0, 7)  # of a job or a claim, as far as there are so many
+saves = st.tuples(numbers, st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=3))
 endings = st.tuples(numbers, st.sampled_from(StopReason), st.sampled_from(["", "text\x00", "ünï"]))
 
 
@@ -129,6 +133,7 @@ EVENTS = st.one_of(
     happens("claim_everything", workers),
     happens("claim_everything", workers),
     happens("finish", st.lists(endings, min_size=1, max_size=3)),
+    happens("save", st.lists(saves, min_size=1, max_size=3)),
     happens("hand_back", numbers),
     happens("give_up", numbers),
     happens("zombies_write", workers),
@@ -158,7 +163,7 @@ class Jobs(RuleBasedStateMachine):
     def begin(self, options: list[Options]) -> None:
         """Empty tables, live workers, and a few jobs: few, so that much happens to each."""
         with self.database.write() as connection:
-            for table in (JobRow, BatchRow, WorkerRow):
+            for table in (PartialRow, JobRow, BatchRow, WorkerRow):
                 connection.execute(delete(table))
         self.claims = [Claims(self.database, f"{n:032x}") for n in range(WORKERS)]
         self.alive = [True] * WORKERS
@@ -235,6 +240,7 @@ class Jobs(RuleBasedStateMachine):
             expected.state, expected.worker = RUNNING, worker
             expected.attempt += 1
             assert claim.attempt == expected.attempt
+            assert claim.saved == expected.saved
         assert self.claims[worker].claim(shard) == []  # delivered again
         self.claimed += [Held(worker, claim.job_id, claim.attempt) for claim in claimed]
 
@@ -245,11 +251,27 @@ class Jobs(RuleBasedStateMachine):
         expected = self._finish_expected(list(one_each.values()))
         assert self._finish(list(one_each.values())) == expected
 
+    def save(self, group: list[tuple[int, list[int]]]) -> None:
+        """Tokens of several jobs are saved together; of jobs that the worker has lost, none are."""
+        claims = [(claim, tuple(tokens)) for n, tokens in group if (claim := self._claimed(n))]
+        one_each = {claim.job: (claim, ids) for claim, ids in claims if claim.worker == claims[0][0].worker}
+        saved = [
+            SavedTokens(job, claim.attempt, f"{len(ids)}" * 64, ids) for job, (claim, ids) in one_each.items()
+        ]
+        written = 0
+        for one in saved:
+            if self._ours(one_each[one.job_id][0]):
+                self.model[one.job_id].saved = one
+                written += 1
+        if saved:
+            assert self.claims[claims[0][0].worker].save(saved) == written
+
     def zombies_write(self, worker: int) -> None:
         """All that a worker ever claimed and lost is written, handed back and given up: nothing changes."""
         late = [claim for claim in self.claimed if claim.worker == worker and not self._ours(claim)]
         assert self._finish([(claim, StopReason.EOS, "late") for claim in late]) == 0
         assert self._finish([(claim, StopReason.ERROR, "late") for claim in late]) == 0
+        assert self.claims[worker].save([SavedTokens(c.job, c.attempt, "late", (1,)) for c in late]) == 0
         pairs = [(claim.job, claim.attempt) for claim in late]
         assert self.claims[worker].hand_back(pairs) == []
         self.claims[worker].give_up(pairs, "late")
@@ -358,6 +380,10 @@ class Jobs(RuleBasedStateMachine):
             assert row.text == (None if expected.text is None else expected.text.replace("\x00", "\ufffd"))
             assert (row.sent_at is not None) is expected.sent
             assert [(e["attempt"], int(e["worker"], 16)) for e in row.errors or []] == expected.errors
+        with self.database.read() as connection:
+            saved = partials.find(connection, self.model)
+        assert saved == {job: one.saved for job, one in self.model.items() if one.saved is not None}
+        assert not any(now[job].state in (SUCCEEDED, FAILED, CANCELLED) for job in saved)
 
     def _rules_of_a_jobs_life_are_kept(self, now: dict[str, Any]) -> None:
         for job, row in now.items():

@@ -101,6 +101,18 @@ def test_a_preempted_sequence_finds_its_pages_again() -> None:
     assert shared.prompt_tokens < alone.prompt_tokens
 
 
+def test_pages_of_its_answer_are_found_again_too() -> None:
+    first, last = sequence(1, (1,) * 7), sequence(2, (2,) * 7)
+    made = scheduler(first, last, pages=10)
+    while not (plan := made.plan()).preempted:
+        carry_out(made, plan)
+    assert (plan.preempted, len(last.tokens)) == ([last], 21)
+    made.finish(first)
+    assert step(made) == [
+        ("j2", 16, 5)
+    ]  # of its five full pages, one of them of its prompt, j1 took the last
+
+
 def test_who_follows_keeps_slot_and_pages_from_those_below() -> None:
     leader, follower, stranger = sequence(1, (*SYSTEM, 1)), sequence(2, (*SYSTEM, 2)), sequence(3, (9,) * 5)
     made = scheduler(leader, follower, stranger, slots=2)

@@ -14,7 +14,7 @@ from jobs.errors import ChatTemplateError, DatabaseUnreachableError, RunnerError
 from jobs.store import Selection
 from jobs.sweep import Sweep
 from tests.servers import Clock, wait_until
-from tests.unit.engine.scripted import EOS, PieceStream, ScriptedRunner
+from tests.unit.engine.scripted import EOS, PieceStream, ScriptedRunner, expected, make_request
 from tests.unit.worker.threads import engine_in_thread
 from worker.engine.engine import Engine
 from worker.runners.base import StepBatch
@@ -46,10 +46,29 @@ class Gated(ScriptedRunner):
         super().launch(batch)
 
 
+class Pausing(Gated):
+    """Stops before its launch number `pause_at` until the gate is open."""
+
+    pause_at = 40
+
+    def launch(self, batch: StepBatch) -> None:
+        if len(self.batches) >= self.pause_at:
+            super().launch(batch)
+        else:
+            ScriptedRunner.launch(self, batch)
+
+
 class Bench:
     """A service on a client's database, and what became of it."""
 
-    def __init__(self, client: Client, runner: ScriptedRunner, capacity: int = 8, name: str = "a") -> None:
+    def __init__(
+        self,
+        client: Client,
+        runner: ScriptedRunner,
+        capacity: int = 8,
+        name: str = "a",
+        model_digest: str = "digest",
+    ) -> None:
         self.client = client
         self.runner = runner
         self.claims = Claims(client.database, name * 32)
@@ -67,6 +86,7 @@ class Bench:
             self.claims,
             engine_in_thread(lambda: self.engine),
             self.tokenize,
+            model_digest=model_digest,
             capacity=capacity,
             drain_seconds=5.0,
             on_fatal=self.fatal.append,
@@ -96,9 +116,13 @@ def build(sqlite_client: Client) -> Iterator[Callable[..., Bench]]:
     for bench in made:
         if isinstance(bench.runner, Gated):
             bench.runner.gate.set()
-        bench.service.drain_seconds = 0.0
-        bench.service.drain()
-        bench.service.close()
+        stop(bench)
+
+
+def stop(bench: Bench) -> None:
+    bench.service.drain_seconds = 0.0
+    bench.service.drain()
+    bench.service.close()
 
 
 def enqueue(client: Client, count: int, **settings: Any) -> list[str]:
@@ -258,6 +282,121 @@ def test_results_wait_for_a_database_that_is_away(
     bench.service.run_shard(ids)
     assert len(failures) == 2
     assert bench.client.stats()["state"] == {"succeeded": 3}
+
+
+LONG: dict[str, Any] = {"max_tokens": 120, "ignore_eos": True, "stop": ("STOPSTOPSTOP",)}
+
+
+def undisturbed(seed: int) -> tuple[tuple[int, ...], str]:
+    """Tokens and text of a long job that nothing interrupts."""
+    return expected(make_request("j", PROMPT, seed=seed, **LONG), 200)[:2]
+
+
+def drain_in_the_middle(bench: Bench, ids: list[str]) -> None:
+    """Let the bench draw some tokens of each job, then have it stop."""
+    assert isinstance(bench.runner, Pausing)
+    thread = bench.run(ids)
+    wait_until(lambda: len(bench.runner.batches) == bench.runner.pause_at)
+    drained = threading.Thread(target=stop, args=(bench,))
+    drained.start()
+    wait_until(lambda: bench.service.draining)
+    bench.runner.gate.set()
+    drained.join(30)
+    thread.join(30)
+
+
+def test_a_drained_workers_jobs_go_on_from_their_tokens_elsewhere(build: Callable[..., Bench]) -> None:
+    leaving = build(Pausing())
+    ids = [leaving.client.enqueue("prompt", seed=seed, **LONG) for seed in range(5)]
+    drain_in_the_middle(leaving, ids)
+    assert {job.state for job in leaving.client.store.find(_these(ids))} == {JobState.QUEUED}
+    taking_over = build(ScriptedRunner(), name="b")
+    taking_over.service.run_shard(ids)
+    for seed, job_id in enumerate(ids):
+        job = leaving.client.get(job_id)
+        assert (job.text, job.completion_tokens, job.prompt_tokens) == (undisturbed(seed)[1], 120, 3)
+    before, after = leaving.engine.stats, taking_over.engine.stats
+    assert after.resumed_tokens == before.generated_tokens >= 39
+    assert after.generated_tokens + after.resumed_tokens == 5 * 120  # nothing was drawn twice
+
+
+@pytest.mark.parametrize("changed", ["model", "prompt"])
+def test_tokens_of_another_model_or_prompt_are_not_gone_on_from(
+    build: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch, changed: str
+) -> None:
+    leaving = build(Pausing())
+    job_id = leaving.client.enqueue("prompt", seed=7, **LONG)
+    drain_in_the_middle(leaving, [job_id])
+    text = undisturbed(7)[1]
+    if changed == "model":
+        other = build(ScriptedRunner(), name="b", model_digest="another")
+    else:
+        monkeypatch.setattr(Bench, "tokenize", staticmethod(lambda claim: (3, 2, 1)))
+        other = build(ScriptedRunner(), name="b")
+        text = expected(make_request("j", (3, 2, 1), seed=7, **LONG), 200)[1]
+    other.service.run_shard([job_id])
+    assert leaving.client.get(job_id).text == text
+    assert other.engine.stats.resumed_tokens == 0
+    assert other.engine.stats.generated_tokens == 120
+
+
+def test_what_is_saved_on_the_way_outlives_a_worker_that_dies(
+    build: Callable[..., Bench], clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    doomed = build(ScriptedRunner())
+    engine, saved = doomed.engine, []
+    step, save = engine.step, doomed.claims.save
+
+    def until_it_dies() -> Any:
+        return [] if engine.stats.generated_tokens == 30 else step()
+
+    def watched(group: Any) -> int:
+        saved.append([(one.job_id, len(one.token_ids)) for one in group])
+        return save(group)
+
+    monkeypatch.setattr(engine, "step", until_it_dies)
+    monkeypatch.setattr(doomed.claims, "save", watched)
+    job_id = doomed.client.enqueue("prompt", seed=7, **LONG)
+    doomed.run([job_id])
+    wait_until(lambda: engine.stats.generated_tokens == 30)
+    doomed.service.save_partials()
+    doomed.service.save_partials()  # it has not grown since
+    assert saved == [[(job_id, 30)]]
+    clock.advance(3600)
+    other = build(ScriptedRunner(), name="b")
+    assert Sweep(other.claims.database).rescue(timedelta(seconds=30)) == [job_id]
+    other.service.run_shard([job_id])
+    assert other.client.get(job_id).text == undisturbed(7)[1]
+    assert other.engine.stats.resumed_tokens == 30
+    assert other.engine.stats.generated_tokens == 90
+
+
+def test_a_database_that_is_slow_to_save_holds_up_no_token(
+    build: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = build(Pausing())
+    released, written = threading.Event(), []
+    save = bench.claims.save
+
+    def slow(group: Any) -> int:
+        assert released.wait(60)
+        written.append(save(group))
+        return written[0]
+
+    monkeypatch.setattr(bench.claims, "save", slow)
+    job_id = bench.client.enqueue("prompt", seed=7, **LONG)
+    thread = bench.run([job_id])
+    wait_until(lambda: len(bench.runner.batches) == 40)
+    saver = threading.Thread(target=bench.service.save_partials)
+    saver.start()
+    wait_until(lambda: bench.service.engine._question == 1)  # it has asked
+    bench.runner.gate.set()
+    thread.join(30)
+    assert not thread.is_alive()
+    assert bench.client.get(job_id).text == undisturbed(7)[1]
+    released.set()
+    saver.join(30)
+    assert written == [0]  # too late: the job has ended
 
 
 def _these(ids: list[str]) -> Selection:

@@ -1,0 +1,46 @@
+"""Which saved tokens may be gone on from."""
+
+from pathlib import Path
+
+import numpy as np
+
+from jobs.partials import SavedTokens
+from tests.ggufs import write_model
+from worker.model.gguf_file import GgufFile
+from worker.resume import fingerprint, tokens_to_resume
+
+
+def digest(path: Path) -> str:
+    with GgufFile.open(path) as file:
+        return file.digest()
+
+
+def test_fingerprints_differ_where_model_or_prompt_do() -> None:
+    prints = {
+        fingerprint("a", (1, 2)), fingerprint("b", (1, 2)), fingerprint("a", (1, 3)), fingerprint("a", (1,)),
+        fingerprint("a", ()), fingerprint("a", (258,)),
+    }  # fmt: skip
+    assert len(prints) == 6
+    assert {len(one) for one in prints} == {64}
+    assert fingerprint("a", (1, 2)) == fingerprint("a", [1, 2])
+
+
+def test_only_tokens_with_the_right_fingerprint_are_used() -> None:
+    saved = SavedTokens("j", 1, "right", (4, 5))
+    assert tokens_to_resume(saved, "right") == (4, 5)
+    assert tokens_to_resume(saved, "wrong") == ()
+    assert tokens_to_resume(None, "right") == ()
+
+
+def test_a_models_digest_is_that_of_its_content_not_of_its_name(tmp_path: Path) -> None:
+    first = digest(write_model(tmp_path / "a.gguf", seed=1))
+    assert digest(write_model(tmp_path / "b.gguf", seed=1)) == first
+    assert digest(write_model(tmp_path / "a.gguf", seed=2)) != first
+    renamed = digest(write_model(tmp_path / "a.gguf", seed=1, metadata={"general.name": "other"}))
+    assert renamed != first
+    norm = np.ones(64, dtype=np.float32)
+    changed = [
+        digest(write_model(tmp_path / f"{n}.gguf", seed=1, tensors={"output_norm.weight": norm + n}))
+        for n in (0, 1)
+    ]
+    assert len({first, *changed}) == 3

@@ -1,0 +1,21 @@
+"""Ties saved tokens to the model and the prompt that they follow, so that nothing else goes on from them."""
+
+import hashlib
+from array import array
+from collections.abc import Sequence
+
+from jobs.partials import SavedTokens
+
+SAVE_TOKENS = 8
+"""A job is saved once it has so many tokens more than before: less is not worth a row."""
+
+
+def fingerprint(model_digest: str, prompt_ids: Sequence[int]) -> str:
+    """What saved tokens depend on beside the job's own row (64 hexadecimal digits)."""
+    prompt = array("i", prompt_ids).tobytes()
+    return hashlib.sha256(model_digest.encode() + b"\x00" + prompt).hexdigest()
+
+
+def tokens_to_resume(saved: SavedTokens | None, wanted: str) -> tuple[int, ...]:
+    """The tokens to go on from: none where they were drawn by another model or for another prompt."""
+    return saved.token_ids if saved is not None and saved.fingerprint == wanted else ()
