@@ -136,3 +136,11 @@ def test_a_file_of_bad_rows_only_has_a_plan(tmp_path: Path) -> None:
     assert plan.estimate is None
     assert plan.as_json()["kv_pages"]["whole"] == 0
     assert next(describe_plan(plan)).endswith("2 rows (openai), 0 good, 2 bad")
+
+
+def test_every_key_of_the_json_is_described(night: Path) -> None:
+    page = (Path(__file__).parents[3] / "docs" / "file-formats.md").read_text(encoding="utf-8")
+    table = page[page.index("## What `nightmill plan --json` prints") :]
+    told = planned(night).as_json()
+    names = [*told, *(f"estimate.{name}" for name in told["estimate"]), *told["kv_pages"], *told["bad"][0]]
+    assert [name for name in names if f"`{name}`" not in table] == []
