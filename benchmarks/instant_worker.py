@@ -62,4 +62,4 @@ if __name__ == "__main__":
         worker.engine_process.build_engine = build_engine
         sys.exit(worker.engine_process.main())
     worker.app.ENGINE_COMMAND = (sys.executable, __file__, "engine")
-    worker_command.main(["--max-sequences", str(SEQUENCES)])
+    worker_command.main(["--max-sequences", str(SEQUENCES), *sys.argv[1:]])

@@ -14,9 +14,15 @@ from datetime import datetime, timedelta
 from functools import cache
 from typing import TYPE_CHECKING, Any, Unpack
 
-from jobs.client import Client, DeliveryDelayedWarning
+from jobs.announcing import DeliveryDelayedWarning
+from jobs.batch_status import BatchState, BatchStatus
+from jobs.batches import Batch, BatchSettings, BatchSource
+from jobs.client import Client
 from jobs.contract import FINAL_STATES, GenerationParams, Job, JobState, Prompt, StopReason
 from jobs.errors import (
+    BatchConflictError,
+    BatchFileError,
+    BatchNotFoundError,
     BrokerError,
     DatabaseError,
     IdempotencyConflictError,
@@ -45,6 +51,14 @@ __all__ = [
     "get",
     "wait",
     "results",
+    # batches: files and iterables, whole
+    "submit_batch",
+    "get_batch",
+    "list_batches",
+    "Batch",
+    "BatchState",
+    "BatchStatus",
+    "BatchSettings",
     # the rest of a job's life
     "cancel",
     "cancel_batch",
@@ -70,6 +84,9 @@ __all__ = [
     "InvalidPromptError",
     "UnknownModelError",
     "IdempotencyConflictError",
+    "BatchFileError",
+    "BatchConflictError",
+    "BatchNotFoundError",
     "JobNotFoundError",
     "InvalidTransitionError",
     "WaitTimeoutError",
@@ -98,6 +115,31 @@ def enqueue_many(
 ) -> JobIds:
     """Queue every prompt of an iterable, in constant memory. See Client.enqueue_many."""
     return default_client().enqueue_many(prompts, session=session, **settings)
+
+
+def submit_batch(
+    source: BatchSource,
+    *,
+    name: str | None = None,
+    model: str | None = None,
+    scheduled_at: datetime | timedelta | None = None,
+    deadline: datetime | timedelta | None = None,
+    **defaults: Unpack[BatchSettings],
+) -> Batch:
+    """Queue every row of a file or an iterable as one batch; stops at no bad row. See Client.submit_batch."""
+    return default_client().submit_batch(
+        source, name=name, model=model, scheduled_at=scheduled_at, deadline=deadline, **defaults
+    )
+
+
+def get_batch(name: str) -> Batch:
+    """A batch; raises BatchNotFoundError."""
+    return default_client().get_batch(name)
+
+
+def list_batches(*, limit: int = 50) -> list[Batch]:
+    """The newest batches, newest first."""
+    return default_client().list_batches(limit=limit)
 
 
 def get(job_id: str) -> Job:

@@ -12,11 +12,11 @@ from kombu import Queue
 
 from jobs.embedded import EmbeddedRedis
 from jobs.errors import BrokerError, BrokerUnreachableError
+from jobs.requests import HIGHEST_PRIORITY
 from jobs.settings import Settings
 
 TASK = "nightmill.run_shard"
 DEFAULT_QUEUE = "nightmill"
-HIGHEST_PRIORITY = 9
 _DAY = 24 * 60 * 60
 
 

@@ -17,7 +17,7 @@ from jobs.contract import GenerationParams, JobState, JsonObject, StopReason
 from jobs.database import Database
 from jobs.partials import SavedTokens
 from jobs.store import chunked, lock_jobs
-from jobs.tables import JobRow, WorkerRow
+from jobs.tables import RUNNING, JobRow, WorkerRow
 
 LIVE_STATES = ("starting", "ready", "draining")
 
@@ -134,18 +134,7 @@ class Claims:
         with self.database.write() as connection:
             lock_jobs(connection, JobRow.id.in_([job_id for job_id, _ in claimed]))
             for job_id, attempt in claimed:
-                ours = self._ours(job_id, attempt)
-                connection.execute(  # nobody would look at the request again once the job is queued
-                    update(JobRow)
-                    .where(*ours, JobRow.cancel_requested_at.is_not(None))
-                    .values(state=JobState.CANCELLED, stop_reason=StopReason.CANCELLED, finished_at=now)
-                )
-                done = connection.execute(
-                    update(JobRow)
-                    .where(*ours)
-                    .values(state=JobState.QUEUED, worker=None, sent_at=None, started_at=None)
-                )
-                if done.rowcount:
+                if hand_back(connection, self._ours(job_id, attempt), now):
                     returned.append(job_id)
             partials.forget_ended(connection, [job_id for job_id, _ in claimed])
         return returned
@@ -177,7 +166,7 @@ class Claims:
         with self.database.read() as connection:
             rows = connection.execute(
                 select(JobRow.id, JobRow.attempt, JobRow.started_at).where(
-                    JobRow.worker == self.worker_id, JobRow.state == JobState.RUNNING
+                    JobRow.worker == self.worker_id, RUNNING
                 )
             ).all()
         return {(row.id, row.attempt): row.started_at for row in rows}
@@ -188,7 +177,7 @@ class Claims:
             rows = connection.execute(
                 select(JobRow.id, JobRow.attempt).where(
                     JobRow.worker == self.worker_id,
-                    JobRow.state == JobState.RUNNING,
+                    RUNNING,
                     JobRow.cancel_requested_at.is_not(None),
                 )
             )
@@ -305,6 +294,21 @@ def _finish_values(outcome: Outcome, worker_id: str, now: datetime) -> dict[str,
         "new_error": error,
         "new_finished_at": now,
     }
+
+
+def hand_back(connection: Connection, running: tuple[Any, ...], now: datetime) -> bool:
+    """Queue the job that fits the conditions `running` as it was; True where it is queued again."""
+    connection.execute(  # nobody would look at the request again once the job is queued
+        update(JobRow)
+        .where(*running, JobRow.cancel_requested_at.is_not(None))
+        .values(state=JobState.CANCELLED, stop_reason=StopReason.CANCELLED, finished_at=now)
+    )
+    done = connection.execute(
+        update(JobRow)
+        .where(*running)
+        .values(state=JobState.QUEUED, worker=None, sent_at=None, started_at=None)
+    )
+    return bool(done.rowcount)
 
 
 def _history(row: Any, reason: str, now: datetime) -> list[JsonObject]:

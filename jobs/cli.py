@@ -2,28 +2,25 @@
 
 import json
 import sys
-import time
 import warnings
-from collections.abc import Callable, Iterator
-from dataclasses import asdict
-from datetime import datetime
+from collections.abc import Callable
 from importlib.metadata import entry_points
 from typing import Any
 
 import click
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from jobs.client import Client, DeliveryDelayedWarning
-from jobs.contract import Job, JobState
+from jobs.announcing import DeliveryDelayedWarning
+from jobs.batch_cli import batch, prune
+from jobs.cli_options import given, json_option, parameter_options
+from jobs.client import Client
+from jobs.contract import JobState
 from jobs.embedded import EmbeddedRedis
 from jobs.errors import NightmillError
+from jobs.printing import describe, follow, job_json, plain, print_table, prompt_line
 from jobs.settings import Settings
-
-_PIPE_WIDTH = 200  # of a table that goes into a file or another program
-
-json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON for programs.")
+from jobs.when import describe_moment
 
 
 class NightmillGroup(click.Group):
@@ -71,6 +68,9 @@ def main() -> None:
       nightmill demo                                  see all of it work, without a GPU
       nightmill worker --model model.gguf             serve a model
       nightmill enqueue "Once upon a time" --wait     run one prompt
+      nightmill run prompts.jsonl -o results.jsonl --model model.gguf
+                                                      a whole file, whatever happens
+      nightmill batch --help                          files overnight, unattended
       nightmill stats                                 where everything stands
 
     Settings come from NIGHTMILL_* variables: NIGHTMILL_DATABASE_URL and NIGHTMILL_BROKER_URL name your
@@ -84,14 +84,7 @@ def main() -> None:
 @click.option("--system", help="A system message to go before each prompt (implies --chat).")
 @click.option("--model", help="Name of the model that must serve it; any by default.")
 @click.option("--batch", help="Name of the batch to put the jobs in.")
-@click.option("--max-tokens", type=int, help="Most tokens to generate [256].")
-@click.option("--temperature", type=float, help="0 is greedy [1.0].")
-@click.option("--top-k", type=int, help="Draw among the K likeliest tokens; 0 is off [0].")
-@click.option("--top-p", type=float, help="Draw among the likeliest tokens that make up P [1.0].")
-@click.option("--min-p", type=float, help="Drop tokens less likely than P times the likeliest [0].")
-@click.option("--repetition-penalty", type=float, help="Above 1, tokens already there get less likely [1.0].")
-@click.option("--seed", type=int, help="The same seed repeats the text; by default one is drawn.")
-@click.option("--stop", multiple=True, help="End before this text (may be given several times).")
+@parameter_options
 @click.option("--priority", type=int, help="0 to 9, higher is sooner [5].")
 @click.option("--idempotency-key", help="A second enqueue with this key returns the first job.")
 @click.option("--wait", is_flag=True, help="Wait, and print the texts.")
@@ -102,18 +95,14 @@ def enqueue(
     system: str | None,
     wait: bool,
     as_json: bool,
-    stop: tuple[str, ...],
     **settings: Any,
 ) -> None:
     """Queue PROMPTS, one job each, and print their ids. A prompt of - is read from standard input."""
-    given = {name: value for name, value in settings.items() if value is not None}
-    if stop:
-        given["stop"] = stop
     with Client() as client:
         ids = []
         for prompt in prompts:
             text = sys.stdin.read() if prompt == "-" else prompt
-            ids.append(client.enqueue(_messages(text, system) if chat or system else text, **given))
+            ids.append(client.enqueue(_messages(text, system) if chat or system else text, **given(settings)))
         if not wait:
             click.echo(json.dumps({"ids": ids}) if as_json else "\n".join(ids))
             return
@@ -147,13 +136,10 @@ def list_command(state: str | None, batch: str | None, model: str | None, limit:
             str(job.state),
             str(job.stop_reason or ""),
             "" if job.completion_tokens is None else str(job.completion_tokens),
-            _local(job.created_at),
+            describe_moment(job.created_at),
             prompt_line(job),
         )
-    console = Console()
-    if not console.is_terminal:
-        console.width = _PIPE_WIDTH
-    console.print(table)
+    print_table(table)
 
 
 @main.command()
@@ -172,7 +158,8 @@ def show(job_id: str, as_json: bool) -> None:
                 f"{name:20} {value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)}"
             )
     for entry in job.errors:
-        click.echo(f"{'attempt ' + str(entry['attempt']):20} {entry['at']} {entry['error']}")
+        if "attempt" in entry:
+            click.echo(f"{'attempt ' + str(entry['attempt']):20} {entry['at']} {entry['error']}")
     if job.text is not None:
         click.echo(f"\n{job.text}")
 
@@ -217,7 +204,7 @@ def stats(batch: str | None, as_json: bool) -> None:
         workers = client.store.workers()
         queue = client.broker.queue_length(None)
     if as_json:
-        click.echo(json.dumps(counted | {"queue_messages": queue, "workers": workers}, default=_plain))
+        click.echo(json.dumps(counted | {"queue_messages": queue, "workers": workers}, default=plain))
         return
     table = Table(box=None, pad_edge=False, show_header=False)
     for state in JobState:
@@ -258,65 +245,15 @@ def stop() -> None:
     click.echo("embedded Redis stopped" if stopped else "no embedded Redis was running")
 
 
-# -- shared with the worker's commands -----------------------------------------------------------
-
-
-def follow(client: Client, ids: list[str], *, show: bool, total_label: str = "jobs") -> Iterator[Job]:
-    """Finished jobs as they finish, under a progress bar (on a terminal) with tokens per second."""
-    console = Console(stderr=True)
-    progress = Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[speed]}"),
-        TimeElapsedColumn(),
-        console=console,
-        disable=not show,
-    )
-    began = time.monotonic()
-    tokens = 0
-    with progress:
-        task = progress.add_task(total_label, total=len(ids), speed="")
-        for job in client.results(ids, order="finished"):
-            tokens += job.completion_tokens or 0
-            speed = tokens / max(time.monotonic() - began, 1e-9)
-            progress.update(task, advance=1, speed=f"{speed:,.0f} tokens/s")
-            yield job
-
-
-def describe(job: Job) -> str:
-    """A finished job for a person to read."""
-    tokens = f"{job.prompt_tokens or 0} + {job.completion_tokens or 0} tokens"
-    head = f"{job.id}  {job.state}, {job.stop_reason}, {tokens}"
-    error = f"\n  error: {job.error}" if job.error else ""
-    return f"{head}\n  prompt: {prompt_line(job)}{error}\n{job.text or ''}\n"
-
-
-def job_json(job: Job) -> str:
-    """A job as one line of JSON."""
-    values = asdict(job) | {"params": job.params.model_dump(mode="json")}
-    return json.dumps(values, default=_plain, ensure_ascii=False)
-
-
-def prompt_line(job: Job) -> str:
-    """The prompt, or the last message, on one line."""
-    text = job.prompt if job.prompt is not None else (job.messages or [{"content": ""}])[-1]["content"]
-    return " ".join(str(text).split())
-
-
 def _messages(text: str, system: str | None) -> list[dict[str, str]]:
     before = [{"role": "system", "content": system}] if system else []
     return [*before, {"role": "user", "content": text}]
 
 
-def _plain(value: object) -> str:
-    return value.isoformat() if isinstance(value, datetime) else str(value)
-
-
-def _local(moment: datetime) -> str:
-    return moment.astimezone().strftime("%Y-%m-%d %H:%M:%S")
-
-
 def _show_warning(message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> None:
     if issubclass(category, DeliveryDelayedWarning):
         click.echo(f"Warning: {message}", err=True)
+
+
+main.add_command(batch)
+main.add_command(prune)

@@ -1,10 +1,7 @@
 """What programs call: enqueue, look, wait, cancel, retry. Thin: checks, one transaction, one message."""
 
 import difflib
-import inspect
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime, timedelta
 from itertools import count
@@ -12,12 +9,13 @@ from typing import TYPE_CHECKING, Any, Self, Unpack
 
 from sqlalchemy import event
 
+from jobs.announcing import Announcer
+from jobs.batch_store import BatchStore
+from jobs.batches import Batch, Batches, BatchSettings, BatchSource
 from jobs.broker import Broker
 from jobs.contract import GenerationParams, Job, JobState, Prompt
 from jobs.database import Clock, Database
 from jobs.errors import (
-    BrokerError,
-    DatabaseError,
     IdempotencyConflictError,
     InvalidParameterError,
     InvalidRequestError,
@@ -37,10 +35,6 @@ ROWS_PER_TRANSACTION = 1024
 _OUTBOX = "nightmill.outbox"  # key in Session.info
 
 
-class DeliveryDelayedWarning(UserWarning):
-    """Jobs are safe in the database, but the broker did not take their message: a worker will fetch them."""
-
-
 class Client:
     """A connection to one database and one broker. Safe to share between threads."""
 
@@ -50,7 +44,9 @@ class Client:
         self.store = Store(self.database)
         self._waiting = Waiting(self.store)
         self.broker = Broker(self.settings)
+        self._announcer = Announcer(self.store, self.broker)
         self._ids = IdSource()
+        self.batches = Batches(BatchStore(self.database), self._announcer, self.settings)
 
     def __enter__(self) -> Self:
         return self
@@ -99,7 +95,45 @@ class Client:
         """
         return self._enqueue(prompts, settings, session)
 
+    def submit_batch(
+        self,
+        source: BatchSource,
+        *,
+        name: str | None = None,
+        model: str | None = None,
+        scheduled_at: datetime | timedelta | None = None,
+        deadline: datetime | timedelta | None = None,
+        **defaults: Unpack[BatchSettings],
+    ) -> Batch:
+        """Queue every row of a file (its path) or of an iterable, as one batch.
+
+        Unlike `enqueue_many`, it stops at no row: one that cannot be run becomes a failed job that says why.
+        `defaults` (parameters, priority, max_attempts) hold where a row says nothing; `model` holds whatever
+        a row says. Submitting a file again under its name enters what is missing and nothing twice; without
+        a name, the file, model and defaults make one. The times of the first submission hold.
+
+        Raises BatchFileError, BatchConflictError (the name belongs to other rows), InvalidParameterError,
+        UnknownModelError and DatabaseError.
+        """
+        return self.batches.submit(
+            source,
+            name=name,
+            model=model,
+            scheduled_at=scheduled_at,
+            deadline=deadline,
+            settings=defaults,
+            check_model=self.check_model,
+        )
+
     # -- out -------------------------------------------------------------------------------------
+
+    def get_batch(self, name: str) -> Batch:
+        """A batch; raises BatchNotFoundError."""
+        return self.batches.get(name)
+
+    def list_batches(self, *, limit: int = 50) -> list[Batch]:
+        """The newest batches, newest first."""
+        return self.batches.newest(limit)
 
     def get(self, job_id: str) -> Job:
         """A snapshot of one job; raises JobNotFoundError."""
@@ -165,13 +199,13 @@ class Client:
 
     def cancel_batch(self, batch: str) -> tuple[int, int]:
         """Cancel all unfinished jobs of a batch: (cancelled at once, running and asked to stop)."""
-        return self.store.cancel_batch(batch)
+        return self.batches.store.cancel(batch)
 
     def retry(self, job_id: str, *, deadline: datetime | timedelta | None = None) -> Job:
         """Queue a failed or cancelled job again, under its id and seed."""
         options = Options(deadline=deadline)  # checks it
         job = self.store.retry(job_id, moment("deadline", options.deadline, self.database.now()))
-        self._announce({(job.model, job.priority): [job.id]})
+        self._announcer.announce({(job.model, job.priority): [job.id]})
         return job
 
     # -- enqueueing ------------------------------------------------------------------------------
@@ -231,7 +265,7 @@ class Client:
                 if own_options:
                     options = replace(options, **own_options)
         if options.model is not None and options.model not in checked_models:
-            self._check_model(options.model)
+            self.check_model(options.model)
             checked_models.add(options.model)
         return build_row(self._ids.draw(), prompt, params, options, now, self.settings.max_attempts)
 
@@ -252,24 +286,9 @@ class Client:
         for row in rows:
             if row["sent_at"] is not None and row["id"] not in replaced:
                 groups.setdefault((row["model"], row["priority"]), []).append(row["id"])
-        self._announce(groups)
+        self._announcer.announce(groups)
 
-    def _announce(self, groups: Mapping[tuple[str | None, int], list[str]]) -> None:
-        for (model, priority), job_ids in groups.items():
-            try:
-                self.broker.announce(job_ids, model, priority)
-            except BrokerError as error:
-                with suppress(DatabaseError):  # then the sweep finds them by their age
-                    self.store.mark_unsent(job_ids)
-                jobs = "1 job is" if len(job_ids) == 1 else f"{len(job_ids)} jobs are"
-                warnings.warn(
-                    f"{jobs} kept in the database, and a worker will fetch them from there once the broker "
-                    f"is back: {error}",
-                    DeliveryDelayedWarning,
-                    stacklevel=_level_of_caller(),
-                )
-
-    def _check_model(self, model: str) -> None:
+    def check_model(self, model: str) -> None:
         """Refuse a name that no worker ever had, unless no worker was ever there to have one."""
         known = sorted(self.store.known_models())
         if not known or model in known:
@@ -312,14 +331,6 @@ def _with_place(error: InvalidRequestError, index: int, enqueued: int) -> Invali
     if index == 0:
         return error
     return type(error)(f"item {index}: {error} ({enqueued} jobs before it are queued)", field=error.field)
-
-
-def _level_of_caller() -> int:
-    """The stack level for a warning, given where this is called, that points out of this package."""
-    frame, level = inspect.currentframe(), 0
-    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] == __package__:
-        frame, level = frame.f_back, level + 1
-    return level
 
 
 def _state(state: JobState | str) -> JobState:

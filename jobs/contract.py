@@ -140,7 +140,7 @@ class Job:
     model: str | None = None  # None: whatever model the worker serves
     batch: str | None = None
     custom_id: str | None = None
-    row: int | None = None  # its place in the file that its batch was read from
+    row: int | None = None  # place in the batch's file, from 1
     stop_reason: StopReason | None = None
     text: str | None = None
     prompt_tokens: int | None = None

@@ -7,9 +7,11 @@ NightmillError
 │   ├── InvalidParameterError
 │   ├── InvalidPromptError
 │   ├── UnknownModelError
-│   └── IdempotencyConflictError
+│   ├── IdempotencyConflictError
+│   └── BatchConflictError
 ├── BatchFileError                   a batch file that cannot be read or written as a whole
 ├── JobNotFoundError                 (also LookupError)
+├── BatchNotFoundError               (also LookupError)
 ├── InvalidTransitionError           the job's state does not allow what was asked
 ├── WaitTimeoutError                 (also TimeoutError)
 ├── DatabaseError
@@ -75,12 +77,20 @@ class IdempotencyConflictError(InvalidRequestError):
     """Which of the rows that were to be inserted together has the key."""
 
 
+class BatchConflictError(InvalidRequestError):
+    """A batch of this name was submitted with other rows or settings."""
+
+
 class BatchFileError(NightmillError):
     """The batch file cannot be read or written; what is wrong with a single row is that row's error."""
 
 
 class JobNotFoundError(NightmillError, LookupError):
     """There is no job with this id."""
+
+
+class BatchNotFoundError(NightmillError, LookupError):
+    """There is no batch of this name."""
 
 
 class InvalidTransitionError(NightmillError):

@@ -41,6 +41,7 @@ class JobSettings(TypedDict, total=False):
 
 PARAMETERS = frozenset(GenerationParams.model_fields)
 DEFAULT_PRIORITY = 5
+HIGHEST_PRIORITY = 9
 
 # In JSON; behind an even number of backslashes, or else it is a backslash and five letters.
 _ESCAPED_NUL = re.compile(r"(?<!\\)((?:\\\\)*)\\u0000")
@@ -76,7 +77,7 @@ class Options:
         _check_text("idempotency_key", self.idempotency_key, 255)
         if self.model is not None and not (isinstance(self.model, str) and _MODEL_NAME.fullmatch(self.model)):
             raise _bad("model", "must be a name of letters, digits and . _ : + / @ -", self.model)
-        _check_integer("priority", self.priority, 0, 9)
+        _check_integer("priority", self.priority, 0, HIGHEST_PRIORITY)
         if self.max_attempts is not None:
             _check_integer("max_attempts", self.max_attempts, 1, 100)
         for name in ("deadline", "scheduled_at"):

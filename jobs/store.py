@@ -22,8 +22,10 @@ from jobs.tables import BatchRow, JobRow, WorkerRow
 
 JOBS = cast(Table, JobRow.__table__)
 CHUNK = 500  # ids in one IN list: well under every database's limit of bound parameters
+GROUP = 5_000  # rows that one transaction changes where many are to be: it holds others up for a moment only
 
 FINAL = sorted(FINAL_STATES)
+UNFINISHED = (JobState.QUEUED, JobState.RUNNING)
 
 T = TypeVar("T")
 
@@ -43,6 +45,12 @@ def lock_jobs(connection: Connection, *conditions: Any) -> None:
     """
     if connection.dialect.name != "sqlite":
         connection.execute(select(JobRow.id).where(*conditions).order_by(JobRow.id).with_for_update())
+
+
+def dialect_insert(connection: Connection, table: Any) -> Any:
+    """An INSERT that can say ON CONFLICT, in the words of this database."""
+    make = sqlite_insert if connection.dialect.name == "sqlite" else postgresql_insert
+    return make(table)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +98,7 @@ class Store:
         if not any(row.get("idempotency_key") for row in rows):
             connection.execute(insert(JOBS), rows)
             return {}
-        statement = self._dialect_insert(connection, JOBS).on_conflict_do_nothing(
+        statement = dialect_insert(connection, JOBS).on_conflict_do_nothing(
             index_elements=["idempotency_key"], index_where=JobRow.idempotency_key.is_not(None)
         )
         # Everyone inserts keys in one order, so that two transactions cannot wait for each other's.
@@ -113,7 +121,7 @@ class Store:
             done = connection.execute(
                 update(JobRow)
                 .where(JobRow.id == job_id, JobRow.state == JobState.QUEUED)
-                .values(**_cancelled_values(now))
+                .values(**cancelled_values(now))
             )
             if done.rowcount:
                 partials.forget_ended(connection, [job_id])
@@ -130,26 +138,6 @@ class Store:
             raise InvalidTransitionError(f"job {job_id} has already {state}: there is nothing to cancel")
         return state
 
-    def cancel_batch(self, batch: str) -> tuple[int, int]:
-        """Cancel every job of a batch that is not final: (cancelled now, asked to stop)."""
-        now = self.database.now()
-        unfinished = (JobState.QUEUED, JobState.RUNNING)
-        with self.database.write() as connection:
-            lock_jobs(connection, JobRow.batch == batch, JobRow.state.in_(unfinished))
-            queued = connection.execute(
-                update(JobRow)
-                .where(JobRow.batch == batch, JobRow.state == JobState.QUEUED)
-                .values(**_cancelled_values(now))
-            )
-            running = connection.execute(
-                update(JobRow)
-                .where(JobRow.batch == batch, JobRow.state == JobState.RUNNING)
-                .values(cancel_requested_at=func.coalesce(JobRow.cancel_requested_at, now))
-            )
-            if queued.rowcount:
-                partials.forget_ended(connection)
-        return queued.rowcount, running.rowcount
-
     def retry(self, job_id: str, deadline: datetime | None = None) -> Job:
         """Queue a failed or cancelled job again, with its attempts whole. Its error history stays.
 
@@ -159,26 +147,16 @@ class Store:
         with self.database.write() as connection:
             done = connection.execute(
                 update(JobRow)
-                .where(JobRow.id == job_id, JobRow.state.in_([JobState.FAILED, JobState.CANCELLED]))
-                .values(
-                    state=JobState.QUEUED,
-                    failures=0,
-                    worker=None,
-                    sent_at=self.database.now(),
-                    scheduled_at=None,
-                    deadline_at=deadline,
-                    cancel_requested_at=None,
-                    stop_reason=None,
-                    text=None,
-                    prompt_tokens=None,
-                    completion_tokens=None,
-                    error=None,
-                    started_at=None,
-                    finished_at=None,
-                )
+                .where(JobRow.id == job_id, *RETRYABLE)
+                .values(**retried_values(self.database.now(), deadline))
             )
             if not done.rowcount:
                 state = self._state_of(connection, job_id)
+                if state in (JobState.FAILED, JobState.CANCELLED):
+                    raise InvalidTransitionError(
+                        f"job {job_id} stands for a bad row of a file, and has no prompt: correct the row "
+                        "and submit the file as a new batch"
+                    )
                 raise InvalidTransitionError(
                     f"job {job_id} is {state}: only failed and cancelled jobs can be retried"
                 )
@@ -228,7 +206,7 @@ class Store:
         self, selection: Selection, since: tuple[datetime, str] | None, limit: int
     ) -> list[Job]:
         """Final jobs ordered by (finished_at, id), from after `since` on."""
-        query = select(JOBS).where(*selection.conditions(), JobRow.state.in_(FINAL))
+        query = select(JOBS).where(*selection.conditions(), JobRow.finished_at.is_not(None))
         if since is not None:
             moment, job_id = since
             query = query.where(
@@ -246,7 +224,7 @@ class Store:
         query = (
             select(func.count())
             .select_from(JobRow)
-            .where(*selection.conditions(), JobRow.state.not_in(FINAL))
+            .where(*selection.conditions(), JobRow.state.in_(UNFINISHED))
         )
         with self.database.read() as connection:
             return connection.execute(query).scalar_one()
@@ -294,16 +272,11 @@ class Store:
 
     # -- helpers ---------------------------------------------------------------------------------
 
-    @staticmethod
-    def _dialect_insert(connection: Connection, table: Any) -> Any:
-        make = sqlite_insert if connection.dialect.name == "sqlite" else postgresql_insert
-        return make(table)
-
     def _enter_batches(self, rows: Sequence[Mapping[str, Any]], connection: Connection) -> None:
         names = {row["batch"]: row for row in rows if row.get("batch")}
         if names:
             connection.execute(
-                self._dialect_insert(connection, BatchRow.__table__).on_conflict_do_nothing(
+                dialect_insert(connection, BatchRow.__table__).on_conflict_do_nothing(
                     index_elements=["name"]
                 ),
                 [
@@ -349,7 +322,34 @@ class Store:
         return JobState(state)
 
 
-def _cancelled_values(now: datetime) -> dict[str, Any]:
+RETRYABLE = (
+    JobRow.state.in_([JobState.FAILED, JobState.CANCELLED]),
+    or_(JobRow.prompt.is_not(None), JobRow.messages.is_not(None)),  # not a bad row of a file
+)
+
+
+def retried_values(now: datetime, deadline: datetime | None) -> dict[str, Any]:
+    """What queues a job that ended without a result again; its id, seed and error history stay."""
+    return {
+        "state": JobState.QUEUED,
+        "failures": 0,
+        "worker": None,
+        "sent_at": now,
+        "scheduled_at": None,
+        "deadline_at": deadline,
+        "cancel_requested_at": None,
+        "stop_reason": None,
+        "text": None,
+        "prompt_tokens": None,
+        "completion_tokens": None,
+        "error": None,
+        "started_at": None,
+        "finished_at": None,
+    }
+
+
+def cancelled_values(now: datetime) -> dict[str, Any]:
+    """What cancels a queued job."""
     return {
         "state": JobState.CANCELLED,
         "stop_reason": StopReason.CANCELLED,
@@ -368,6 +368,7 @@ def job_from_row(row: RowMapping) -> Job:
         params=GenerationParams.parse({**row["params"], "seed": row["seed"]}),
         model=row["model"],
         batch=row["batch"],
+        row=row["row"],
         custom_id=row["custom_id"],
         stop_reason=StopReason(row["stop_reason"]) if row["stop_reason"] else None,
         text=row["text"],

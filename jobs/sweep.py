@@ -3,18 +3,21 @@
 Sweeps of several workers at once do not disturb one another: rows that one has locked, the others skip.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
+from itertools import product
 from typing import Any
 
-from sqlalchemy import exists, or_, select, update
+from sqlalchemy import Connection, exists, or_, select, update
 
 from jobs import partials
-from jobs.claims import LIVE_STATES, count_failure
+from jobs.claims import LIVE_STATES, count_failure, hand_back
 from jobs.contract import JobState, StopReason
 from jobs.database import Database
-from jobs.store import chunked, lock_jobs
-from jobs.tables import JobRow, WorkerRow
+from jobs.requests import HIGHEST_PRIORITY
+from jobs.store import GROUP, chunked
+from jobs.tables import QUEUED, RUNNING, JobRow, WorkerRow
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +40,7 @@ class Sweep:
         now = self.database.now()
         queued: list[str] = []
         # A worker that was lost (or signed off) may have claimed once more before it died for good.
-        owns_jobs = exists().where(JobRow.worker == WorkerRow.id, JobRow.state == JobState.RUNNING)
+        owns_jobs = exists().where(JobRow.worker == WorkerRow.id, RUNNING)
         with self.database.write() as connection:
             silent = connection.execute(
                 select(WorkerRow.id, WorkerRow.host, WorkerRow.pid, WorkerRow.heartbeat_at)
@@ -53,43 +56,66 @@ class Sweep:
                     f"worker {worker.id} (process {worker.pid} on {worker.host}) fell silent: "
                     f"last heartbeat {worker.heartbeat_at.isoformat(timespec='seconds')}"
                 )
-                rows = connection.execute(
-                    select(JobRow.__table__)
-                    .where(JobRow.worker == worker.id, JobRow.state == JobState.RUNNING)
-                    .order_by(JobRow.id)
-                    .with_for_update()
-                ).all()
+                rows = _running_jobs(connection, worker.id)
                 queued += [row.id for row in rows if count_failure(connection, row, reason, now)]
         return queued
 
-    def expire(self) -> int:
-        """End queued jobs whose deadline has passed; returns how many."""
+    def bury(self, worker_id: str, *, blame: bool) -> int:
+        """The caller knows that this worker's process has ended: take its jobs without waiting for silence.
+
+        blame: the jobs may have been the cause, so each is charged with a failed attempt, as by `rescue`;
+        else they are queued again as they were. Returns how many jobs were taken.
+        """
         now = self.database.now()
-        late = (JobRow.state == JobState.QUEUED, JobRow.deadline_at.is_not(None), JobRow.deadline_at <= now)
         with self.database.write() as connection:
-            lock_jobs(connection, *late)
-            expired = connection.execute(
-                update(JobRow)
-                .where(*late)
-                .values(
-                    state=JobState.FAILED,
-                    stop_reason=StopReason.DEADLINE,
-                    error="the deadline passed before a worker began",
-                    finished_at=now,
-                )
-            ).rowcount
-            if expired:
-                partials.forget_ended(connection)
-        return expired
+            connection.execute(
+                update(WorkerRow)
+                .where(WorkerRow.id == worker_id, WorkerRow.state.in_(LIVE_STATES))
+                .values(state="lost")
+            )
+            rows = _running_jobs(connection, worker_id)
+            for row in rows:
+                if blame:
+                    count_failure(connection, row, f"worker {worker_id} has died", now)
+                else:
+                    hand_back(connection, (JobRow.id == row.id, RUNNING, JobRow.attempt == row.attempt), now)
+            partials.forget_ended(connection, [row.id for row in rows])
+        return len(rows)
+
+    def expire(self) -> int:
+        """End queued jobs whose deadline has passed, in groups; returns how many."""
+        now = self.database.now()
+        expired = 0
+        while True:
+            with self.database.write() as connection:
+                late = connection.execute(
+                    select(JobRow.id)
+                    .where(QUEUED, JobRow.deadline_at.is_not(None), JobRow.deadline_at <= now)
+                    .order_by(JobRow.deadline_at)
+                    .limit(GROUP)
+                    .with_for_update(skip_locked=True)
+                ).all()
+                for chunk in chunked(sorted(row.id for row in late)):
+                    expired += connection.execute(
+                        update(JobRow)
+                        .where(JobRow.id.in_(chunk), QUEUED)
+                        .values(
+                            state=JobState.FAILED,
+                            stop_reason=StopReason.DEADLINE,
+                            error="the deadline passed before a worker began",
+                            finished_at=now,
+                        )
+                    ).rowcount
+                    partials.forget_ended(connection, chunk)
+            if len(late) < GROUP:
+                return expired
 
     def unsent(self, limit: int) -> list[Announcement]:
-        """Take due queued jobs that no message announces, and mark them as sent."""
+        """Take due queued jobs that no message announces, and mark them as sent; the most urgent first."""
         now = self.database.now()
-        return self._take_for_sending(
-            (JobRow.sent_at.is_(None), or_(JobRow.scheduled_at.is_(None), JobRow.scheduled_at <= now)),
-            limit,
-            now,
-        )
+        due = [JobRow.scheduled_at.is_(None), JobRow.scheduled_at <= now]
+        conditions = [[JobRow.sent_at.is_(None), when] for when in due]
+        return self._take_for_sending(conditions, (JobRow.scheduled_at, JobRow.id), limit, now)
 
     def unanswered(self, model: str | None, older_than: timedelta, limit: int) -> list[Announcement]:
         """Take queued jobs whose message was sent long ago, and mark them as sent again.
@@ -99,22 +125,45 @@ class Sweep:
         """
         now = self.database.now()
         of_model = JobRow.model.is_(None) if model is None else JobRow.model == model
-        return self._take_for_sending((JobRow.sent_at < now - older_than, of_model), limit, now)
+        conditions = [[of_model, JobRow.sent_at.is_not(None), JobRow.sent_at < now - older_than]]
+        return self._take_for_sending(conditions, (JobRow.sent_at, JobRow.id), limit, now)
 
-    def _take_for_sending(self, conditions: tuple[Any, ...], limit: int, now: datetime) -> list[Announcement]:
+    def _take_for_sending(
+        self, alternatives: list[list[Any]], order: tuple[Any, ...], limit: int, now: datetime
+    ) -> list[Announcement]:
+        """Take up to `limit` queued jobs that fit one of the alternatives.
+
+        One query for each priority and alternative, so that each walks an index in its order and ends at the
+        limit, however many jobs wait.
+        """
         groups: dict[tuple[str | None, int], list[str]] = {}
         with self.database.write() as connection:
-            rows = connection.execute(
-                select(JobRow.id, JobRow.model, JobRow.priority)
-                .where(JobRow.state == JobState.QUEUED, *conditions)
-                .order_by(JobRow.priority.desc(), JobRow.id)
-                .limit(limit)
-                .with_for_update(skip_locked=True)
-            ).all()
-            for chunk in chunked(rows):
-                connection.execute(
-                    update(JobRow).where(JobRow.id.in_([row.id for row in chunk])).values(sent_at=now)
-                )
-            for row in rows:
-                groups.setdefault((row.model, row.priority), []).append(row.id)
+            left = limit
+            for priority, conditions in product(range(HIGHEST_PRIORITY, -1, -1), alternatives):
+                if left == 0:
+                    break
+                rows = connection.execute(
+                    select(JobRow.id, JobRow.model, JobRow.priority)
+                    .where(QUEUED, JobRow.priority == priority, *conditions)
+                    .order_by(*order)
+                    .limit(left)
+                    .with_for_update(skip_locked=True)
+                ).all()
+                left -= len(rows)
+                for chunk in chunked(rows):
+                    connection.execute(
+                        update(JobRow).where(JobRow.id.in_([row.id for row in chunk])).values(sent_at=now)
+                    )
+                for row in rows:
+                    groups.setdefault((row.model, row.priority), []).append(row.id)
         return [Announcement(model, priority, ids) for (model, priority), ids in groups.items()]
+
+
+def _running_jobs(connection: Connection, worker_id: str) -> Sequence[Any]:
+    """The jobs that a worker runs, locked in the order of their ids."""
+    return connection.execute(
+        select(JobRow.__table__)
+        .where(JobRow.worker == worker_id, RUNNING)
+        .order_by(JobRow.id)
+        .with_for_update()
+    ).all()

@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 from sqlalchemy import (
     JSON,
     BigInteger,
+    ColumnElement,
     DateTime,
     Dialect,
     ForeignKey,
@@ -14,14 +15,15 @@ from sqlalchemy import (
     MetaData,
     String,
     Text,
+    literal,
     text,
 )
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 from sqlalchemy.types import TypeDecorator
 
-from jobs.contract import JsonObject
+from jobs.contract import JobState, JsonObject
 
-SCHEMA_REVISION = "0002"
+SCHEMA_REVISION = "0003"
 """The migration that these declarations match."""
 
 
@@ -59,7 +61,7 @@ class Base(DeclarativeBase):
 
 
 class BatchRow(Base):
-    """A named set of jobs."""
+    """A named set of jobs. A submitted file or iterable has a `format`; others may grow for ever."""
 
     __tablename__ = "batches"
 
@@ -67,6 +69,15 @@ class BatchRow(Base):
     model: Mapped[str | None] = mapped_column(String(200))
     meta: Mapped[JsonObject] = mapped_column("metadata", JSON)
     created_at: Mapped[datetime]
+
+    format: Mapped[str | None] = mapped_column(String(16))
+    source: Mapped[str | None] = mapped_column(Text)  # path of the file, as it was given
+    fingerprint: Mapped[str | None] = mapped_column(String(64))  # SHA-256 of the file
+    settings: Mapped[JsonObject | None] = mapped_column(JSON(none_as_null=True))  # defaults of the rows
+    row_count: Mapped[int | None]  # None until the last row is entered
+    scheduled_at: Mapped[datetime | None]
+    deadline_at: Mapped[datetime | None]
+    cancel_requested_at: Mapped[datetime | None]
 
 
 class WorkerRow(Base):
@@ -97,6 +108,7 @@ class JobRow(Base):
 
     id: Mapped[str] = mapped_column(String(32), primary_key=True)
     batch: Mapped[str | None] = mapped_column(ForeignKey("batches.name"))
+    row: Mapped[int | None]  # place in the batch's file, from 1
     custom_id: Mapped[str | None] = mapped_column(String(512))
     model: Mapped[str | None] = mapped_column(String(200))
     prompt: Mapped[str | None] = mapped_column(Text)
@@ -132,8 +144,27 @@ class JobRow(Base):
 
     __table_args__ = (
         _partial("ix_jobs_batch", "batch", "id", where="batch IS NOT NULL"),
+        # Submitting a file again can never enter a row twice; and the order of results.
+        _partial("uq_jobs_batch_row", "batch", "row", where='"row" IS NOT NULL', unique=True),
+        # Everything that a status counts, so that it reads this index and no rows.
+        _partial(
+            "ix_jobs_progress",
+            *("batch", "state", "stop_reason", "prompt_tokens", "completion_tokens"),
+            where="batch IS NOT NULL",
+        ),
+        _partial("ix_jobs_finished", "batch", "finished_at", "id", where="finished_at IS NOT NULL"),
         _partial("ix_jobs_running", "worker", where="state = 'running'"),
-        _partial("ix_jobs_waiting", "sent_at", where="state = 'queued'"),
+        # What the sweep takes for sending, in its order: jobs never announced, and announced long ago.
+        _partial(
+            "ix_jobs_unsent",
+            *("priority", "scheduled_at", "id"),
+            where="state = 'queued' AND sent_at IS NULL",
+        ),
+        _partial(
+            "ix_jobs_waiting",
+            *("model", "priority", "sent_at", "id"),
+            where="state = 'queued' AND sent_at IS NOT NULL",
+        ),
         _partial("ix_jobs_expiring", "deadline_at", where="state = 'queued' AND deadline_at IS NOT NULL"),
         _partial(
             "uq_jobs_idempotency_key", "idempotency_key", where="idempotency_key IS NOT NULL", unique=True
@@ -153,3 +184,12 @@ class PartialRow(Base):
     fingerprint: Mapped[str] = mapped_column(String(64))
     tokens: Mapped[bytes] = mapped_column(LargeBinary)
     saved_at: Mapped[datetime]
+
+
+def in_state(state: JobState) -> ColumnElement[bool]:
+    """`state = '...'`, written out: a condition with a bound parameter finds no partial index."""
+    return JobRow.state == literal(str(state), literal_execute=True)
+
+
+QUEUED = in_state(JobState.QUEUED)
+RUNNING = in_state(JobState.RUNNING)

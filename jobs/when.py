@@ -26,8 +26,8 @@ def parse_moment(name: str, text: str, now: datetime) -> datetime:
             today = datetime.combine(local.date(), wanted).astimezone()
             tomorrow = datetime.combine(local.date() + timedelta(days=1), wanted).astimezone()
             return today if today > local else tomorrow
-        if span := _SPAN.fullmatch(text):
-            return (local + timedelta(**{_UNITS[span[2]]: float(span[1])})).astimezone()
+        if _SPAN.fullmatch(text):
+            return (local + _span(text)).astimezone()
         moment = datetime.fromisoformat(text)
     except (ValueError, OverflowError):
         moment = None
@@ -38,6 +38,23 @@ def parse_moment(name: str, text: str, now: datetime) -> datetime:
             field=name,
         )
     return moment.astimezone()
+
+
+def parse_span(name: str, text: str) -> timedelta:
+    """The span of time that `text` names: 90s, 30m, 8h, 30d. Raises InvalidParameterError with `name`."""
+    try:
+        return _span(text.strip())
+    except (ValueError, OverflowError):
+        raise InvalidParameterError(
+            f"{name}: {text!r} is no span of time; write a number and s, m, h or d, as in 30d", field=name
+        ) from None
+
+
+def _span(text: str) -> timedelta:
+    found = _SPAN.fullmatch(text)
+    if found is None:
+        raise ValueError(text)
+    return timedelta(**{_UNITS[found[2]]: float(found[1])})
 
 
 def describe_moment(moment: datetime) -> str:

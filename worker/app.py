@@ -126,7 +126,7 @@ class EngineStep(bootsteps.StartStopStep):
         parent.app.amqp.queues.select([queue_name(None), queue_name(model.name)])
         service = self.service
         # The signal arrives in a signal handler: set a field there, and nothing else.
-        self._on_shutdown = lambda **_: service.begin_drain()
+        self._on_shutdown = lambda how="", **_: service.begin_drain(at_once=how == "Cold")
         signals.worker_shutting_down.connect(self._on_shutdown, weak=False)
         self.housekeeper.start()
         log.info("ready: %s", describe(settings, model, engine.stats))

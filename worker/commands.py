@@ -1,30 +1,27 @@
-"""The commands of `nightmill` that need the worker: worker, plan, check, demo.
+"""The commands of `nightmill` that need the worker: worker, check, demo; `run` and `plan` are elsewhere.
 
 What they need is imported when they run, so that the other commands stay quick.
 """
 
 import json
-import os
 import random
-import signal
 import subprocess
-import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import click
-from rich.console import Console
 
-from jobs.cli import describe, follow, job_json, json_option
+from jobs.cli_options import json_option
 from jobs.client import Client
 from jobs.embedded import EmbeddedRedis
 from jobs.errors import NightmillError
-from jobs.settings import PREFIX, Settings
+from jobs.printing import describe, follow, job_json
+from jobs.settings import Settings
 from worker.options import as_arguments, merge_options, require_worker_extra, worker_options
 from worker.plan_command import plan
+from worker.process import END_WITH_STDIN, end_with_stdin, running_worker
+from worker.run_command import run
 
 DEMO_PROMPTS = (
     "Write a haiku about {topic} that contains the word {word}",
@@ -43,8 +40,6 @@ DEMO_WORDS = (
     "thunder",
     "bell",
 )
-WORKER_COMMAND = (sys.executable, "-m", "jobs", "worker")
-_START_SECONDS = 120.0
 _MARKS = {
     True: click.style("ok  ", fg="green"),
     False: click.style("FAIL", fg="red"),
@@ -54,11 +49,11 @@ _MARKS = {
 
 def register(group: click.Group) -> None:
     """Attach the commands; named by the entry point `nightmill.commands`."""
-    for command in (worker, plan, check, demo):
+    for command in (worker, run, plan, check, demo):
         group.add_command(command)
 
 
-def _worker(log_level: str, **options: Any) -> None:
+def _worker(log_level: str, end_with_parent: bool, **options: Any) -> None:
     """Serve a model: take jobs from the queue, generate, write the results.
 
     Runs until SIGTERM or Ctrl-C; then it finishes what it can within --drain-seconds, and hands the rest
@@ -72,6 +67,8 @@ def _worker(log_level: str, **options: Any) -> None:
     """
     require_worker_extra("worker")
     merge_options(Settings.from_env(), options)  # refuses bad settings before anything is loaded
+    if end_with_parent:
+        end_with_stdin()
     from celery.bin.celery import celery
 
     # Gossip, mingle and events are Celery's ways of workers to know of each other; ours is the table.
@@ -92,6 +89,11 @@ worker = click.Command(
             default="info",
             show_default=True,
             help="How much to log.",
+        ),
+        click.Option(
+            [END_WITH_STDIN, "end_with_parent"],
+            is_flag=True,
+            help="Drain and end when standard input ends: with the process that holds its other end.",
         ),
     ],
     help=_worker.__doc__,
@@ -224,44 +226,3 @@ def _demo_items(draw: random.Random, count: int) -> Iterator[dict[str, Any]]:
     for _ in range(count):
         text = draw.choice(DEMO_PROMPTS).format(topic=draw.choice(DEMO_TOPICS), word=draw.choice(DEMO_WORDS))
         yield {"messages": [{"role": "user", "content": text}], "seed": draw.getrandbits(32), "batch": "demo"}
-
-
-@contextmanager
-def running_worker(
-    client: Client, log: Path, arguments: Sequence[str] = (), command: Sequence[str] = WORKER_COMMAND
-) -> Iterator[subprocess.Popen[bytes]]:
-    """A worker process on the client's settings, ready to take jobs; drained and ended on exit.
-
-    Raises NightmillError with the end of its log where it does not become ready.
-    """
-    settings = client.settings
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(PREFIX)}
-    for name, value in settings.model_dump(mode="json", exclude_defaults=True).items():
-        environment[PREFIX + name.upper()] = str(value)
-    known = {row["id"] for row in client.store.workers()}
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            [*command, *arguments],
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,  # Ctrl-C is ours to handle: it drains the worker below
-        )
-        try:
-            with Console(stderr=True).status("loading the model ..."):
-                _wait_until_ready(client, process, known, log)
-            yield process
-        finally:
-            if process.poll() is None:
-                process.send_signal(signal.SIGTERM)
-            process.wait()
-
-
-def _wait_until_ready(client: Client, process: subprocess.Popen[bytes], known: set[str], log: Path) -> None:
-    give_up_at = time.monotonic() + _START_SECONDS
-    while not any(row["id"] not in known and row["state"] == "ready" for row in client.store.workers()):
-        if process.poll() is not None or time.monotonic() > give_up_at:
-            last = "\n".join(log.read_text(errors="replace").splitlines()[-5:])
-            raise NightmillError(f"the worker did not start; the end of {log}:\n{last}")
-        time.sleep(0.05)

@@ -104,9 +104,9 @@ class EngineLink:
         """Drop all work, without completions; returns the tokens that each request had."""
         return self._ask(Abandon)
 
-    def progress(self, at_least: int) -> list[Progress]:
-        """The tokens of the requests that have `at_least` so many more than when last asked."""
-        return self._ask(lambda number: Ask(number, at_least))
+    def progress(self, job_ids: list[str], at_least: int) -> list[Progress]:
+        """The tokens of those of these jobs that have `at_least` so many more than when last asked."""
+        return self._ask(lambda number: Ask(number, job_ids, at_least))
 
     def stop(self) -> None:
         """End the engine and close its runner; unfinished work is dropped. Safe to call twice."""

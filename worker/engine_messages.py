@@ -35,9 +35,10 @@ class Cancel:
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """Tell the tokens of requests that have grown by `at_least` since last asked; answered by Told."""
+    """Tell the tokens of those of these jobs that have grown by `at_least`; answered by Told."""
 
     number: int
+    job_ids: list[str]
     at_least: int
 
 

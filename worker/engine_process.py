@@ -15,7 +15,7 @@ from multiprocessing.connection import Connection
 
 from jobs.errors import NightmillError
 from worker.engine.engine import Engine
-from worker.engine.request import Completion
+from worker.engine.request import Completion, Progress
 from worker.engine_messages import (
     Abandon,
     Ask,
@@ -99,16 +99,18 @@ class _Loop:
                 self._engine.submit(request)
             case Cancel(job_id):
                 self._engine.cancel(job_id)
-            case Ask(number, at_least):
-                self._connection.send(Told(number, self._engine.progress(at_least), self._engine.stats))
+            case Ask(number, job_ids, at_least):
+                self._tell(number, self._engine.progress(job_ids, at_least))
             case Abandon(number):
-                progress = self._engine.progress(at_least=0)
-                self._engine.abandon()
-                self._connection.send(Told(number, progress, self._engine.stats))
+                partials = self._engine.abandon()
+                self._tell(number, [Progress(one.job_id, one.attempt, one.token_ids) for one in partials])
             case Stop():
                 self._stopping = True
             case Begin():
                 raise ValueError("the engine has begun already")
+
+    def _tell(self, number: int, progress: list[Progress]) -> None:
+        self._connection.send(Told(number, progress, self._engine.stats))
 
     def _report(self, done: list[Completion]) -> None:
         now = time.monotonic()

@@ -21,7 +21,8 @@ log = logging.getLogger(__name__)
 
 CANCEL_POLL_SECONDS = 0.2
 REPORT_SECONDS = 10.0
-SWEEP_LIMIT = 4096  # jobs announced in one round; the next round sends more
+SWEEP_LIMIT = 4096  # jobs announced in one transaction
+SWEEP_TRANSACTIONS = 16  # in one round, of each kind; the next round sends more
 DEAF_SECONDS = 120.0  # an idle worker that hears nothing for so long, while messages wait, is broken
 
 
@@ -95,11 +96,11 @@ class Housekeeper:
         expired = self._sweep.expire()
         if expired:
             log.info("%d queued jobs passed their deadline", expired)
-        self._announce(self._sweep.unsent(SWEEP_LIMIT))
+        self._announce(lambda: self._sweep.unsent(SWEEP_LIMIT))
         for model in self._served:
             if self._broker.queue_length(model) == 0:
                 age = timedelta(seconds=self._settings.resend_seconds)
-                self._announce(self._sweep.unanswered(model, age, SWEEP_LIMIT))
+                self._announce(lambda: self._sweep.unanswered(model, age, SWEEP_LIMIT))  # noqa: B023
             else:
                 self._check_hearing(model)
 
@@ -120,7 +121,15 @@ class Housekeeper:
             stats.pages,
         )
 
-    def _announce(self, announcements: list[Announcement]) -> None:
+    def _announce(self, take: Callable[[], list[Announcement]]) -> None:
+        """Send messages for what `take` takes, until that is all."""
+        for _ in range(SWEEP_TRANSACTIONS):
+            announcements = take()
+            self._send(announcements)
+            if sum(len(item.job_ids) for item in announcements) < SWEEP_LIMIT:
+                return
+
+    def _send(self, announcements: list[Announcement]) -> None:
         for index, item in enumerate(announcements):
             try:
                 self._broker.announce(item.job_ids, item.model, item.priority)

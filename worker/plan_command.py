@@ -10,10 +10,10 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from jobs.batchfile import InputFile
-from jobs.cli import json_option
+from jobs.cli_options import json_option
 from jobs.client import Client
 from jobs.contract import GenerationParams
-from jobs.errors import DatabaseError, SettingsError
+from jobs.errors import DatabaseError, RunnerError, SettingsError
 from jobs.settings import Settings
 from jobs.when import parse_moment
 from worker.options import merge_options, require_worker_extra, worker_options
@@ -131,7 +131,14 @@ def _make(
     from worker.planning.plan import make_plan
 
     model = load_model(settings)
-    engine = build_engine(settings, model) if measure_seconds else None
+    engine = None
+    if measure_seconds:
+        try:
+            engine = build_engine(settings, model)
+        except RunnerError as error:
+            raise RunnerError(
+                f"the speed cannot be measured (--no-measure plans without): {error}"
+            ) from error
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
     progress = Progress(*columns, console=Console(stderr=True), disable=quiet, transient=True)
     task = progress.add_task("reading and tokenising", total=file.size)

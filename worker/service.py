@@ -15,9 +15,10 @@ from jobs.claims import Claim, Claims, Outcome
 from jobs.contract import StopReason
 from jobs.errors import DatabaseError, NightmillError, RunnerError
 from jobs.partials import SavedTokens
+from jobs.store import chunked
 from worker.engine.request import Completion, Progress, Request
 from worker.engine_link import EngineLink
-from worker.resume import SAVE_TOKENS, fingerprint, tokens_to_resume
+from worker.resume import SAVE_GROUP, SAVE_TOKENS, fingerprint, tokens_to_resume
 from worker.writer import ResultWriter
 
 log = logging.getLogger(__name__)
@@ -239,9 +240,11 @@ class Service:
     def save_partials(self) -> None:
         """Save the tokens of the jobs that have grown, so that they are not drawn again if this worker dies.
 
-        Raises DatabaseError. The engine is only asked between two steps; writing is the caller's time.
+        Raises DatabaseError. The engine is asked for few jobs at a time, so that its next step is not late;
+        writing is the caller's time.
         """
-        self._save(self.engine.progress(SAVE_TOKENS))
+        for group in chunked(self.in_flight.keys(), SAVE_GROUP):
+            self._save(self.engine.progress([job_id for job_id, _ in group], SAVE_TOKENS))
 
     def _save(self, reports: Sequence[Progress]) -> None:
         saved = [
@@ -271,9 +274,11 @@ class Service:
 
     # -- the end ---------------------------------------------------------------------------------
 
-    def begin_drain(self) -> None:
-        """Take no more jobs. Only sets a field: it is called from a signal handler."""
-        if self._drain_until is None:
+    def begin_drain(self, *, at_once: bool = False) -> None:
+        """Take no more jobs; `at_once`: nor go on with those in hand. Only sets a field: signals call it."""
+        if at_once:
+            self._drain_until = time.monotonic()
+        elif self._drain_until is None:
             self._drain_until = time.monotonic() + self.drain_seconds
 
     @property

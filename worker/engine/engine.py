@@ -7,7 +7,7 @@ choices are the scheduler's: what is left is bookkeeping of requests from submis
 import heapq
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from jobs.contract import StopReason
@@ -180,11 +180,12 @@ class Engine:
         sequence = self._sequences.get(job_id)
         return None if sequence is None else self._snapshot(sequence)
 
-    def progress(self, at_least: int = 1) -> list[Progress]:
-        """The drawn tokens of the requests that have `at_least` so many more than when last asked."""
+    def progress(self, job_ids: Iterable[str], at_least: int) -> list[Progress]:
+        """The drawn tokens of those of these jobs that have `at_least` so many more than when last asked."""
         reports = []
-        for sequence in self._sequences.values():
-            if sequence.generated - sequence.reported >= at_least:
+        for job_id in job_ids:
+            sequence = self._sequences.get(job_id)
+            if sequence is not None and sequence.generated - sequence.reported >= at_least:
                 sequence.reported = sequence.generated
                 request, drawn = sequence.request, sequence.tokens[sequence.prompt_length :]
                 reports.append(Progress(request.job_id, request.attempt, tuple(drawn)))

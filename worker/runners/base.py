@@ -6,8 +6,11 @@ penalty). The engine owns all decisions: which sequence sits in which slot, whic
 tokens are computed in a step. Launches are executed in order; `collect` returns their results in order.
 
 Running ahead: with `depth` > 1 the engine launches the next step before it has seen the tokens of the
-last one. Where the host does not know a token yet it writes FROM_SLOT, and the runner takes the token it
-last sampled for that slot. Results of sequences that turn out to have stopped are simply dropped.
+last one. A token that was drawn in the sequence's slot is always written as FROM_SLOT, and the runner takes
+the one it last sampled there. Results of sequences that turn out to have stopped are simply dropped.
+
+Sharing: block tables of several sequences may name the same page, which is then full, written by an earlier
+launch and only read.
 """
 
 from dataclasses import dataclass
@@ -20,7 +23,7 @@ from jobs.contract import GenerationParams
 
 IntArray = npt.NDArray[np.int32]
 
-FROM_SLOT = -1  # a token id still unknown to the host: the one last sampled in this sequence's slot
+FROM_SLOT = -1  # instead of a token id: the one last sampled in this sequence's slot
 
 
 @dataclass(frozen=True, slots=True)

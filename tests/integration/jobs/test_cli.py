@@ -15,6 +15,7 @@ from jobs.cli import main
 from jobs.client import Client
 from jobs.contract import StopReason
 from jobs.settings import Settings
+from jobs.tables import SCHEMA_REVISION
 from tests.servers import free_port, worker_env
 
 Run = Callable[..., Result]
@@ -166,8 +167,13 @@ def test_migrate_says_what_it_did(run: Run, directory: Path) -> None:
     assert (
         lacking.stderr == f"Error: the database at {url} has no Nightmill tables: run `nightmill migrate`\n"
     )
-    assert run("migrate", NIGHTMILL_DATABASE_URL=url).stdout == f"{url}: schema 0001 (was empty)\n"
-    assert run("migrate", NIGHTMILL_DATABASE_URL=url).stdout == f"{url}: schema 0001 (was up to date)\n"
+    assert (
+        run("migrate", NIGHTMILL_DATABASE_URL=url).stdout == f"{url}: schema {SCHEMA_REVISION} (was empty)\n"
+    )
+    assert (
+        run("migrate", NIGHTMILL_DATABASE_URL=url).stdout
+        == f"{url}: schema {SCHEMA_REVISION} (was up to date)\n"
+    )
     assert run("list", NIGHTMILL_DATABASE_URL=url).exit_code == 0
 
 

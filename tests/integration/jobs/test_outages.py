@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 from sqlalchemy import select
 
+from jobs.announcing import DeliveryDelayedWarning
 from jobs.broker import Broker
-from jobs.client import Client, DeliveryDelayedWarning
+from jobs.client import Client
 from jobs.contract import JobState
 from jobs.errors import BrokerUnreachableError, DatabaseUnreachableError
 from jobs.settings import Settings

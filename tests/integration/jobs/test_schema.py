@@ -110,8 +110,9 @@ def test_a_database_of_another_version_is_refused_by_programs(empty_database: Da
     _set_revision(empty_database, "9999")
     with pytest.raises(SchemaError) as caught, empty_database.write():
         pass
-    assert "has schema 9999, this version of Nightmill needs 0002: run `nightmill migrate`" in str(
-        caught.value
+    assert (
+        f"has schema 9999, this version of Nightmill needs {SCHEMA_REVISION}: run `nightmill migrate`"
+        in str(caught.value)
     )
 
 

@@ -5,7 +5,8 @@ from collections.abc import Callable, Iterator
 import pytest
 from sqlalchemy.orm import Session
 
-from jobs.client import Client, DeliveryDelayedWarning
+from jobs.announcing import DeliveryDelayedWarning
+from jobs.client import Client
 from jobs.contract import JobState
 from jobs.errors import IdempotencyConflictError, JobNotFoundError
 from jobs.settings import Settings

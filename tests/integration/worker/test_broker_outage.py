@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from jobs.client import Client, DeliveryDelayedWarning
+from jobs.announcing import DeliveryDelayedWarning
+from jobs.client import Client
 from jobs.contract import JobState
 from jobs.settings import Settings
 from tests.servers import REFERENCE, RedisServer, wait_until

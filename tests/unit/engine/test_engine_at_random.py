@@ -96,7 +96,7 @@ class EngineMachine(RuleBasedStateMachine):
     @rule(at_least=st.integers(1, 3))
     def report_progress(self, at_least: int) -> None:
         """What a worker saves: each report is longer than the one before, and true."""
-        for progress in self.engine.progress(at_least):
+        for progress in self.engine.progress([f"j{job}" for job in range(10)], at_least):
             key = (progress.job_id, progress.attempt)
             known = len(self.reported.get(key, self.requests[key].generated_ids))
             assert len(progress.token_ids) >= known + at_least

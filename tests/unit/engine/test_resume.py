@@ -75,4 +75,4 @@ def test_tokens_that_the_model_lacks_are_refused(token: int) -> None:
     engine.submit(make_request(generated=(0, token)))
     (completion,) = run(engine)
     assert completion.stop_reason is StopReason.ERROR
-    assert completion.error is not None and "begun by an earlier attempt" in completion.error
+    assert completion.error is not None and "an earlier attempt began" in completion.error

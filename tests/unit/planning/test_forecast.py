@@ -1,6 +1,7 @@
 """From a sample to the night: prices, lengths, filling and draining, against a runner of known speed."""
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -47,6 +48,16 @@ def test_the_forecast_of_a_night_is_close_to_the_night(rows: int, workers: int) 
     assert told.seconds == pytest.approx(seconds, rel=0.1)
     assert told.output_tokens == pytest.approx(tokens, rel=0.1)
     assert told.tokens_per_second == pytest.approx(tokens / seconds, rel=0.1)
+
+
+def test_prompt_tokens_that_rows_share_are_not_paid_for_again() -> None:
+    prefix = tuple(random.Random(2).randrange(12) for _ in range(100))
+    night = [replace(request, prompt_ids=prefix + request.prompt_ids) for request in requests(1000)]
+    found = surveyed(night, sample=150)
+    sample = measured(found.sample)
+    assert sample.computed_share < 0.4  # of 120 tokens, 100 are the same
+    real, _ = time_of(night)
+    assert forecast(found, sample, slots=SLOTS).seconds == pytest.approx(real, rel=0.1)
 
 
 def test_a_measurement_that_is_broken_off_tells_nearly_the_same() -> None:

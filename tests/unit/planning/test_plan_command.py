@@ -10,6 +10,7 @@ from click.testing import CliRunner, Result
 from jobs.claims import Claims
 from jobs.cli import main
 from jobs.client import Client
+from jobs.errors import RunnerError
 from jobs.settings import Settings
 from tests.servers import Clock
 from tests.unit.batchfile.files import chat, write_lines
@@ -121,3 +122,15 @@ def test_without_a_database_one_worker_is_assumed(tmp_path: Path) -> None:
     url = "postgresql://nobody@127.0.0.1:1/none"
     with Client(Settings(data_dir=tmp_path, database_url=url)) as client:
         assert live_workers(client, "demo") == 1
+
+
+def test_where_the_runner_fails_the_way_around_it_is_named(
+    plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise RunnerError("no memory is left")
+
+    monkeypatch.setattr("worker.loading.build_engine", fail)
+    done = plan(str(write_lines(tmp_path / "in.jsonl", haiku(1))))
+    assert done.exit_code == 1
+    assert "the speed cannot be measured (--no-measure plans without): no memory is left" in done.output

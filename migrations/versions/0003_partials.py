@@ -1,13 +1,13 @@
 """The tokens of unfinished jobs.
 
-Revision: 0002, after 0001.
+Revision: 0003, after 0002.
 """
 
 import sqlalchemy as sa
 from alembic import op
 
-revision = "0002"
-down_revision = "0001"
+revision = "0003"
+down_revision = "0002"
 branch_labels = None
 depends_on = None
 

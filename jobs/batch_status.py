@@ -1,0 +1,210 @@
+"""What the rows of a batch add up to: its state, its counts, its speed, and when it will end. No SQL here."""
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
+from enum import StrEnum
+
+from jobs.contract import JobState, StopReason
+
+_NUMBER = re.compile(r"\d[\d,.]*")
+
+
+class BatchState(StrEnum):
+    """Where a batch stands; the first of these that is true, from top to bottom. The last five are final.
+
+    submitting               not all rows of the file are entered yet (some may run already)
+    running                  at least one row is running
+    scheduled                rows wait, for a time that has not come
+    queued                   rows wait for a worker
+    completed                every row succeeded
+    cancelled                somebody cancelled the batch, and that ended at least one row
+    expired                  the deadline ended at least one row
+    failed                   no row succeeded
+    completed_with_errors    some rows succeeded, the others did not
+    """
+
+    SUBMITTING = "submitting"
+    RUNNING = "running"
+    SCHEDULED = "scheduled"
+    QUEUED = "queued"
+    COMPLETED = "completed"
+    CANCELLED = "cancelled"
+    EXPIRED = "expired"
+    FAILED = "failed"
+    COMPLETED_WITH_ERRORS = "completed_with_errors"
+
+    @property
+    def final(self) -> bool:
+        """True where nothing more happens unless rows are retried."""
+        return self not in _UNFINISHED
+
+
+_UNFINISHED = frozenset({BatchState.SUBMITTING, BatchState.RUNNING, BatchState.SCHEDULED, BatchState.QUEUED})
+
+
+@dataclass(frozen=True, slots=True)
+class BatchRecord:
+    """A batch as it was submitted."""
+
+    name: str
+    model: str | None
+    created_at: datetime
+    format: str | None = None  # None: rows are added by enqueue, at any time
+    source: str | None = None
+    fingerprint: str | None = None
+    settings: dict[str, object] | None = None
+    row_count: int | None = None  # None until the last row is entered
+    scheduled_at: datetime | None = None
+    deadline_at: datetime | None = None
+    cancel_requested_at: datetime | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RowCount:
+    """How many rows share a state and a stop reason, and their tokens."""
+
+    state: JobState
+    stop_reason: StopReason | None
+    rows: int
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """What was finished lately."""
+
+    rows: int
+    completion_tokens: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorGroup:
+    """Errors that differ in numbers only."""
+
+    rows: int
+    message: str  # of one of them
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchStatus:
+    """A batch at one moment."""
+
+    name: str
+    state: BatchState
+    model: str | None
+    format: str | None
+    source: str | None
+    row_count: int | None  # rows of the file; None while it is being submitted, and where rows may be added
+    rows: int  # entered so far
+    states: dict[JobState, int]  # rows by state
+    stop_reasons: dict[StopReason, int]  # rows by stop reason
+    errors: list[ErrorGroup] = field(default_factory=list)  # the most frequent first
+    prompt_tokens: int
+    completion_tokens: int
+    tokens_per_second: float | None  # lately, or from first to last where the batch has ended
+    estimated_end: datetime | None  # where rows are left and some were finished lately
+    created_at: datetime
+    scheduled_at: datetime | None
+    deadline_at: datetime | None
+    cancel_requested_at: datetime | None
+
+    @property
+    def done(self) -> int:
+        """Rows in a final state."""
+        return sum(number for state, number in self.states.items() if state.final)
+
+    @property
+    def succeeded(self) -> int:
+        """Rows with a result."""
+        return self.states.get(JobState.SUCCEEDED, 0)
+
+    @property
+    def unsuccessful(self) -> int:
+        """Rows that ended without a (whole) result."""
+        return self.done - self.succeeded
+
+
+def make_status(
+    record: BatchRecord,
+    counts: Sequence[RowCount],
+    pace: Pace | None,
+    errors: Sequence[ErrorGroup],
+    now: datetime,
+) -> BatchStatus:
+    """Put together what was counted."""
+    states: dict[JobState, int] = {}
+    stop_reasons: dict[StopReason, int] = {}
+    for count in counts:
+        states[count.state] = states.get(count.state, 0) + count.rows
+        if count.stop_reason is not None:
+            stop_reasons[count.stop_reason] = stop_reasons.get(count.stop_reason, 0) + count.rows
+    rows = sum(states.values())
+    state = state_of(record, states, stop_reasons, now)
+    left = (record.row_count or rows) - sum(n for s, n in states.items() if s.final)
+    speed = end = None
+    if pace is not None and pace.seconds > 0:
+        speed = pace.completion_tokens / pace.seconds
+        if pace.rows and left and state in (BatchState.RUNNING, BatchState.QUEUED):
+            end = now + timedelta(seconds=left * pace.seconds / pace.rows)
+    return BatchStatus(
+        name=record.name,
+        state=state,
+        model=record.model,
+        format=record.format,
+        source=record.source,
+        row_count=record.row_count,
+        rows=rows,
+        states=states,
+        stop_reasons=stop_reasons,
+        errors=list(errors),
+        prompt_tokens=sum(count.prompt_tokens for count in counts),
+        completion_tokens=sum(count.completion_tokens for count in counts),
+        tokens_per_second=speed,
+        estimated_end=end,
+        created_at=record.created_at,
+        scheduled_at=record.scheduled_at,
+        deadline_at=record.deadline_at,
+        cancel_requested_at=record.cancel_requested_at,
+    )
+
+
+def state_of(
+    record: BatchRecord, states: dict[JobState, int], stop_reasons: dict[StopReason, int], now: datetime
+) -> BatchState:
+    """The state of a batch; BatchState says which comes before which."""
+    if record.format is not None and record.row_count is None:
+        # A cancelled submission that was broken off has nothing more to come.
+        over = record.cancel_requested_at is not None and not _unfinished(states)
+        return BatchState.CANCELLED if over else BatchState.SUBMITTING
+    if states.get(JobState.RUNNING):
+        return BatchState.RUNNING
+    if states.get(JobState.QUEUED):
+        later = record.scheduled_at is not None and record.scheduled_at > now
+        return BatchState.SCHEDULED if later else BatchState.QUEUED
+    succeeded = states.get(JobState.SUCCEEDED, 0)
+    if succeeded == sum(states.values()):
+        return BatchState.COMPLETED
+    if record.cancel_requested_at is not None and states.get(JobState.CANCELLED):
+        return BatchState.CANCELLED
+    if stop_reasons.get(StopReason.DEADLINE):
+        return BatchState.EXPIRED
+    return BatchState.COMPLETED_WITH_ERRORS if succeeded else BatchState.FAILED
+
+
+def _unfinished(states: dict[JobState, int]) -> int:
+    return sum(number for state, number in states.items() if not state.final)
+
+
+def group_errors(counted: Iterable[tuple[str, int]], most: int) -> list[ErrorGroup]:
+    """Put messages together that differ in numbers only; `counted` has (message, rows)."""
+    groups: dict[str, tuple[int, str]] = {}
+    for message, rows in counted:
+        shape = _NUMBER.sub("0", message)
+        before, example = groups.get(shape, (0, message))
+        groups[shape] = (before + rows, example)
+    ranked = sorted(groups.values(), key=lambda group: -group[0])
+    return [ErrorGroup(rows, example) for rows, example in ranked[:most]]

@@ -1,0 +1,369 @@
+"""All SQL about batches as wholes: entering rows, counting, reading in order, cancelling, retrying, deleting.
+
+What may touch a million rows goes through them in groups, a transaction each, so that it holds nobody up.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import datetime, timedelta
+from typing import Any, cast
+
+from sqlalchemy import Connection, Table, delete, func, or_, select, text, update
+from sqlalchemy.orm import InstrumentedAttribute
+
+from jobs import partials
+from jobs.batch_status import BatchRecord, ErrorGroup, Pace, RowCount, group_errors
+from jobs.contract import Job, JobState, StopReason
+from jobs.database import Database
+from jobs.errors import BatchNotFoundError, InvalidTransitionError
+from jobs.store import (
+    CHUNK,
+    FINAL,
+    GROUP,
+    JOBS,
+    RETRYABLE,
+    UNFINISHED,
+    cancelled_values,
+    chunked,
+    dialect_insert,
+    job_from_row,
+    lock_jobs,
+    retried_values,
+)
+from jobs.tables import QUEUED, RUNNING, BatchRow, JobRow
+
+BATCHES = cast(Table, BatchRow.__table__)
+RECENT = timedelta(seconds=60)  # what counts as lately, for the pace
+_MOST_ERRORS = 10
+_MANY_ROWS = 2_000
+_MOST_MESSAGES = 2_000  # different ones that are read to be grouped
+
+_UNSUCCESSFUL = (JobState.FAILED, JobState.CANCELLED)
+_UNFINISHED_ROW = JobRow.state.in_(UNFINISHED)
+_RECORD = [column for column in BATCHES.columns if column.key != "metadata"]
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """A row of a batch that has ended."""
+
+    row: int
+    job_id: str
+    finished_at: datetime
+
+
+class BatchStore:
+    """Batches in SQL."""
+
+    def __init__(self, database: Database) -> None:
+        self.database = database
+
+    # -- submitting ------------------------------------------------------------------------------
+
+    def enter(self, record: BatchRecord) -> tuple[BatchRecord, bool]:
+        """Enter a batch unless there is one of this name: (the one that is there, True where it is new)."""
+        with self.database.write() as connection:
+            statement = dialect_insert(connection, BATCHES).on_conflict_do_nothing(index_elements=["name"])
+            entered = connection.execute(
+                statement.values(**asdict(record), metadata={}).returning(BatchRow.name)
+            ).one_or_none()
+            return _get(connection, record.name), entered is not None
+
+    def last_row(self, name: str) -> int:
+        """The last row that is entered, 0 where none is. All rows before it are entered too."""
+        query = select(func.max(JobRow.row)).where(JobRow.batch == name, JobRow.row.is_not(None))
+        with self.database.read() as connection:
+            return connection.execute(query).scalar_one() or 0
+
+    def insert_rows(self, name: str, rows: Sequence[dict[str, Any]]) -> bool:
+        """Enter rows, all with the same keys, in one transaction. Rows that are there already are left alone.
+
+        Rows of a batch that was cancelled in the meantime are entered as cancelled; returns False then.
+        """
+        with self.database.write() as connection:
+            query = select(BatchRow.cancel_requested_at).where(BatchRow.name == name)
+            found = connection.execute(query.with_for_update(read=True)).one_or_none()
+            if found is None:
+                raise BatchNotFoundError(f"batch {name!r} was deleted while its rows were entered")
+            cancelled = found.cancel_requested_at is not None
+            if cancelled:
+                values = cancelled_values(self.database.now())
+                rows = [row if row["state"] in FINAL else row | values for row in rows]
+            statement = dialect_insert(connection, JOBS).on_conflict_do_nothing(
+                index_elements=["batch", "row"], index_where=JobRow.row.is_not(None)
+            )
+            connection.execute(statement, rows)
+        return not cancelled
+
+    def complete(self, name: str, row_count: int) -> None:
+        """All rows are entered."""
+        with self.database.write() as connection:
+            connection.execute(
+                update(BatchRow)
+                .where(BatchRow.name == name, BatchRow.row_count.is_(None))
+                .values(row_count=row_count)
+            )
+            if row_count >= _MANY_ROWS and not self.database.is_sqlite:
+                # PostgreSQL would notice by itself within a minute, and choose bad plans until then.
+                connection.execute(text("ANALYZE jobs"))
+
+    # -- reading ---------------------------------------------------------------------------------
+
+    def get(self, name: str) -> BatchRecord:
+        """One batch; raises BatchNotFoundError."""
+        with self.database.read() as connection:
+            return _get(connection, name)
+
+    def newest(self, limit: int) -> list[BatchRecord]:
+        """The newest batches, newest first."""
+        query = select(*_RECORD).order_by(BatchRow.created_at.desc(), BatchRow.name).limit(limit)
+        with self.database.read() as connection:
+            return [BatchRecord(**row) for row in connection.execute(query).mappings()]
+
+    def counts(self, name: str) -> list[RowCount]:
+        """Rows by state and stop reason, with their tokens."""
+        columns = (JobRow.state, JobRow.stop_reason)
+        query = (
+            select(
+                *columns,
+                func.count().label("rows"),
+                func.coalesce(func.sum(JobRow.prompt_tokens), 0).label("prompt_tokens"),
+                func.coalesce(func.sum(JobRow.completion_tokens), 0).label("completion_tokens"),
+            )
+            .where(JobRow.batch == name)
+            .group_by(*columns)
+        )
+        with self.database.read() as connection:
+            return [
+                RowCount(
+                    JobState(row.state),
+                    StopReason(row.stop_reason) if row.stop_reason else None,
+                    row.rows,
+                    int(row.prompt_tokens),
+                    int(row.completion_tokens),
+                )
+                for row in connection.execute(query)
+            ]
+
+    def recent_pace(self, name: str) -> Pace | None:
+        """What was finished in the last minute, or since the batch began where that is less."""
+        now = self.database.now()
+        begin = now - RECENT
+        return self._pace(name, (JobRow.finished_at > begin,), begin, now)
+
+    def whole_pace(self, name: str) -> Pace | None:
+        """What was finished from the first start to the last end; reads all rows of the batch."""
+        return self._pace(name, (JobRow.finished_at.is_not(None),), None, None)
+
+    def _pace(
+        self, name: str, conditions: tuple[Any, ...], begin: datetime | None, end: datetime | None
+    ) -> Pace | None:
+        query = select(
+            func.count(),
+            func.coalesce(func.sum(JobRow.completion_tokens), 0),
+            func.min(JobRow.started_at),
+            func.max(JobRow.finished_at),
+        ).where(JobRow.batch == name, JobRow.started_at.is_not(None), *conditions)
+        with self.database.read() as connection:
+            rows, tokens, started, finished = connection.execute(query).one()
+        if started is None or finished is None:
+            return None
+        begin = started if begin is None else max(begin, started)
+        return Pace(rows, int(tokens or 0), ((end or finished) - begin).total_seconds())
+
+    def error_groups(self, name: str) -> list[ErrorGroup]:
+        """The most frequent errors of rows that ended without success."""
+        message = func.substr(JobRow.error, 1, 300).label("message")
+        query = (
+            select(message, func.count().label("rows"))
+            .where(JobRow.batch == name, JobRow.state == JobState.FAILED, JobRow.error.is_not(None))
+            .group_by("message")
+            .order_by(func.count().desc())
+            .limit(_MOST_MESSAGES)
+        )
+        with self.database.read() as connection:
+            return group_errors(((row.message, row.rows) for row in connection.execute(query)), _MOST_ERRORS)
+
+    def finished_since(self, name: str, since: datetime | None) -> Iterator[Finished]:
+        """Rows of a submitted batch that ended after `since`, oldest first, without their contents."""
+        mark: tuple[datetime, str] | None = None
+        while True:
+            query: Any = select(JobRow.row, JobRow.id, JobRow.finished_at).where(
+                JobRow.batch == name, JobRow.finished_at.is_not(None), JobRow.row.is_not(None)
+            )
+            if mark is not None:
+                moment, job_id = mark
+                query = query.where(
+                    JobRow.finished_at >= moment,
+                    or_(JobRow.finished_at > moment, JobRow.id > job_id),
+                )
+            elif since is not None:
+                query = query.where(JobRow.finished_at > since)
+            query = query.order_by(JobRow.finished_at, JobRow.id).limit(GROUP)
+            with self.database.read() as connection:
+                page = [Finished(*row) for row in connection.execute(query)]
+            yield from page
+            if len(page) < GROUP:
+                return
+            mark = (page[-1].finished_at, page[-1].job_id)
+
+    def in_order(self, name: str, states: Sequence[JobState]) -> Iterator[Job]:
+        """Jobs in these states, in the order of the file, or of enqueueing where there is none."""
+        by_row = self.get(name).format is not None
+        for page in self._pages(name, JobRow.row if by_row else JobRow.id):
+            for ids in chunked((row.id for row in page if row.state in states), CHUNK):
+                with self.database.read() as connection:
+                    query = select(JOBS).where(JobRow.id.in_(ids), JobRow.state.in_(states))
+                    found = [job_from_row(row) for row in connection.execute(query).mappings()]
+                yield from sorted(found, key=lambda job: (job.row or 0) if by_row else job.id)
+
+    def _pages(self, name: str, place: InstrumentedAttribute[Any]) -> Iterator[Sequence[Any]]:
+        """(id, state, place) of the jobs of a batch, in the order of `place`.
+
+        Without any other condition: PostgreSQL would rather sort the whole batch for every page than walk the
+        index, where it takes a condition for selective.
+        """
+        last: Any = "" if place is JobRow.id else 0
+        while True:
+            query = select(JobRow.id, JobRow.state, place.label("place"))
+            query = query.where(JobRow.batch == name, place > last).order_by(place).limit(GROUP)
+            with self.database.read() as connection:
+                page = connection.execute(query).all()
+            yield page
+            if len(page) < GROUP:
+                return
+            last = page[-1].place
+
+    # -- change of mind --------------------------------------------------------------------------
+
+    def cancel(self, name: str) -> tuple[int, int]:
+        """Cancel every row that is not final: (cancelled now, running and asked to stop).
+
+        Running rows are asked first, since they cost the most; and again at the end, for those that were
+        claimed meanwhile.
+        """
+        now = self.database.now()
+        with self.database.write() as connection:
+            connection.execute(
+                update(BatchRow)
+                .where(BatchRow.name == name)
+                .values(cancel_requested_at=func.coalesce(BatchRow.cancel_requested_at, now))
+            )
+        asked = self._ask_to_stop(name, (RUNNING,), now)
+        cancelled = 0
+        while True:
+            for page in self._pages(name, JobRow.id):
+                for ids in chunked(row.id for row in page if row.state == JobState.QUEUED):
+                    cancelled += len(self._change(ids, (QUEUED,), cancelled_values(now)))
+            asked += self._ask_to_stop(name, (RUNNING, JobRow.cancel_requested_at.is_(None)), now)
+            if not self._any(name, QUEUED):
+                return cancelled, asked
+
+    def retry_failed(
+        self, name: str, deadline: datetime | None
+    ) -> Iterator[Mapping[tuple[str | None, int], list[str]]]:
+        """Queue the rows again that ended without a result and could have one; yields groups to announce."""
+        with self.database.write() as connection:
+            done = connection.execute(
+                update(BatchRow)
+                .where(BatchRow.name == name)
+                .values(cancel_requested_at=None, scheduled_at=None, deadline_at=deadline)
+            )
+            if not done.rowcount:
+                raise _no_batch(name)
+        for page in self._pages(name, JobRow.id):
+            groups: dict[tuple[str | None, int], list[str]] = {}
+            for ids in chunked(row.id for row in page if row.state in _UNSUCCESSFUL):
+                values = retried_values(self.database.now(), deadline)
+                for row in self._change(ids, RETRYABLE, values):
+                    groups.setdefault((row.model, row.priority), []).append(row.id)
+            if groups:
+                yield groups
+
+    def delete(self, name: str) -> Iterator[int]:
+        """Delete a batch whose rows are all final, and its rows; yields how many are gone so far.
+
+        The last rows go first, and the batch counts as being submitted meanwhile: should this be broken off,
+        then submitting the file again enters what is missing.
+        """
+        with self.database.write() as connection:
+            place = JobRow.id if _get(connection, name).format is None else JobRow.row
+            left = connection.execute(_count(name).where(_UNFINISHED_ROW)).scalar_one()
+            if left:
+                rows = "1 row that is" if left == 1 else f"{left} rows that are"
+                raise InvalidTransitionError(
+                    f"batch {name!r} has {rows} not finished: wait, or cancel it first "
+                    f"(nightmill batch cancel {name})"
+                )
+            connection.execute(update(BatchRow).where(BatchRow.name == name).values(row_count=None))
+        gone = 0
+        while True:
+            with self.database.write() as connection:
+                ids = connection.execute(
+                    select(JobRow.id)
+                    .where(JobRow.batch == name, place.is_not(None))
+                    .order_by(place.desc())
+                    .limit(GROUP)
+                ).scalars()
+                gone += delete_jobs(connection, ids.all())
+                rest = connection.execute(select(JobRow.id).where(JobRow.batch == name).limit(1)).all()
+                if not rest:
+                    connection.execute(delete(BatchRow).where(BatchRow.name == name))
+                    yield gone
+                    return
+            yield gone
+
+    # -- helpers ---------------------------------------------------------------------------------
+
+    def _any(self, name: str, condition: Any) -> bool:
+        with self.database.read() as connection:
+            query = select(JobRow.id).where(JobRow.batch == name, condition).limit(1)
+            return connection.execute(query).one_or_none() is not None
+
+    def _ask_to_stop(self, name: str, conditions: tuple[Any, ...], now: datetime) -> int:
+        rows = (JobRow.batch == name, *conditions)
+        with self.database.write() as connection:
+            lock_jobs(connection, *rows)
+            return connection.execute(
+                update(JobRow)
+                .where(*rows)
+                .values(cancel_requested_at=func.coalesce(JobRow.cancel_requested_at, now))
+            ).rowcount
+
+    def _change(
+        self, ids: Sequence[str], conditions: tuple[Any, ...], values: Mapping[str, Any]
+    ) -> Sequence[Any]:
+        """Change those of these jobs that fit, in one transaction; returns (id, model, priority) of each."""
+        rows = (JobRow.id.in_(ids), *conditions)
+        with self.database.write() as connection:
+            lock_jobs(connection, *rows)
+            returned = (JobRow.id, JobRow.model, JobRow.priority)
+            statement = update(JobRow).where(*rows).values(values).returning(*returned)
+            changed = connection.execute(statement).all()
+            partials.forget_ended(connection, ids)
+        return changed
+
+
+def _count(name: str) -> Any:
+    return select(func.count()).select_from(JobRow).where(JobRow.batch == name)
+
+
+def _get(connection: Connection, name: str) -> BatchRecord:
+    row = connection.execute(select(*_RECORD).where(BatchRow.name == name)).mappings().one_or_none()
+    if row is None:
+        raise _no_batch(name)
+    return BatchRecord(**row)
+
+
+def _no_batch(name: str) -> BatchNotFoundError:
+    return BatchNotFoundError(f"there is no batch {name!r}: `nightmill batch list` shows those there are")
+
+
+def delete_jobs(connection: Connection, ids: Sequence[str]) -> int:
+    """Delete those of these jobs that are final; returns how many."""
+    gone = 0
+    for chunk in chunked(sorted(ids)):
+        gone += connection.execute(
+            delete(JobRow).where(JobRow.id.in_(chunk), JobRow.state.in_(FINAL))
+        ).rowcount
+    return gone

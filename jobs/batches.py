@@ -1,0 +1,282 @@
+"""Batches as programs see them: submit a file or an iterable, look, wait, read, change one's mind.
+
+batch = jobs.submit_batch("prompts.jsonl", name="tonight", max_tokens=256, deadline=six_in_the_morning)
+print(batch.wait(progress=True).state)
+for job in batch.results():
+    print(job.custom_id, job.text)
+"""
+
+import hashlib
+import json
+import re
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
+from datetime import datetime, timedelta
+from pathlib import Path
+from typing import Any, TypedDict
+
+from jobs.announcing import Announcer
+from jobs.batch_status import BatchRecord, BatchStatus, make_status
+from jobs.batch_store import BatchStore
+from jobs.batchfile import FileFormat, InputFile, rows_from
+from jobs.contract import GenerationParams, Job, JobState, Prompt
+from jobs.errors import BatchConflictError, InvalidParameterError, WaitTimeoutError
+from jobs.ids import IdSource
+from jobs.progress import BatchProgress
+from jobs.requests import PARAMETERS, Options, moment
+from jobs.settings import Settings
+from jobs.submission import OnRows, Submission
+
+_OPTIONS = frozenset({"priority", "max_attempts"})
+_POLL_SECONDS = 0.5
+_POLL_SHARE = 10  # a look at a huge batch takes a while; then look less often, a tenth of the time at most
+
+BatchSource = str | Path | Iterable[Prompt | Mapping[str, Any]]
+
+
+class BatchSettings(TypedDict, total=False):
+    """Keywords of submit_batch that hold for the rows that do not say otherwise."""
+
+    max_tokens: int
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    repetition_penalty: float
+    seed: int | None
+    stop: str | list[str]
+    ignore_eos: bool
+    priority: int
+    max_attempts: int | None
+
+
+class Batch:
+    """A submitted batch. It holds no connection of its own and nothing that grows with the rows."""
+
+    def __init__(self, record: BatchRecord, store: BatchStore, announcer: Announcer) -> None:
+        self.name = record.name
+        self.record = record
+        self._store = store
+        self._announcer = announcer
+
+    def __repr__(self) -> str:
+        return f"<batch {self.name!r}>"
+
+    @property
+    def format(self) -> FileFormat:
+        """The format of its results."""
+        return FileFormat(self.record.format) if self.record.format else FileFormat.JSONL
+
+    def status(self, *, errors: bool = True) -> BatchStatus:
+        """Where it stands. `errors`: also group the errors, which reads the failed rows."""
+        record = self._store.get(self.name)
+        counts = self._store.counts(self.name)
+        pace = self._store.recent_pace(self.name)
+        groups = self._store.error_groups(self.name) if errors else []
+        status = make_status(record, counts, pace, groups, self._store.database.now())
+        if not status.state.final:
+            return status
+        return make_status(
+            record, counts, self._store.whole_pace(self.name), groups, self._store.database.now()
+        )
+
+    def wait(self, *, progress: bool = False, timeout: float | None = None) -> BatchStatus:
+        """Return its status once its state is final. `progress` shows a bar on stderr.
+
+        Raises WaitTimeoutError after `timeout` seconds; the rows go on.
+        """
+        give_up_at = None if timeout is None else time.monotonic() + timeout
+        with BatchProgress(self.name, show=progress) as bar:
+            while True:
+                began = time.monotonic()
+                status = self.status(errors=False)
+                bar.show(status)
+                if status.state.final:
+                    return self.status()
+                pause = max(_POLL_SECONDS, _POLL_SHARE * (time.monotonic() - began))
+                if give_up_at is not None:
+                    left = give_up_at - time.monotonic()
+                    if left <= 0:
+                        raise WaitTimeoutError(
+                            f"batch {self.name!r} is {status.state} with {status.done} of "
+                            f"{status.row_count or status.rows} rows done in the time given; it goes on"
+                        )
+                    pause = min(pause, left)
+                time.sleep(pause)
+
+    def results(self) -> Iterator[Job]:
+        """The rows that have succeeded so far, in the order of the file."""
+        return self._store.in_order(self.name, [JobState.SUCCEEDED])
+
+    def errors(self) -> Iterator[Job]:
+        """The rows that have ended without a (whole) result so far, in the order of the file."""
+        return self._store.in_order(self.name, [JobState.FAILED, JobState.CANCELLED])
+
+    def cancel(self) -> tuple[int, int]:
+        """Cancel all rows that are not final: (cancelled now, running and asked to stop).
+
+        Running rows stop within a second, and keep the text that they have.
+        """
+        return self._store.cancel(self.name)
+
+    def retry_failed(self, *, deadline: datetime | timedelta | None = None) -> int:
+        """Queue the rows again that failed, expired or were cancelled; returns how many.
+
+        They keep their ids and seeds. Rows that succeeded, and bad rows of the file, are left alone.
+        """
+        options = Options(deadline=deadline)  # checks it
+        ends_at = moment("deadline", options.deadline, self._store.database.now())
+        queued = 0
+        for groups in self._store.retry_failed(self.name, ends_at):
+            queued += sum(map(len, groups.values()))
+            self._announcer.announce(groups)
+        return queued
+
+    def delete(self, on_rows: OnRows | None = None) -> int:
+        """Delete it and its rows, whatever they hold; returns how many rows there were.
+
+        Raises InvalidTransitionError while rows are not final.
+        """
+        gone = 0
+        for gone in self._store.delete(self.name):
+            if on_rows is not None:
+                on_rows(gone)
+        return gone
+
+
+class Batches:
+    """The batches of one database."""
+
+    def __init__(self, store: BatchStore, announcer: Announcer, settings: Settings) -> None:
+        self.store = store
+        self._announcer = announcer
+        self._settings = settings
+
+    def get(self, name: str) -> Batch:
+        """A batch; raises BatchNotFoundError."""
+        return Batch(self.store.get(name), self.store, self._announcer)
+
+    def newest(self, limit: int) -> list[Batch]:
+        """The newest batches, newest first."""
+        return [Batch(record, self.store, self._announcer) for record in self.store.newest(limit)]
+
+    def submit(
+        self,
+        source: BatchSource | InputFile,
+        *,
+        name: str | None,
+        model: str | None,
+        scheduled_at: datetime | timedelta | None,
+        deadline: datetime | timedelta | None,
+        settings: Mapping[str, Any],
+        check_model: Callable[[str], None],
+        on_rows: OnRows | None = None,
+    ) -> Batch:
+        """See Client.submit_batch. `check_model` raises UnknownModelError."""
+        if isinstance(source, str | Path):
+            source = InputFile(source)
+        params, options = _checked(settings, name, model, scheduled_at, deadline)
+        if model is not None:
+            check_model(model)
+        record = self._record(source, params, options, settings)
+        known, created = self.store.enter(record)
+        if not created:
+            _check_same(record, known)
+        batch = Batch(known, self.store, self._announcer)
+        if known.row_count is None:
+            submission = Submission(
+                known,
+                params,
+                options,
+                max_attempts=options.max_attempts or self._settings.max_attempts,
+                check_model=check_model,
+            )
+            rows = source.rows() if isinstance(source, InputFile) else rows_from(source)
+            submission.run(rows, self.store, self._announcer, on_rows)
+            batch.record = self.store.get(known.name)
+        return batch
+
+    def _record(
+        self,
+        source: InputFile | Iterable[Any],
+        params: GenerationParams,
+        options: Options,
+        settings: Mapping[str, Any],
+    ) -> BatchRecord:
+        now = self.store.database.now()
+        begins = moment("scheduled_at", options.scheduled_at, now)
+        ends = moment("deadline", options.deadline, now)
+        if begins is not None and ends is not None and ends <= begins:
+            raise InvalidParameterError(
+                f"deadline: {ends.isoformat()} is not after the time at which the batch begins, "
+                f"{begins.isoformat()}",
+                field="deadline",
+            )
+        kept = params.model_dump(mode="json", exclude_unset=True)
+        kept |= {option: settings[option] for option in _OPTIONS if settings.get(option) is not None}
+        if isinstance(source, InputFile):
+            fingerprint: str | None = source.fingerprint()
+            name = options.batch or _file_name(source, str(fingerprint), options.model, kept)
+            format, path = source.format, str(source.path)
+        else:
+            fingerprint, path = None, ""
+            name = options.batch or f"batch-{IdSource().draw()}"
+            format = FileFormat.JSONL
+        return BatchRecord(
+            name=name,
+            model=options.model,
+            created_at=now,
+            format=str(format),
+            source=path or None,
+            fingerprint=fingerprint,
+            settings=kept,
+            scheduled_at=begins,
+            deadline_at=ends,
+        )
+
+
+def _checked(
+    settings: Mapping[str, Any],
+    name: str | None,
+    model: str | None,
+    scheduled_at: datetime | timedelta | None,
+    deadline: datetime | timedelta | None,
+) -> tuple[GenerationParams, Options]:
+    """The defaults of the rows; raises InvalidParameterError that names the bad keyword."""
+    for given in settings:
+        if given not in PARAMETERS and given not in _OPTIONS:
+            known = ", ".join(sorted(PARAMETERS | _OPTIONS))
+            raise InvalidParameterError(f"{given}: unknown parameter; known are {known}", field=given)
+    params = {given: value for given, value in settings.items() if given in PARAMETERS}
+    options = {given: value for given, value in settings.items() if given in _OPTIONS}
+    times = Options(batch=name, model=model, scheduled_at=scheduled_at, deadline=deadline)
+    return GenerationParams.parse(params), replace(times, **options)
+
+
+def _file_name(file: InputFile, fingerprint: str, model: str | None, settings: Mapping[str, Any]) -> str:
+    """The name of a file's batch where none is given: the same for the same rows, model and settings."""
+    content = json.dumps([fingerprint, model, settings], sort_keys=True)
+    stem = re.sub(r"[^\w.-]+", "-", file.path.name.partition(".")[0])[:100] or "batch"
+    return f"{stem}-{hashlib.sha256(content.encode()).hexdigest()[:12]}"
+
+
+def _check_same(wanted: BatchRecord, known: BatchRecord) -> None:
+    """Refuse to mix what is to be submitted with a batch that is there; BatchConflictError names the part."""
+    if wanted.fingerprint is None or known.fingerprint is None:
+        raise BatchConflictError(
+            f"name: there is a batch {known.name!r} already, and only files can be submitted again: choose "
+            "another name, or delete it first",
+            field="name",
+        )
+    differences = {
+        "content of the file": wanted.fingerprint != known.fingerprint,
+        "model": wanted.model != known.model,
+        "settings": wanted.settings != known.settings,
+    }
+    if different := [part for part, differs in differences.items() if differs]:
+        raise BatchConflictError(
+            f"name: batch {known.name!r} was submitted with other {' and '.join(different)} "
+            f"({known.source}): choose another name, or delete it first",
+            field="name",
+        )

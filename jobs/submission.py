@@ -1,0 +1,140 @@
+"""From the rows of a file to the jobs of a batch: in groups, each committed, so that it can be broken off.
+
+Rows are entered in the order of the file. Submitting the file again skips those that are there and goes on;
+two who submit it at once share the work, and no row is entered twice.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from datetime import datetime
+from typing import Any
+
+from jobs.announcing import Announcer
+from jobs.batch_status import BatchRecord
+from jobs.batch_store import BatchStore
+from jobs.batchfile import InputRow, RowCode, RowError
+from jobs.contract import GenerationParams, JobState, StopReason
+from jobs.errors import InvalidRequestError
+from jobs.ids import IdSource
+from jobs.requests import OPTIONS, PARAMETERS, Options, build_row
+from jobs.store import chunked
+
+ROWS_PER_TRANSACTION = 1024
+
+OnRows = Callable[[int], None]
+"""Called after each group with the number of rows read so far."""
+
+
+class Submission:
+    """Enters the rows of one batch.
+
+    `params` and `options` hold where a row says nothing; `model`, where given, holds whatever a row says.
+    `check_model` raises UnknownModelError for a name that no worker has.
+    """
+
+    def __init__(
+        self,
+        record: BatchRecord,
+        params: GenerationParams,
+        options: Options,
+        *,
+        max_attempts: int,
+        check_model: Callable[[str], None],
+    ) -> None:
+        self._record = record
+        self._params = params
+        self._defaults = params.model_dump(exclude_unset=True)
+        self._options = replace(
+            options, batch=record.name, scheduled_at=record.scheduled_at, deadline=record.deadline_at
+        )
+        self._max_attempts = max_attempts
+        self._check_model = check_model
+        self._models: dict[str, RowError | None] = {}
+        self._ids = IdSource()
+
+    def run(
+        self, rows: Iterable[InputRow], store: BatchStore, announcer: Announcer, on_rows: OnRows | None = None
+    ) -> int:
+        """Enter all rows that are not there yet, announce them, and mark the batch as complete.
+
+        Returns the number of rows of the file.
+        """
+        name = self._record.name
+        last = store.last_row(name)
+        read = 0
+        announcing = True
+        for group in chunked(rows, ROWS_PER_TRANSACTION):
+            read += len(group)
+            now = store.database.now()
+            jobs = [self._job(row, now, announcing) for row in group if row.number > last]
+            if jobs and store.insert_rows(name, jobs):
+                # A broker that is away is asked once; workers find the rest in the table.
+                announcing = announcing and announcer.announce(_to_announce(jobs))
+            if on_rows is not None:
+                on_rows(read)
+        store.complete(name, read)
+        return read
+
+    def _job(self, row: InputRow, now: datetime, announcing: bool) -> dict[str, Any]:
+        """The row of `jobs`. All have the same keys, so that they go into one statement."""
+        params, options, error = self._params, self._options, row.error
+        if error is None:
+            params, options = self._merged(row)
+            error = self._model_error(options.model)
+        prompt = "bad" if error is not None or row.prompt is None else row.prompt
+        job = build_row(self._ids.draw(), prompt, params, options, now, self._max_attempts) | {
+            "row": row.number,
+            "custom_id": row.custom_id,
+            "stop_reason": None,
+            "error": None,
+            "errors": None,
+            "finished_at": None,
+            "cancel_requested_at": None,
+        }
+        if not announcing:
+            job["sent_at"] = None
+        return job if error is None else job | _failed(row, error, now)
+
+    def _merged(self, row: InputRow) -> tuple[GenerationParams, Options]:
+        params, options = self._params, self._options
+        own = {name: value for name, value in row.settings.items() if name in PARAMETERS}
+        if own:
+            params = GenerationParams.parse(self._defaults | own)
+        more = {name: value for name, value in row.settings.items() if name in OPTIONS}
+        if self._options.model is not None:
+            more.pop("model", None)
+        return params, replace(options, **more) if more else options
+
+    def _model_error(self, model: str | None) -> RowError | None:
+        if model is None or model == self._options.model:
+            return None
+        if model not in self._models:
+            self._models[model] = None
+            try:
+                self._check_model(model)
+            except InvalidRequestError as error:
+                self._models[model] = RowError(RowCode.INVALID_VALUE.value, str(error), "model")
+        return self._models[model]
+
+
+def _failed(row: InputRow, error: RowError, now: datetime) -> dict[str, Any]:
+    """What makes a job of a bad row: final from the start, without a prompt."""
+    entry = {"code": error.code, "field": error.field, "line": row.number, "error": error.message}
+    return {
+        "prompt": None,
+        "messages": None,
+        "state": JobState.FAILED.value,
+        "stop_reason": StopReason.ERROR.value,
+        "error": error.message,
+        "errors": [entry],
+        "sent_at": None,
+        "finished_at": now,
+    }
+
+
+def _to_announce(jobs: Iterable[Mapping[str, Any]]) -> dict[tuple[str | None, int], list[str]]:
+    groups: dict[tuple[str | None, int], list[str]] = {}
+    for job in jobs:
+        if job["sent_at"] is not None:
+            groups.setdefault((job["model"], job["priority"]), []).append(job["id"])
+    return groups

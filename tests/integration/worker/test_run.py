@@ -1,0 +1,312 @@
+"""`nightmill run` with real workers: killed at any moment, interrupted, beside others, without Redis."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from jobs.batches import Batch
+from jobs.client import Client
+from jobs.contract import JobState
+from jobs.settings import Settings
+from tests.integration.worker.conftest import StartWorker
+from tests.servers import REFERENCE, RedisServer, wait_until, worker_env
+
+PATIENCE = 120.0
+MODEL = "nightmill-demo"
+ROWS = 48
+BAD = {5: "{broken", 20: '{"prompt": "x", "tools": []}'}
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    """Rows of some length with fixed seeds, two of them bad."""
+    path = tmp_path / "prompts.jsonl"
+    with path.open("w") as file:
+        for number in range(1, ROWS + 1):
+            row = {"prompt": f"Write a haiku about rain and {number}", "seed": number, "temperature": 0.9}
+            file.write(BAD.get(number) or json.dumps(row | {"max_tokens": 40 + number, "ignore_eos": True}))
+            file.write("\n")
+    return path
+
+
+@pytest.fixture
+def own_settings(quick: Settings, redis_server: RedisServer) -> Settings:
+    """As `quick`, with a Redis that a test may empty."""
+    return quick.model_copy(update={"broker_url": redis_server.url})
+
+
+Run = Callable[..., "subprocess.Popen[str]"]
+
+
+@pytest.fixture
+def run(quick: Settings, tmp_path: Path) -> Iterator[Run]:
+    """Start `nightmill run` as a process; whatever it started is gone at the end of the test."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(prompts: Path, *arguments: str, settings: Settings = quick) -> "subprocess.Popen[str]":
+        command = [sys.executable, "-m", "jobs", "run", str(prompts), "-o", str(tmp_path / "out.jsonl")]
+        chosen = worker_env(settings) | {"NIGHTMILL_MAX_SEQUENCES": "8"}
+        process = subprocess.Popen(
+            [*command, *arguments], env=chosen, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        if process.poll() is None:
+            process.kill()
+        process.wait()
+        for stream in (process.stdout, process.stderr):
+            assert stream is not None
+            stream.close()
+
+
+def rows(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def contents(path: Path) -> list[tuple[Any, ...]]:
+    """The rows of a result file, without what differs between two runs: the ids."""
+    return [tuple(value for key, value in row.items() if key != "id") for row in rows(path)]
+
+
+def worker_pids(client: Client) -> list[int]:
+    """Processes of workers that say that they live, and do."""
+    live = [row["pid"] for row in client.store.workers() if row["state"] in ("starting", "ready", "draining")]
+    return [pid for pid in live if psutil.pid_exists(pid)]
+
+
+def batches(client: Client) -> list[Batch]:
+    return client.list_batches()
+
+
+def done(client: Client) -> int:
+    """Rows of the only batch that are done."""
+    return sum(batch.status(errors=False).done for batch in batches(client))
+
+
+def test_a_file_becomes_results_and_errors_in_its_order(
+    jobs_client: Client, run: Run, prompts: Path, tmp_path: Path
+) -> None:
+    process = run(prompts)
+    said, progress = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 3, progress
+    results, errors = rows(tmp_path / "out.jsonl"), rows(tmp_path / "out.errors.jsonl")
+    good = [number for number in range(1, ROWS + 1) if number not in BAD]
+    assert [row["custom_id"] for row in results] == [f"row-{number}" for number in good]
+    assert [(row["completion_tokens"], row["seed"]) for row in results] == [(40 + n, n) for n in good]
+    assert [(row["line"], row["error"]["code"]) for row in errors] == [
+        (5, "invalid_json"),
+        (20, "unsupported_field"),
+    ]
+    assert "completed_with_errors" in said and "2 failed" in said
+    assert f"{ROWS} of {ROWS} rows" in progress  # a log has lines, not a bar
+    assert worker_pids(jobs_client) == []
+    assert [worker["state"] for worker in jobs_client.store.workers()] == ["stopped"]
+
+
+def test_a_second_run_does_nothing_twice_and_says_the_same(
+    jobs_client: Client, run: Run, tmp_path: Path
+) -> None:
+    path = tmp_path / "p.jsonl"
+    path.write_text('{"prompt": "Count from 1 to 3", "max_tokens": 3}\n' * 3)
+    first = run(path)
+    first.communicate(timeout=PATIENCE)
+    assert first.returncode == 0
+    before = (tmp_path / "out.jsonl").read_bytes()
+    again = run(path, "--json")
+    said, _ = again.communicate(timeout=PATIENCE)
+    assert (again.returncode, (tmp_path / "out.jsonl").read_bytes()) == (0, before)
+    status = json.loads(said)
+    assert (status["state"], status["succeeded"], status["row_count"]) == ("completed", 3, 3)
+    assert [job.attempt for job in jobs_client.list_jobs()] == [1, 1, 1]
+    assert len(jobs_client.store.workers()) == 1  # nothing was left to do, so no second one was started
+
+
+def kill(client: Client, process: "subprocess.Popen[str]", what: str) -> None:
+    pids = worker_pids(client)
+    if what in ("worker", "both"):
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+    if what in ("client", "both"):
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_killed_at_random_moments_the_result_is_the_undisturbed_one(
+    own_settings: Settings, run: Run, redis_server: RedisServer, prompts: Path, tmp_path: Path, seed: int
+) -> None:
+    draw = random.Random(seed)
+    settings = own_settings.model_copy(update={"drain_seconds": 0.5})
+    with Client(settings) as client:
+        for what in draw.sample(["client", "worker", "both", "worker", "both"], 5):
+            process = run(prompts, settings=settings)
+            before = done(client)
+            wait_until(
+                lambda: process.poll() is not None or done(client) >= before + draw.randrange(1, 5),  # noqa: B023
+                PATIENCE,
+            )
+            time.sleep(draw.random() / 4)
+            kill(client, process, what)
+            redis_server.stop()
+            redis_server.start()
+            redis_server.flush()
+            if what == "worker":  # the command starts another by itself, and is then killed too
+                time.sleep(draw.random())
+                kill(client, process, "client")
+        process = run(prompts, settings=settings)
+        said, progress = process.communicate(timeout=PATIENCE)
+        assert process.returncode == 3, said + progress
+        disturbed = contents(tmp_path / "out.jsonl"), contents(tmp_path / "out.errors.jsonl")
+        (batch,) = batches(client)
+        assert max(job.attempt for job in batch.results()) > 1  # something was interrupted
+        batch.delete()
+        undisturbed = run(prompts, "--overwrite", settings=settings)
+        assert undisturbed.wait(PATIENCE) == 3
+        assert (contents(tmp_path / "out.jsonl"), contents(tmp_path / "out.errors.jsonl")) == disturbed
+        assert len(disturbed[0]) == ROWS - len(BAD)
+
+
+def test_results_are_on_disk_while_it_runs_and_a_torn_line_is_repaired(
+    quick: Settings, jobs_client: Client, run: Run, prompts: Path, tmp_path: Path
+) -> None:
+    output = tmp_path / "out.jsonl"
+    process = run(prompts)
+    wait_until(lambda: output.exists() and len(output.read_bytes().splitlines()) >= 3, PATIENCE)
+    kill(jobs_client, process, "both")
+    there = [line for line in output.read_text().splitlines(keepends=True) if line.endswith("\n")]
+    output.write_text("".join(there) + '{"custom_id": "row-9", "te')
+    process = run(prompts)
+    wait_until(lambda: len(output.read_text().splitlines()) > len(there) + 3, PATIENCE)
+    assert len({row["id"] for row in rows(output)}) == len(rows(output))
+    assert output.read_text().startswith("".join(there))
+    assert process.wait(PATIENCE) == 3
+    assert len(rows(output)) == ROWS - len(BAD)
+
+
+def test_a_worker_ends_with_the_run_that_started_it_and_hands_its_rows_back(
+    quick: Settings, jobs_client: Client, run: Run, prompts: Path
+) -> None:
+    process = run(prompts, settings=quick.model_copy(update={"drain_seconds": 0.2}))
+    wait_until(lambda: done(jobs_client) > len(BAD), PATIENCE)
+    process.kill()
+    wait_until(lambda: not worker_pids(jobs_client), PATIENCE)
+    assert [worker["state"] for worker in jobs_client.store.workers()] == ["stopped"]
+    (batch,) = batches(jobs_client)
+    status = batch.status()
+    assert status.state == "queued"
+    assert all(job.failures == 0 for job in jobs_client.list_jobs(batch=batch.name, limit=ROWS))
+
+
+def test_ctrl_c_once_drains_and_the_same_command_goes_on(
+    jobs_client: Client, quick: Settings, run: Run, prompts: Path, tmp_path: Path
+) -> None:
+    process = run(prompts, settings=quick.model_copy(update={"drain_seconds": 0.2}))
+    wait_until(lambda: done(jobs_client) > len(BAD), PATIENCE)
+    process.send_signal(signal.SIGINT)
+    _said, progress = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 130
+    assert "the worker finishes what it can in 0 s and hands the rest back; the same command" in progress
+    assert worker_pids(jobs_client) == []
+    (batch,) = batches(jobs_client)
+    finished = {job.id: job.attempt for job in batch.results()}
+    assert len(rows(tmp_path / "out.jsonl")) == len(finished) < ROWS
+    again = run(prompts)
+    assert again.wait(PATIENCE) == 3
+    after = {job.id: job.attempt for job in batch.results()}
+    assert {job_id: after[job_id] for job_id in finished} == finished
+    assert len(after) == ROWS - len(BAD)
+
+
+def test_ctrl_c_twice_hands_everything_back_at_once(jobs_client: Client, run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "long.jsonl"
+    path.write_text('{"prompt": "Write a haiku", "max_tokens": 450, "ignore_eos": true}\n' * 8)
+    process = run(path)  # would drain for 20 seconds
+    wait_until(lambda: jobs_client.list_jobs(state=JobState.RUNNING), PATIENCE)
+    for _ in range(2):
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.7)
+    _, progress = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 130
+    assert "the worker hands its rows back to the queue" in progress
+    states = {job.state for job in jobs_client.list_jobs(limit=100)}
+    assert states == {JobState.QUEUED}
+
+
+def test_a_worker_that_serves_the_model_is_used_and_left_alone(
+    jobs_client: Client, run: Run, start_worker: StartWorker, prompts: Path
+) -> None:
+    with start_worker("served") as worker:
+        process = run(prompts)
+        assert process.wait(PATIENCE) == 3
+        assert worker.poll() is None
+        assert len(jobs_client.store.workers()) == 1
+
+
+def test_a_worker_that_dies_in_the_middle_is_replaced(
+    jobs_client: Client, run: Run, start_worker: StartWorker, prompts: Path
+) -> None:
+    with start_worker("doomed") as worker:
+        process = run(prompts)
+        wait_until(lambda: done(jobs_client) > len(BAD), PATIENCE)
+        worker.kill()
+        worker.wait()
+    assert process.wait(PATIENCE) == 3
+    assert len(jobs_client.store.workers()) == 2
+
+
+def test_what_cannot_work_is_one_line_and_nothing_is_queued(
+    quick: Settings, jobs_client: Client, run: Run, prompts: Path, tmp_path: Path
+) -> None:
+    broken = tmp_path / "broken.gguf"
+    broken.write_bytes(b"no model")
+    (tmp_path / "out.jsonl").write_text('{"id": "somebody", "custom_id": "else"}\n')
+    no_model = quick.model_copy(update={"model": None})
+    for arguments, settings, message in (
+        ([str(tmp_path / "nothing.jsonl")], quick, "nothing.jsonl: there is no such file"),
+        ([str(prompts), "--model", str(broken)], quick, "broken.gguf"),
+        ([str(prompts)], no_model, "no model file is named: give --model FILE or set NIGHTMILL_MODEL"),
+        ([str(prompts), "--deadline", "soon"], quick, "--deadline: 'soon' is no time"),
+    ):
+        process = run(Path(arguments[0]), *arguments[1:], settings=settings)
+        _, error = process.communicate(timeout=PATIENCE)
+        assert process.returncode == 1
+        assert error.startswith("Error: ") and message in error and error.count("\n") == 1
+        assert batches(jobs_client) == []
+    process = run(prompts)
+    _, error = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 1
+    assert "out.jsonl: is there already, and is not of batch" in error and "--overwrite" in error
+    assert (tmp_path / "out.jsonl").read_text() == '{"id": "somebody", "custom_id": "else"}\n'
+    assert jobs_client.store.workers() == []
+
+
+def test_the_deadline_ends_a_run_with_partial_texts_and_a_code_of_its_own(
+    jobs_client: Client, run: Run, tmp_path: Path
+) -> None:
+    path = tmp_path / "long.jsonl"
+    path.write_text('{"prompt": "Write a haiku", "max_tokens": 450, "ignore_eos": true}\n' * 200)
+    process = run(path, "--deadline", "6s")
+    said, progress = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 5, progress
+    assert "expired" in said
+    codes = [row["error"]["code"] for row in rows(tmp_path / "out.errors.jsonl")]
+    assert set(codes) == {"deadline"}
+    assert any(row.get("text") for row in rows(tmp_path / "out.errors.jsonl"))
+
+
+pytestmark = pytest.mark.skipif(not REFERENCE, reason="its lengths are those of the demo model")

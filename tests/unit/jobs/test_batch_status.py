@@ -1,0 +1,102 @@
+"""What rows add up to: the state of a batch tells the truth, and the estimate follows the pace."""
+
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+
+import pytest
+
+from jobs.batch_status import (
+    BatchRecord,
+    BatchState,
+    ErrorGroup,
+    Pace,
+    RowCount,
+    group_errors,
+    make_status,
+)
+from jobs.contract import JobState, StopReason
+
+NOW = datetime(2026, 1, 1, 22, 0, tzinfo=UTC)
+SUBMITTED = BatchRecord("night", "model", NOW - timedelta(hours=1), format="jsonl", row_count=10)
+OK, BAD, LATE, GONE = (
+    RowCount(JobState.SUCCEEDED, StopReason.EOS, 4, 40, 80),
+    RowCount(JobState.FAILED, StopReason.ERROR, 3),
+    RowCount(JobState.FAILED, StopReason.DEADLINE, 2, 20, 10),
+    RowCount(JobState.CANCELLED, StopReason.CANCELLED, 1),
+)
+WAITING, WORKING = RowCount(JobState.QUEUED, None, 5), RowCount(JobState.RUNNING, None, 2)
+CANCELLED = {"cancel_requested_at": NOW}
+
+
+@pytest.mark.parametrize(
+    ("counts", "changes", "state"),
+    [
+        ([], {"row_count": None}, BatchState.SUBMITTING),
+        ([OK, WAITING, WORKING], {"row_count": None}, BatchState.SUBMITTING),
+        ([OK, WAITING, WORKING], {}, BatchState.RUNNING),
+        ([WORKING], CANCELLED, BatchState.RUNNING),  # until they have stopped
+        ([OK, WAITING], {}, BatchState.QUEUED),
+        ([WAITING], {"scheduled_at": NOW + timedelta(seconds=1)}, BatchState.SCHEDULED),
+        ([WAITING], {"scheduled_at": NOW}, BatchState.QUEUED),
+        ([OK], {}, BatchState.COMPLETED),
+        ([OK], CANCELLED, BatchState.COMPLETED),  # too late: it ended no row
+        ([OK, BAD], {}, BatchState.COMPLETED_WITH_ERRORS),
+        ([OK, GONE], {}, BatchState.COMPLETED_WITH_ERRORS),  # somebody cancelled that job by itself
+        ([OK, BAD, LATE, GONE], CANCELLED, BatchState.CANCELLED),
+        ([BAD, LATE], CANCELLED, BatchState.EXPIRED),
+        ([OK, BAD, LATE, GONE], {}, BatchState.EXPIRED),
+        ([LATE], {}, BatchState.EXPIRED),
+        ([BAD], {}, BatchState.FAILED),
+        ([BAD, GONE], {}, BatchState.FAILED),
+        ([OK, GONE], {"row_count": None} | CANCELLED, BatchState.CANCELLED),  # broken off and cancelled
+        ([], {"format": None, "row_count": None}, BatchState.COMPLETED),
+        ([OK, WAITING], {"format": None, "row_count": None}, BatchState.QUEUED),
+    ],
+)
+def test_state_tells_the_truth(counts: list[RowCount], changes: dict[str, object], state: BatchState) -> None:
+    status = make_status(replace(SUBMITTED, **changes), counts, None, [], NOW)  # type: ignore[arg-type]
+    assert status.state is state
+
+
+def test_final_states_are_those_after_which_nothing_happens() -> None:
+    assert [state for state in BatchState if not state.final] == [
+        BatchState.SUBMITTING,
+        BatchState.RUNNING,
+        BatchState.SCHEDULED,
+        BatchState.QUEUED,
+    ]
+
+
+def test_counts_and_tokens_are_summed_by_state_and_by_stop_reason() -> None:
+    errors = [ErrorGroup(3, "no")]
+    status = make_status(SUBMITTED, [OK, BAD, LATE, GONE], None, errors, NOW)
+    assert status.states == {JobState.SUCCEEDED: 4, JobState.FAILED: 5, JobState.CANCELLED: 1}
+    assert status.stop_reasons == {
+        StopReason.EOS: 4,
+        StopReason.ERROR: 3,
+        StopReason.DEADLINE: 2,
+        StopReason.CANCELLED: 1,
+    }
+    assert (status.rows, status.done, status.succeeded, status.unsuccessful) == (10, 10, 4, 6)
+    assert (status.prompt_tokens, status.completion_tokens, status.errors) == (60, 90, errors)
+    assert (status.tokens_per_second, status.estimated_end) == (None, None)
+
+
+def test_the_estimate_is_what_is_left_at_the_pace_of_the_last_minute() -> None:
+    pace = Pace(rows=2, completion_tokens=300, seconds=60.0)
+    running = make_status(SUBMITTED, [OK, WORKING], pace, [], NOW)
+    assert running.tokens_per_second == 5.0
+    assert running.estimated_end == NOW + timedelta(seconds=180)  # 6 of 10 rows are left, at 2 a minute
+    ended = make_status(SUBMITTED, [OK, BAD], pace, [], NOW)
+    assert (ended.tokens_per_second, ended.estimated_end) == (5.0, None)
+    scheduled = replace(SUBMITTED, scheduled_at=NOW + timedelta(hours=1))
+    assert make_status(scheduled, [OK, WAITING], pace, [], NOW).estimated_end is None
+
+
+def test_errors_that_differ_in_numbers_only_are_one_group() -> None:
+    counted = [("the deadline passed after 7 tokens", 5), ("prompt: is empty", 6)]
+    counted += [("the deadline passed after 1,212 tokens", 2), ("the prompt has 9 tokens", 1)]
+    assert group_errors(counted, 2) == [
+        ErrorGroup(7, "the deadline passed after 7 tokens"),
+        ErrorGroup(6, "prompt: is empty"),
+    ]
