@@ -24,7 +24,10 @@ from worker.runners.gpu.runner import CudaRunner
 
 @dataclass(frozen=True)
 class Workload:
-    """`sequences` requests with prompts and answers of lengths drawn evenly between two bounds."""
+    """`sequences` requests with prompts and answers of lengths drawn evenly between two bounds.
+
+    shared_prefix: tokens that come before every prompt, the same for all.
+    """
 
     sequences: int
     prompt: tuple[int, int]
@@ -33,14 +36,16 @@ class Workload:
     slots: int
     token_budget: int
     counts_prompts: bool = False
+    shared_prefix: int = 0
 
     def requests(self, vocab: int, seed: int) -> list[Request]:
         rng = np.random.default_rng(seed)
         prompts = rng.integers(self.prompt[0], self.prompt[1], self.sequences, endpoint=True)
         answers = rng.integers(self.answer[0], self.answer[1], self.sequences, endpoint=True)
+        prefix = rng.integers(0, vocab, self.shared_prefix).tolist()
         return [
             Request(
-                f"{seed}-{index}", 1, tuple(rng.integers(0, vocab, prompt).tolist()),
+                f"{seed}-{index}", 1, (*prefix, *rng.integers(0, vocab, prompt).tolist()),
                 GenerationParams(max_tokens=int(answer), temperature=self.temperature, ignore_eos=True),
                 seed=seed * 100_003 + index,
             )
@@ -49,7 +54,7 @@ class Workload:
 
     @property
     def context(self) -> int:
-        return self.prompt[1] + self.answer[1]
+        return self.shared_prefix + self.prompt[1] + self.answer[1]
 
 
 WORKLOADS = {
@@ -59,6 +64,7 @@ WORKLOADS = {
     "wide": Workload(1024, (512, 512), (256, 256), 0.6, 1024, 16384),
     "nightly": Workload(4096, (64, 512), (64, 256), 0.7, 1024, 16384),
     "prefill": Workload(512, (1024, 1024), (1, 1), 0.0, 512, 16384, counts_prompts=True),
+    "shared": Workload(256, (16, 64), (32, 32), 0.7, 256, 8192, shared_prefix=1000),
     "batch64": Workload(64, (512, 512), (256, 256), 0.6, 64, 8192),
     "prefill128": Workload(128, (1024, 1024), (1, 1), 0.0, 128, 16384, counts_prompts=True),
 }
@@ -90,6 +96,7 @@ def main() -> None:
     arguments.add_argument("--slots", type=int, help="sequences at once, instead of the workload's own")
     arguments.add_argument("--token-budget", type=int)
     arguments.add_argument("--no-graphs", action="store_true")
+    arguments.add_argument("--no-prefix-sharing", action="store_true")
     arguments.add_argument("--fast", action="store_true", help="tokens may depend on the batch")
     options = arguments.parse_args()
     file = GgufFile.open(options.model)
@@ -111,11 +118,11 @@ def measure(name: str, file: GgufFile, config: ModelConfig, options: argparse.Na
     )  # fmt: skip
     ready = time.perf_counter() - began
     try:
-        rates, steps, preemptions = [], 0, 0
+        rates, times, steps, preemptions = [], [], 0, 0
         for turn in range(1 + options.repeat):
             engine = Engine(
                 runner, text_stream=NoText, eos_ids=frozenset(), context_length=workload.context + 1,
-                max_sequences=slots, token_budget=budget,
+                max_sequences=slots, token_budget=budget, prefix_sharing=not options.no_prefix_sharing,
             )  # fmt: skip
             requests = workload.requests(config.vocab, turn)
             for request in requests:
@@ -134,6 +141,7 @@ def measure(name: str, file: GgufFile, config: ModelConfig, options: argparse.Na
             steps, preemptions = engine.stats.steps, engine.stats.preemptions
             if turn:
                 rates.append(tokens / seconds)
+                times.append(seconds)
         return {
             "workload": name,
             "model": config.name,
@@ -143,6 +151,9 @@ def measure(name: str, file: GgufFile, config: ModelConfig, options: argparse.Na
             ),
             "all": [round(rate) for rate in rates],
             "tokens": tokens,
+            "seconds": round(statistics.median(times), 3),
+            "prompt_tokens": engine.stats.prompt_tokens,
+            "shared_tokens": engine.stats.shared_tokens,
             "steps": steps,
             "preemptions": preemptions,
             "slots": slots,

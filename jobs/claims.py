@@ -338,5 +338,6 @@ def count_failure(connection: Connection, row: Any, reason: str, now: datetime) 
         .where(JobRow.id == row.id, JobRow.state == JobState.RUNNING, JobRow.attempt == row.attempt)
         .values(values)
     )
-    partials.forget_ended(connection, [row.id])
+    if cancelled or not again:
+        partials.forget_ended(connection, [row.id])
     return again and not cancelled

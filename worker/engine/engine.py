@@ -28,7 +28,7 @@ class EngineStats:
 
     steps: int  # launches
     prompt_tokens: int  # computed; those computed again after preemption count again
-    shared_tokens: int  # of prompts, not computed, for their pages were there
+    shared_tokens: int  # of prompts, found computed at admission; counted again after preemption
     generated_tokens: int  # drawn and kept
     resumed_tokens: int  # drawn by earlier attempts and gone on from
     preemptions: int

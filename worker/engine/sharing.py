@@ -21,7 +21,7 @@ GROUP_WINDOW = 256
 
 
 class PrefixSharing:
-    """What is shared on one pool. `shared_tokens` counts the prompt tokens that were not computed for it."""
+    """What is shared on one pool. `shared_tokens` counts prompt tokens found computed, at each admission."""
 
     def __init__(self, pool: BlockPool) -> None:
         self.shared_tokens = 0
