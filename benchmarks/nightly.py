@@ -58,28 +58,33 @@ def main() -> None:
         )  # fmt: skip
         client = stack.enter_context(Client(settings))
         client.database.migrate()
-        items = list(prompts(options.jobs, options.words, options.tokens))
+        # Prompts of every night are new: those of the last are still in the KV cache, and would be shared.
+        nights = [
+            list(prompts(options.jobs, options.words, options.tokens, turn)) for turn in range(options.repeat)
+        ]
         if options.gpus > 1:
-            scaling(client, home, items, options)
+            scaling(client, home, nights, options)
         else:
-            against_engine(client, home, items, options)
+            against_engine(client, home, nights, options)
 
 
 def against_engine(
-    client: Client, home: Path, items: Sequence[dict[str, Any]], options: argparse.Namespace
+    client: Client, home: Path, nights: Sequence[list[dict[str, Any]]], options: argparse.Namespace
 ) -> None:
     """One worker, then its engine alone."""
     with running_worker(client, home / "worker.log") as process:
         peak = PeakMemory(process.pid)
-        nights = [f"night-{turn}" for turn in range(options.repeat)]
-        reports = [through_the_service(client, [process.pid], night, items) for night in nights]
+        reports = [
+            through_the_service(client, [process.pid], f"night-{turn}", items)
+            for turn, items in enumerate(nights)
+        ]
         rss = peak.stop()
     print((home / "worker.log").read_text(), file=sys.stderr)
-    alone = engine_alone(client.settings, items, options.repeat)
+    alone = engine_alone(client.settings, nights)
     rate = statistics.median(report["output_tokens_per_s"] for report in reports)
     report = {
         "workload": "nightly through the service",
-        "jobs": len(items),
+        "jobs": len(nights[0]),
         "max_sequences": max_sequences(client.settings),
         "database": "sqlite" if options.sqlite else "postgresql",
         "service": reports,
@@ -91,7 +96,9 @@ def against_engine(
     print(json.dumps(report))
 
 
-def scaling(client: Client, home: Path, items: Sequence[dict[str, Any]], options: argparse.Namespace) -> None:
+def scaling(
+    client: Client, home: Path, nights: Sequence[list[dict[str, Any]]], options: argparse.Namespace
+) -> None:
     """One worker, then as many as there are GPUs, on one queue."""
     rates = {}
     for workers in (1, options.gpus):
@@ -104,33 +111,37 @@ def scaling(client: Client, home: Path, items: Sequence[dict[str, Any]], options
             ]
             runs = [
                 through_the_service(client, pids, f"{workers}-{turn}", items)
-                for turn in range(options.repeat)
+                for turn, items in enumerate(nights)
             ]
         print(json.dumps({"workers": workers, "runs": runs}), file=sys.stderr)
         rates[workers] = statistics.median(run["output_tokens_per_s"] for run in runs)
-    report = {"workload": "nightly, several GPUs", "jobs": len(items), "tokens_per_s": rates}
+    report = {"workload": "nightly, several GPUs", "jobs": len(nights[0]), "tokens_per_s": rates}
     print(json.dumps(report | {"ratio": round(rates[options.gpus] / rates[1], 3)}))
 
 
-def prompts(count: int, length: tuple[int, int], answer: tuple[int, int]) -> Iterator[dict[str, Any]]:
+def prompts(
+    count: int, length: tuple[int, int], answer: tuple[int, int], seed: int
+) -> Iterator[dict[str, Any]]:
     """Items for enqueue_many; `length`: bounds of a prompt's words, `answer`: bounds of its max_tokens."""
-    draw = random.Random(count)
+    draw = random.Random(seed)
     vocabulary = [*topics(), *words()]
     for number in range(count):
         text = " ".join(draw.choices(vocabulary, k=draw.randint(*length)))
-        yield {"prompt": f"{number}: {text}.", "max_tokens": draw.randint(*answer), "seed": number}
+        yield {"prompt": f"{seed}-{number}: {text}.", "max_tokens": draw.randint(*answer), "seed": number}
 
 
 def through_the_service(
     client: Client, pids: Sequence[int], batch: str, items: Sequence[dict[str, Any]]
 ) -> dict[str, Any]:
-    """From the call of enqueue_many until the last row is final."""
+    """From the call of enqueue_many until the last row was written, by the rows' own times."""
     busy = {process.pid: sum(process.cpu_times()[:2]) for process in families(pids)}
+    first = client.database.now()
     began = time.perf_counter()
     client.enqueue_many(items, batch=batch, temperature=0.7, ignore_eos=True)
     enqueued = time.perf_counter() - began
     client.wait(batch=batch)
-    seconds = time.perf_counter() - began
+    finished = [job.finished_at for job in client.results(batch=batch, wait=False) if job.finished_at]
+    seconds = (max(finished) - first).total_seconds()
     counted = client.stats(batch)
     assert counted["state"] == {"succeeded": len(items)}, counted
     assert counted["completion_tokens"] == sum(item["max_tokens"] for item in items)
@@ -149,12 +160,12 @@ def families(pids: Sequence[int]) -> list[psutil.Process]:
     return [process for pid in pids for process in (psutil.Process(pid), *psutil.Process(pid).children())]
 
 
-def engine_alone(settings: Settings, items: Sequence[dict[str, Any]], repeat: int) -> list[int]:
+def engine_alone(settings: Settings, nights: Sequence[list[dict[str, Any]]]) -> list[int]:
     """Output tokens per second of the engine that a worker builds, with nothing else in its process."""
     model = load_model(settings)
     engine = build_engine(settings, model)
     rates = []
-    for turn in range(repeat + 1):
+    for turn, items in enumerate(nights):
         requests = [
             Request(
                 f"{turn}-{number}", 1, tuple(model.tokenizer.encode(item["prompt"])),
@@ -169,8 +180,7 @@ def engine_alone(settings: Settings, items: Sequence[dict[str, Any]], repeat: in
         tokens = 0
         while engine.has_work:
             tokens += sum(completion.completion_tokens for completion in engine.step())
-        if turn:  # the first is warm-up
-            rates.append(round(tokens / (time.perf_counter() - began)))
+        rates.append(round(tokens / (time.perf_counter() - began)))
     engine.close()
     return rates
 

@@ -83,6 +83,34 @@ static __device__ __forceinline__ void mma(float (&c)[4], const uint32_t (&a)[4]
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
+// Dependent launch (sm_90 and later; elsewhere kernels follow each other without overlap). A kernel that is launched so
+// may start while the one ahead of it runs: until `wait_for_previous` it touches nothing that a kernel of the same
+// step writes, and writes nothing. All kernels wait, so what one sees after waiting is the work of all before it.
+static __device__ __forceinline__ void launch_next() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+// `pointers`: to what others write; where they are const __restrict__, the compiler would otherwise read ahead.
+template <typename Pointer>
+static __device__ __forceinline__ void read_after(Pointer& pointer) {
+    asm volatile("" : "+l"(pointer)::"memory");
+}
+
+template <typename... Pointers>
+static __device__ __forceinline__ void wait_for_previous(Pointers&... pointers) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+    (read_after(pointers), ...);
+#endif
+}
+
+// silu(gate) * up; exp(-gate) = inf makes silu 0, its limit.
+static __device__ __forceinline__ float silu_times(float gate, float up) {
+    return __fmul_rn(__fdividef(gate, 1.0f + __expf(-gate)), up);
+}
+
 static __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
     return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }

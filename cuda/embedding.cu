@@ -12,6 +12,8 @@
 extern "C" __global__ void __launch_bounds__(256)
     embed(const int* __restrict__ tokens, const __half* __restrict__ table, float* __restrict__ out, int count,
           int width, int vocab) {
+    launch_next();
+    wait_for_previous(tokens);
     const int chunks = width / 8;
     const int64_t index = static_cast<int64_t>(blockIdx.x) * 256 + threadIdx.x;
     if (index >= static_cast<int64_t>(count) * chunks) return;
@@ -27,6 +29,8 @@ extern "C" __global__ void __launch_bounds__(256)
 extern "C" __global__ void __launch_bounds__(256)
     gather_tokens(const int* __restrict__ tokens, const int* __restrict__ slot_of_token,
                   const int* __restrict__ last_token, int* __restrict__ out, int count) {
+    launch_next();
+    wait_for_previous(last_token);
     const int index = blockIdx.x * 256 + threadIdx.x;
     if (index >= count) return;
     int token = tokens[index];
@@ -40,6 +44,8 @@ extern "C" __global__ void __launch_bounds__(256)
 extern "C" __global__ void __launch_bounds__(256)
     gather_rows(const uint4* __restrict__ x, const int* __restrict__ rows, uint4* __restrict__ out, int count,
                 int chunks) {
+    launch_next();
+    wait_for_previous(x);
     const int64_t index = static_cast<int64_t>(blockIdx.x) * 256 + threadIdx.x;
     if (index >= static_cast<int64_t>(count) * chunks) return;
     const int row = rows[index / chunks];

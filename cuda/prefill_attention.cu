@@ -59,6 +59,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
                       const int* __restrict__ tiles, __half* __restrict__ out, int heads, int kv_heads,
                       float scale) {
     extern __shared__ __align__(128) unsigned char shared[];
+    launch_next();
+    wait_for_previous(qkv, k_cache, v_cache);
     const int sequence = tiles[2 * blockIdx.y];
     if (sequence < 0) return;
     const int group = heads / kv_heads, kv_head = blockIdx.x;

@@ -15,6 +15,7 @@
 //
 // Options: -DHEAD_DIM (64), -DINTERLEAVED (0).
 #include "common.cuh"
+#include "rotation.cuh"
 
 #ifndef HEAD_DIM
 #define HEAD_DIM 64
@@ -78,6 +79,8 @@ extern "C" __global__ void __launch_bounds__(256)
                    const int* __restrict__ cache_rows, const float* __restrict__ table, int table_rows,
                    __half* __restrict__ k_cache, __half* __restrict__ v_cache, int tokens, int heads,
                    int kv_heads) {
+    launch_next();
+    wait_for_previous(qkv);
     const int all_heads = heads + 2 * kv_heads;
     const unsigned group = blockIdx.x * (256 / LANES) + threadIdx.x / LANES;  // T (H + 2 G) is far below 2^32
     const int lane = threadIdx.x % LANES;
@@ -122,20 +125,15 @@ extern "C" __global__ void __launch_bounds__(256)
         if (INTERLEAVED) {
 #pragma unroll
             for (int i = 0; i < VECTOR; i += 2) {
-                const float x = low[i], y = low[i + 1], u = high[i], v = high[i + 1];
-                low[i] = x * a[i] - y * a[i + 1];
-                low[i + 1] = y * a[i] + x * a[i + 1];
-                high[i] = u * b[i] - v * b[i + 1];
-                high[i + 1] = v * b[i] + u * b[i + 1];
+                rotate(low[i], low[i + 1], a[i], a[i + 1]);
+                rotate(high[i], high[i + 1], b[i], b[i + 1]);
             }
         } else {
 #pragma unroll
             for (int i = 0; i < VECTOR; ++i) {
                 const float cosine = 2 * i < VECTOR ? a[2 * i % VECTOR] : b[2 * i % VECTOR];
                 const float sine = 2 * i < VECTOR ? a[2 * i % VECTOR + 1] : b[2 * i % VECTOR + 1];
-                const float x = low[i], y = high[i];
-                low[i] = x * cosine - y * sine;
-                high[i] = y * cosine + x * sine;
+                rotate(low[i], high[i], cosine, sine);
             }
         }
     }

@@ -14,6 +14,8 @@ static __device__ __forceinline__ void norm_row(float* __restrict__ x, const __h
                                                 const float* __restrict__ weight, __half* __restrict__ out,
                                                 int width, float eps) {
     __shared__ float partial[32];
+    launch_next();
+    wait_for_previous(x, delta);
     const int64_t row = static_cast<int64_t>(blockIdx.x) * width;
     float values[PIECES][8];
     float sum = 0.0f;

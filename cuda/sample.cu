@@ -18,6 +18,11 @@
 #include "sampling.cuh"
 
 static constexpr int THREADS = 512;
+#if __CUDA_ARCH__ >= 900
+static constexpr int BLOCKS = 3;  // of a multiprocessor
+#else
+static constexpr int BLOCKS = 2;
+#endif
 
 static __device__ __forceinline__ Best scored(float x, float temperature, float noise, int token) {
     const float quotient = __fdiv_rn(x, temperature);
@@ -29,12 +34,14 @@ static __device__ __forceinline__ Best scored(float x, float temperature, float 
     return Best{high, low - (high - sum), token};
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 2)
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     sample(const float* __restrict__ logits, int vocab, const int* __restrict__ sample_slots,
            const int* __restrict__ sample_rows, const int* __restrict__ positions, SLOT_PARAMETERS,
            Best* __restrict__ partial, unsigned* __restrict__ counters, int* __restrict__ out_tokens,
            int* __restrict__ bad_flag) {
     __shared__ Best scratch[32];
+    launch_next();
+    wait_for_previous(logits);
     const int row = blockIdx.y;
     const int slot = sample_slots[row];
     if (slot < 0) return;

@@ -325,6 +325,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                     const int* __restrict__ sample_rows, const int* __restrict__ positions, SLOT_PARAMETERS,
                     int* __restrict__ out_tokens, int* __restrict__ bad_flag) {
     __shared__ Scratch scratch;
+    launch_next();
+    wait_for_previous(logits);
     const int number = blockIdx.x;
     const int slot = sample_slots[number];
     if (slot < 0) return;

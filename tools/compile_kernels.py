@@ -12,11 +12,14 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
+ARCHITECTURES = ("sm_80", "sm_90a", "sm_100")
 VARIANTS = {  # options that the launchers compile a file with; others are compiled once, with their defaults
     "decode_attention": (("-DHEAD_DIM=64",), ("-DHEAD_DIM=128",)),
     "qkv_rope": (("-DHEAD_DIM=64", "-DINTERLEAVED=0"), ("-DHEAD_DIM=128", "-DINTERLEAVED=1")),
     "prefill_attention": (("-DHEAD_DIM=64",), ("-DHEAD_DIM=128",)),
+    "hopper_attention": (("-DHEAD_DIM=64",), ("-DHEAD_DIM=128",)),
+    "split_attention": (("-DHEAD_DIM=64",), ("-DHEAD_DIM=128",)),
+    "few_rows": (("-DHEAD_DIM=64", "-DINTERLEAVED=0"), ("-DHEAD_DIM=128", "-DINTERLEAVED=1")),
 }
 KERNELS = Path(__file__).resolve().parent.parent / "cuda"
 

@@ -24,8 +24,8 @@ from worker.runners.reference import ReferenceRunner, choose_kv_blocks
 REFERENCE_MAX_SEQUENCES = 32
 REFERENCE_TOKEN_BUDGET = 512
 REFERENCE_CONTEXT = 4096
-GPU_MAX_SEQUENCES = 256
-GPU_TOKEN_BUDGET = 8192
+GPU_MAX_SEQUENCES = 2048
+GPU_TOKEN_BUDGET = 16384
 GPU_CONTEXT = 32768
 GPU_DEPTH = 3  # launches outstanding: the GPU works on one, one waits, the host prepares the third
 BLOCK_SIZE = 16

@@ -17,6 +17,7 @@ from worker.runners.gpu.device import (
     KernelLaunchError,
     NoDeviceError,
 )
+from worker.runners.gpu.functions import Module
 
 KERNELS = """
 extern "C" __global__ void twice(const float* in, float* out, int count) {
@@ -35,7 +36,9 @@ def source(tmp_path: Path) -> Path:
 
 
 def test_a_kernel_computes(device: Device, source: Path) -> None:
-    twice = device.load(compile_kernels(source, (), device.architecture)).function("twice", "PPi")
+    twice = Module(device, compile_kernels(source, (), device.architecture), "simple.cu").function(
+        "twice", "PPi"
+    )
     values = np.random.default_rng(0).standard_normal(1000).astype(np.float32)
     out = device.upload(np.full(1000, np.nan, dtype=np.float32))
     twice((4, 1), (256, 1, 1), device.upload(values), out, 1000)
@@ -43,13 +46,15 @@ def test_a_kernel_computes(device: Device, source: Path) -> None:
 
 
 def test_a_refused_launch_names_kernel_and_shape(device: Device, source: Path) -> None:
-    twice = device.load(compile_kernels(source, (), device.architecture)).function("twice", "PPi")
+    twice = Module(device, compile_kernels(source, (), device.architecture), "simple.cu").function(
+        "twice", "PPi"
+    )
     with pytest.raises(KernelLaunchError, match=r"twice with grid \(1, 1\), block \(2048, 1, 1\)"):
         twice((1, 1), (2048, 1, 1), 0, 0, 1)
 
 
 def test_an_unknown_kernel_is_a_named_error(device: Device, source: Path) -> None:
-    module = device.load(compile_kernels(source, (), device.architecture), "simple.cu")
+    module = Module(device, compile_kernels(source, (), device.architecture), "simple.cu")
     with pytest.raises(CudaError, match="thrice"):
         module.function("thrice")
 
@@ -107,8 +112,9 @@ def test_an_illegal_address_means_that_the_device_is_lost(source: Path) -> None:
         "import sys\nfrom pathlib import Path\n"
         "from worker.runners.gpu.compiler import compile_kernels\n"
         "from worker.runners.gpu.device import Device, DeviceLostError\n"
+        "from worker.runners.gpu.functions import Module\n"
         "device = Device(0)\n"
-        f"module = device.load(compile_kernels(Path({str(source)!r}), (), device.architecture))\n"
+        f"module = Module(device, compile_kernels(Path({str(source)!r}), (), device.architecture), 'stray')\n"
         "module.function('stray')((1, 1), (1, 1, 1))\n"
         "try:\n    device.synchronize()\n"
         "except DeviceLostError as error:\n    print('lost:', error)\n"

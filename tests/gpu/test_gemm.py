@@ -5,8 +5,11 @@ import numpy.typing as npt
 import pytest
 
 from tests.gpu.comparing import nmse
+from tests.gpu.oracles import make_config
 from worker.runners.gpu.device import Device
 from worker.runners.gpu.gemm import Gemm, padded_rows
+from worker.runners.gpu.hopper import TILES, HopperProducts, Kind, Tile, is_hopper
+from worker.runners.gpu.kernels import Kernels
 
 LIMIT = 5e-5
 ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 63, 65, 257, 1000)
@@ -48,7 +51,7 @@ def test_every_candidate_and_the_tuned_choice_agree(device: Device) -> None:
         x, weight = operands(rows, outputs, inputs)
         y = device.upload(np.full((rows, outputs), np.nan, dtype=np.float16))
         addresses = device.upload(x), device.upload(weight)
-        gemm.tune(addresses[0], [addresses[1]], y, (rows, outputs, inputs, False))
+        gemm.tune(addresses[0], [addresses[1]], y, (rows, outputs, inputs, Kind.HALF))
         device.fill(y, 0xFF, rows * outputs * 2)
         gemm(*addresses, y, rows, outputs, inputs)
         result = device.download(y, (rows, outputs), np.float16)
@@ -66,11 +69,81 @@ def test_a_row_has_the_same_bits_among_any_number_of_rows(device: Device, tuned:
         expected = None
         for rows in (1024, 1, 2, 5, 8, 9, 24, 63, 65, 200, 256, 300, 700):
             if tuned:
-                gemm.tune(addresses[0], [addresses[1]], out, (rows, outputs, inputs, False))
+                gemm.tune(addresses[0], [addresses[1]], out, (rows, outputs, inputs, Kind.HALF))
             gemm(*addresses, out, rows, outputs, inputs)
             result = device.download(out, (rows, outputs), np.float16)
             expected = result if expected is None else expected
             np.testing.assert_array_equal(result, expected[:rows], err_msg=f"{rows} {outputs} {inputs}")
+    gemm.close()
+
+
+@pytest.fixture
+def hopper(device: Device) -> HopperProducts:
+    if not is_hopper(device):
+        pytest.skip("these kernels run on Hopper only")
+    return HopperProducts(device)
+
+
+@pytest.mark.parametrize("tile", TILES[Kind.HALF], ids=str)
+def test_every_hopper_tile_gives_the_librarys_bits(
+    device: Device, hopper: HopperProducts, tile: Tile
+) -> None:
+    gemm = Gemm(device, own_kernels=False, reproducible=True)
+    for outputs, inputs in ((1152, 896), (896, 4864), (520, 72)):
+        for rows in (1, 7, 63, 65, 257, 1000):
+            x, weight = operands(rows, outputs, inputs)
+            addresses = device.upload(x), device.upload(weight)
+            results = []
+            for own in (True, False):
+                y = device.upload(np.full((padded_rows(rows) + 1, outputs), np.nan, dtype=np.float16))
+                if own:
+                    hopper.run(Kind.HALF, tile, *addresses, y, rows, outputs, inputs)
+                else:
+                    room = np.zeros((padded_rows(rows), inputs), dtype=np.float16)
+                    room[:rows] = x
+                    gemm(device.upload(room), addresses[1], y, rows, outputs, inputs)
+                results.append(device.download(y, (padded_rows(rows) + 1, outputs), np.float16))
+            np.testing.assert_array_equal(results[0][:rows], results[1][:rows], err_msg=f"{rows} {outputs}")
+            assert np.isnan(results[0][rows:]).all(), "wrote past its rows"
+    gemm.close()
+
+
+@pytest.mark.parametrize("tile", TILES[Kind.SWIGLU], ids=str)
+def test_swiglu_in_a_product_gives_the_bits_of_two_kernels(
+    device: Device, hopper: HopperProducts, tile: Tile
+) -> None:
+    gemm = Gemm(device, own_kernels=False, reproducible=True)
+    kernels = Kernels(device, make_config(), max_context=64)
+    for ffn, inputs in ((4864, 896), (520, 72)):
+        for rows in (1, 65, 300, 1000):
+            x, weight = operands(padded_rows(rows), 2 * ffn, inputs)
+            addresses = device.upload(x), device.upload(weight)
+            gate_up = device.allocate(padded_rows(rows) * 4 * ffn)
+            fused, plain = (
+                device.upload(np.full((rows + 1, ffn), np.nan, dtype=np.float16)) for _ in range(2)
+            )
+            gemm(*addresses, gate_up, rows, 2 * ffn, inputs)
+            kernels.swiglu(gate_up, plain, rows, ffn)
+            hopper.run(Kind.SWIGLU, tile, *addresses, fused, rows, ffn, inputs)
+            result, expected = (device.download(y, (rows + 1, ffn), np.float16) for y in (fused, plain))
+            np.testing.assert_array_equal(result[:rows], expected[:rows], err_msg=f"{rows} {ffn}")
+            assert np.isnan(result[rows]).all(), "wrote past its rows"
+    gemm.close()
+
+
+def test_many_rows_are_computed_as_was_fastest_at_the_nearest_size_tried(device: Device) -> None:
+    gemm = Gemm(device, reproducible=True)
+    outputs, inputs = 896, 896
+    x, weight = operands(4096, outputs, inputs)
+    y = device.allocate(4096 * outputs * 2)
+    addresses = device.upload(x), device.upload(weight)
+    assert gemm.tune(addresses[0], [addresses[1]], y, (4096, outputs, inputs, Kind.HALF)) > 0
+    assert gemm.tune(addresses[0], [addresses[1]], y, (4096, outputs, inputs, Kind.HALF)) == 0
+    for rows in (1025, 3000, 4096):
+        device.fill(y, 0xFF, 4096 * outputs * 2)
+        gemm(*addresses, y, rows, outputs, inputs)
+        result = device.download(y, (rows, outputs), np.float16)
+        assert nmse(result, x[:rows].astype(np.float64) @ weight.astype(np.float64).T) <= 1e-6
     gemm.close()
 
 

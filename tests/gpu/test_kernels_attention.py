@@ -133,10 +133,11 @@ def run_prefill(
     return device.download(out, (starts[-1], config.heads, config.head_dim), np.float16)
 
 
+@pytest.mark.parametrize("portable", [False, True], ids=["best", "portable"])
 @pytest.mark.parametrize("shape", SHAPES + SLOW_SHAPES)
-def test_prefill_of_ragged_chunks(device: Device, shape: tuple[int, int, int]) -> None:
+def test_prefill_of_ragged_chunks(device: Device, shape: tuple[int, int, int], portable: bool) -> None:
     config = make_config(heads=shape[0], kv_heads=shape[1], head_dim=shape[2])
-    kernels = Kernels(device, config, max_context=LONG)
+    kernels = Kernels(device, config, max_context=LONG, portable=portable)
     rng = np.random.default_rng(shape[0])
     # Whole prompts, then chunks in the middle of a context, at page borders; last a decoding neighbour.
     chunks = [7, 63, 64, 65, 130, 2, 16, 17, 15, 100, 33, 1]
@@ -175,12 +176,13 @@ def test_prefill_deep_in_a_long_context(device: Device, shape: tuple[int, int, i
         assert_close(actual[part], expected, ATTENTION)
 
 
+@pytest.mark.parametrize("portable", [False, True], ids=["best", "portable"])
 @pytest.mark.parametrize("shape", SHAPES[:2])
 def test_prefill_in_chunks_gives_the_bits_of_prefill_in_one_piece(
-    device: Device, shape: tuple[int, int, int]
+    device: Device, shape: tuple[int, int, int], portable: bool
 ) -> None:
     config = make_config(heads=shape[0], kv_heads=shape[1], head_dim=shape[2])
-    kernels = Kernels(device, config, max_context=4096)
+    kernels = Kernels(device, config, max_context=4096, portable=portable)
     rng = np.random.default_rng(10)
     paged = make_paged(rng, [600], config.kv_heads, config.head_dim)
     qkv = make_queries(rng, 600, config)

@@ -25,7 +25,7 @@ from worker.runners.gpu.runner import CudaRunner
 
 PROMPTS = 200
 CONTEXT = 512
-NEAR_TIE = 0.1  # of logits whose standard deviation is about 3
+NEAR_TIE = 0.01  # of logits whose standard deviation is about 3
 
 Make = Callable[..., CudaRunner]
 
@@ -129,7 +129,7 @@ def test_greedy_text_is_the_references(
         print(f"prompt {request.job_id} parts at token {place}: the best two differ by {gap:.4f}")  # noqa: T201
         assert 0 <= gap < NEAR_TIE
     print(f"{PROMPTS - len(parted)} of {PROMPTS} greedy texts are identical")  # noqa: T201
-    assert len(parted) <= PROMPTS // 50
+    assert len(parted) <= PROMPTS // 25
 
 
 def test_a_prompt_in_one_piece_in_chunks_and_token_by_token(file: GgufFile, config: ModelConfig) -> None:

@@ -14,7 +14,7 @@ CudaError
 import atexit
 import logging
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Self
 
@@ -75,7 +75,7 @@ class Device:
         self._lost = False
         self._thread = threading.get_ident()
         self._allocations: dict[int, Any] = {}
-        self._modules: list[Any] = []
+        self._unloads: list[Callable[[], None]] = []
         self._kept: list[Any] = []
         try:
             cuda.init()
@@ -210,12 +210,9 @@ class Device:
         with self.errors("waiting for the GPU"):
             self.stream.synchronize()
 
-    def load(self, cubin: bytes, name: str = "kernels") -> "Module":
-        """Load compiled kernels."""
-        with self.errors(f"loading {name}"):
-            module = self._cuda.module_from_buffer(cubin)
-        self._modules.append(module)
-        return Module(self, module, name)
+    def at_close(self, unload: Callable[[], None]) -> None:
+        """Have something that lives in the context let go of before the context is, unless it is lost."""
+        self._unloads.append(unload)
 
     @contextmanager
     def errors(self, doing: str) -> Iterator[None]:
@@ -248,10 +245,12 @@ class Device:
         try:
             if not self._lost:
                 self.stream.synchronize()
+                for unload in self._unloads:
+                    unload()
         except self._cuda.Error as error:
             log.warning("the GPU failed while it was being let go: %s", error)
         self._kept.clear()
-        self._modules.clear()
+        self._unloads.clear()
         for allocation in self._allocations.values():
             try:
                 allocation.free()
@@ -267,54 +266,6 @@ class Device:
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
-
-
-class Module:
-    """Loaded kernels."""
-
-    def __init__(self, device: Device, module: Any, name: str) -> None:
-        self._device = device
-        self._module = module
-        self.name = name
-
-    def function(self, name: str, arguments: str = "", *, shared: int = 0) -> "Function":
-        """A kernel by its extern "C" name.
-
-        arguments  one letter each, as in `struct`: P pointer, i int, I unsigned, q/Q 64 bits, f float
-        shared     bytes of dynamic shared memory that launches may ask for, where that is over 48 KiB
-        """
-        with self._device.errors(f"looking for the kernel {name} in {self.name}"):
-            function = self._module.get_function(name)
-            if shared > 48 << 10:
-                attribute = self._device._cuda.function_attribute.MAX_DYNAMIC_SHARED_SIZE_BYTES
-                function.set_attribute(attribute, shared)
-            function.prepare(arguments)
-        return Function(self._device, function, name)
-
-
-class Function:
-    """A kernel that can be launched on the device's stream."""
-
-    def __init__(self, device: Device, function: Any, name: str) -> None:
-        self._device = device
-        self._launch = function.prepared_async_call
-        self._errors = device._cuda.Error
-        self.name = name
-
-    def __call__(
-        self, grid: tuple[int, ...], block: tuple[int, int, int], *arguments: int | float, shared: int = 0
-    ) -> None:
-        """Queue a launch. Raises KernelLaunchError, or DeviceLostError where an earlier kernel failed."""
-        try:
-            self._launch(grid, block, self._device.stream, *arguments, shared_size=shared)
-        except self._errors as error:
-            named = self._device.named(error, f"launching {self.name}")
-            if isinstance(named, DeviceLostError):
-                raise named from error
-            raise KernelLaunchError(
-                f"{self.name} with grid {grid}, block {block}, {shared:,} bytes of shared memory and "
-                f"arguments {arguments} was refused: {error}"
-            ) from error
 
 
 class Arena:

@@ -29,7 +29,7 @@ def buckets(slots: int) -> list[int]:
 
 
 class Graph:
-    """What `record` queues on the device's stream, captured, ready to be replayed."""
+    """What `record` queues on the device's stream, captured, ready to be replayed; `nodes` launches."""
 
     def __init__(self, device: Device, record: Callable[[], None]) -> None:
         from cuda.bindings import driver
@@ -46,6 +46,7 @@ class Graph:
             raise
         graph = self._check(driver.cuStreamEndCapture(self._stream), "ending a capture")
         try:
+            self.nodes = int(self._check(driver.cuGraphGetNodes(graph, 0), "counting launches")[1])
             self._executable = self._check(driver.cuGraphInstantiate(graph, 0), "making a graph executable")
         finally:
             driver.cuGraphDestroy(graph)
@@ -68,4 +69,4 @@ class Graph:
             name = self._driver.cuGetErrorString(status)[1]
             text = name.decode() if isinstance(name, bytes) else str(status)
             raise self._device.named(CudaError(text), doing)
-        return values[0] if values else None
+        return (values if len(values) > 1 else values[0]) if values else None

@@ -16,7 +16,9 @@ import numpy.typing as npt
 from jobs.errors import RunnerError
 from worker.model.config import ModelConfig, RopeStyle
 from worker.runners.gpu.compiler import compile_all, kernel_directory
-from worker.runners.gpu.device import Device, Function
+from worker.runners.gpu.device import Device
+from worker.runners.gpu.functions import Function, Module
+from worker.runners.gpu.hopper import is_hopper
 
 __all__ = ["Kernels", "Slots", "prefill_tiles"]
 
@@ -65,6 +67,7 @@ class Kernels:
 
     max_context      tokens a sequence may have: rows of the rotation table, and room for split attention
     max_sample_rows  most rows of one call of `sample`
+    portable         only kernels that run on every GPU, on Hopper too
 
     Everything that the kernels need of device memory is allocated here. Raises RunnerError where the model
     has sizes that the kernels do not take: widths and FFN widths are multiples of 8, head sizes of 4 up to
@@ -72,8 +75,9 @@ class Kernels:
     """
 
     def __init__(
-        self, device: Device, config: ModelConfig, *, max_context: int, max_sample_rows: int = 512
-    ) -> None:
+        self, device: Device, config: ModelConfig, *, max_context: int, max_sample_rows: int = 512,
+        portable: bool = False,
+    ) -> None:  # fmt: skip
         _check_sizes(config)
         self._device = device
         self._config = config
@@ -81,6 +85,7 @@ class Kernels:
         self._max_context = max_context
         self._max_sample_rows = max_sample_rows
         self._fast = config.head_dim in TENSOR_CORE_HEADS
+        self._hopper = is_hopper(device) and not portable
         self._scale = config.head_dim**-0.5 * _LOG2_E
         self._load()
         self._rope_table = device.allocate(max_context * config.head_dim * 4, "the rotation table")
@@ -96,17 +101,26 @@ class Kernels:
         config = self._config
         head = f"-DHEAD_DIM={config.head_dim}"
         style = f"-DINTERLEAVED={int(config.rope_style is RopeStyle.PAIRS)}"
-        attention = ("decode_attention", "prefill_attention") if self._fast else ("attention_any",)
+        prefill = "hopper_attention" if self._hopper else "prefill_attention"
+        attention = ("decode_attention", "split_attention", prefill) if self._fast else ("attention_any",)
         sources: dict[str, Sequence[str]] = {
             "embedding": (), "rms_norm": (), "swiglu": (), "qkv_rope": (head, style),
             **dict.fromkeys(attention, (head,)), "sample": (), "sample_filtered": (),
         }  # fmt: skip
         paths = [(Path(kernel_directory(), f"{name}.cu"), options) for name, options in sources.items()]
         cubins = compile_all(paths, self._device.architecture)
-        modules = {name: self._device.load(cubin, name) for name, cubin in zip(sources, cubins, strict=True)}
+        modules = {
+            name: Module(self._device, cubin, name) for name, cubin in zip(sources, cubins, strict=True)
+        }
 
         def function(module: str, name: str, arguments: str, shared: int = 0) -> Function:
-            return modules[module].function(name, arguments, shared=shared)
+            return modules[module].function(
+                name,
+                arguments,
+                shared=shared,
+                dependent=module != "attention_any" and name != "rope_table",
+                all_shared=module == "split_attention",
+            )
 
         self._embed = function("embedding", "embed", "PPPiii")
         self._gather_tokens = function("embedding", "gather_tokens", "PPPPi")
@@ -121,19 +135,20 @@ class Kernels:
         self._sample_filtered = function("sample_filtered", "sample_filtered", "PiPPP" + slots + "PP")
         if self._fast:
             rows = 8 if self._group <= 8 else 16
-            self._decode = function("decode_attention", f"decode_attention_{rows}", "PPPPiPPPPPPiiiif")
-            self._combine = function("decode_attention", "decode_combine", "PPPPPPiii")
-            self._decode_blocks = self._config.kv_heads * -(-self._group // rows)  # a sequence and split
-            self._prefill_shared = 4 * 64 * self._config.head_dim * 2
-            self._prefill = function(
-                "prefill_attention", "prefill_attention", "PPPPiPPPPiif", self._prefill_shared
-            )
+            self._decode = function("decode_attention", f"decode_attention_{rows}", "PPPPiPPPPiiif")
+            self._split = function("split_attention", f"split_attention_{rows}", "PPPPiPPPPPPPiiiif")
+            self._decode_blocks = self._config.kv_heads * -(-self._group // rows)  # a sequence
+            self._prefill_threads = 256 if prefill == "hopper_attention" or config.head_dim == 128 else 128
+            rows = 4 * 64 if prefill == "prefill_attention" else 128 + 3 * 128  # of D halves in shared memory
+            self._prefill_shared = rows * config.head_dim * 2 + 1024
+            self._prefill = function(prefill, prefill, "PPPPiPPPPiif", self._prefill_shared)
         else:
+            self._prefill_threads, self._prefill_shared = 128, 0
             self._decode = function("attention_any", "decode_attention_any", "PPPPiPPPPiif")
             self._prefill = function("attention_any", "prefill_attention_any", "PPPPiPPPPiif")
 
     def _plan_decode(self) -> None:
-        """Room for split attention: the fewer sequences, the more splits, up to three blocks a processor."""
+        """Room for split attention: where there are too few sequences for three blocks a processor."""
         if not self._fast:
             return
         config = self._config
@@ -146,6 +161,14 @@ class Kernels:
         parts = most * config.heads * self._segments
         self._partials = self._device.allocate(4 * parts * config.head_dim, "split attention")
         self._sums = self._device.allocate(8 * parts, "split attention")
+        counters = 4 * most * self._decode_blocks
+        self._split_counters = self._device.allocate(counters, "split attention")
+        self._device.fill(self._split_counters, 0, counters)
+
+    @property
+    def rope_table(self) -> int:
+        """Address of cosines and sines, float (max_context, D / 2, 2)."""
+        return self._rope_table
 
     def set_rope(self, frequencies: npt.NDArray[np.float64], magnitude: float) -> None:
         """Fill the rotation table: radians per position (D / 2,), and what multiplies cosine and sine."""
@@ -234,19 +257,17 @@ class Kernels:
             return
         if not count:
             return
-        blocks = self._decode_blocks * count
+        sizes = (config.heads, config.kv_heads, self._segment_pages)
+        if self._decode_blocks * count >= self._full_chip:
+            self._decode(
+                (self._decode_blocks, count, 1), (128, 1, 1), *inputs, sequences, out, *sizes, self._scale
+            )
+            return
         segments = min(self._segments, -(-table_stride // self._segment_pages))
-        splits = min(segments, -(-self._full_chip // blocks)) if blocks < self._full_chip else 1
-        partials, sums = (self._partials, self._sums) if splits > 1 else (0, 0)
-        self._decode(
-            (self._decode_blocks, count, splits), (128, 1, 1), *inputs, sequences, out, partials, sums,
-            config.heads, config.kv_heads, self._segment_pages, self._segments, self._scale,
+        self._split(
+            (self._decode_blocks, count, segments), (128, 1, 1), *inputs, sequences, out, self._partials,
+            self._sums, self._split_counters, *sizes, self._segments, self._scale,
         )  # fmt: skip
-        if splits > 1:
-            self._combine(
-                (config.heads, count, 1), (config.head_dim, 1, 1), partials, sums, context_lengths,
-                sequence_starts, sequences, out, config.heads, self._segment_pages, self._segments,
-            )  # fmt: skip
 
     def prefill_attention(
         self, qkv: int, k_cache: int, v_cache: int, block_tables: int, sequence_starts: int,
@@ -255,12 +276,10 @@ class Kernels:
         """Causal attention of the chunks in `tiles` (n, 2), from `prefill_tiles` -> out (T, H D) half."""
         config = self._config
         grid = (config.kv_heads if self._fast else config.heads, tile_count, 1)
-        block = (128 if config.head_dim != 128 else 256, 1, 1)
-        shared = self._prefill_shared if self._fast else 0
         _launch(
-            tile_count, self._prefill, grid, block, qkv, k_cache, v_cache, block_tables, table_stride,
-            context_lengths, sequence_starts, tiles, out, config.heads, config.kv_heads, self._scale,
-            shared=shared,
+            tile_count, self._prefill, grid, (self._prefill_threads, 1, 1), qkv, k_cache, v_cache,
+            block_tables, table_stride, context_lengths, sequence_starts, tiles, out, config.heads,
+            config.kv_heads, self._scale, shared=self._prefill_shared,
         )  # fmt: skip
 
     def swiglu(self, gate_up: int, out: int, count: int, ffn_width: int) -> None:

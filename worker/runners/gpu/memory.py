@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 from worker.model.config import ModelConfig
 from worker.runners.gpu.device import DeviceMemoryError, aligned
-from worker.runners.gpu.gemm import WORKSPACE_BYTES, padded_rows
+from worker.runners.gpu.gemm import padded_rows
+from worker.runners.gpu.library import WORKSPACE_BYTES
 from worker.runners.gpu.weights import weight_bytes
 
 __all__ = ["DRAWN_HEADER", "LOGIT_ROWS", "MemoryPlan", "page_bytes", "plan_memory", "workspace_pieces"]

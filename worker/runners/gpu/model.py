@@ -2,14 +2,17 @@
 
 The residual stream x is float; what enters a product, and what leaves it, is half, summed in float; logits
 are float. A layer is eight launches: norm (with the residual add before it), QKV, rotation and cache write,
-attention (one kernel for sequences of one token, one for longer chunks), output, norm, gate-up, SwiGLU, down.
+attention (one kernel for sequences of one token, one for longer chunks), output, norm, gate-up with SwiGLU
+(two launches but on Hopper), down; in steps of a few sequences it is five (`few_rows.py`).
 """
 
 from dataclasses import dataclass
 
 from worker.model.config import ModelConfig
 from worker.runners.gpu.device import Arena
+from worker.runners.gpu.few_rows import MAX_ROWS, FewRows
 from worker.runners.gpu.gemm import Gemm
+from worker.runners.gpu.hopper import Kind
 from worker.runners.gpu.kernels import Kernels
 from worker.runners.gpu.memory import DRAWN_HEADER, LOGIT_ROWS
 from worker.runners.gpu.slots import SlotState
@@ -31,16 +34,18 @@ class Model:
     """Queues whole steps.
 
     pieces  bytes of each activation (`memory.workspace_pieces`), taken from `arena`
+    few     layers of steps of a few sequences, where the model and the GPU allow them
     """
 
     def __init__(
         self, config: ModelConfig, weights: Weights, kernels: Kernels, gemm: Gemm, cache: Cache,
-        slots: SlotState, arena: Arena, pieces: dict[str, int], table_width: int,
+        slots: SlotState, arena: Arena, pieces: dict[str, int], table_width: int, few: FewRows | None = None,
     ) -> None:  # fmt: skip
         self._config = config
         self._weights = weights
         self._kernels = kernels
         self._gemm = gemm
+        self._few = few
         self._cache = cache
         self._slots = slots
         self._table_width = table_width
@@ -61,17 +66,25 @@ class Model:
         """Where a step leaves the logits of its last LOGIT_ROWS rows or fewer, float (rows, vocab)."""
         return self._at["logits"]
 
-    def tune(self, rows: int) -> None:
-        """Time the products of steps of `rows` tokens; overwrites activations, waits for the device."""
+    def tune(self, rows: int, draws: int) -> None:
+        """Time the products of steps of `rows` tokens, of which `draws` draw.
+
+        Overwrites activations, waits for the device.
+        """
         config, layers, at = self._config, self._weights.layers, self._at
         width, ffn = config.width, config.ffn_width
         tune = self._gemm.tune
-        tune(at["normed"], [w.qkv for w in layers], at["qkv"], (rows, self._qkv, width, False))
-        tune(at["mixed"], [w.attn_output for w in layers], at["delta"], (rows, width, self._queries, False))
-        tune(at["normed"], [w.gate_up for w in layers], at["gate_up"], (rows, 2 * ffn, width, False))
-        tune(at["activated"], [w.ffn_down for w in layers], at["delta"], (rows, width, ffn, False))
-        head_rows = min(rows, LOGIT_ROWS)
-        tune(at["normed"], [self._weights.head], at["logits"], (head_rows, config.vocab, width, True))
+        half = Kind.HALF
+        tune(at["normed"], [w.qkv for w in layers], at["qkv"], (rows, self._qkv, width, half))
+        tune(at["mixed"], [w.attn_output for w in layers], at["delta"], (rows, width, self._queries, half))
+        gate_up = [w.gate_up for w in layers]
+        if self._gemm.fuses_swiglu:
+            tune(at["normed"], gate_up, at["activated"], (rows, ffn, width, Kind.SWIGLU))
+        else:
+            tune(at["normed"], gate_up, at["gate_up"], (rows, 2 * ffn, width, half))
+        tune(at["activated"], [w.ffn_down for w in layers], at["delta"], (rows, width, ffn, half))
+        head_rows = min(draws, LOGIT_ROWS)
+        tune(at["normed"], [self._weights.head], at["logits"], (head_rows, config.vocab, width, Kind.FLOAT))
 
     def forward(self, inputs: StepInputs, shape: StepShape) -> None:
         """Queue a step: all layers over all tokens, then a token drawn for each of the rows that sample."""
@@ -82,10 +95,15 @@ class Model:
         )
         kernels.embed(at["resolved"], self._weights.embedding, at["x"], tokens)
         layers = self._weights.layers
-        kernels.rms_norm(at["x"], layers[0].attn_norm, at["normed"], tokens, width, eps)
-        norms = [*(layer.attn_norm for layer in layers[1:]), self._weights.output_norm]
-        for index, (layer, next_norm) in enumerate(zip(layers, norms, strict=True)):
-            self._layer(index, layer, next_norm, inputs, shape)
+        if self._few is not None and shape.decodes and tokens <= MAX_ROWS:
+            for index, layer in enumerate(layers):
+                self._few_layer(self._few, index, layer, inputs, tokens)
+            kernels.rms_norm(at["x"], self._weights.output_norm, at["normed"], tokens, width, eps)
+        else:
+            kernels.rms_norm(at["x"], layers[0].attn_norm, at["normed"], tokens, width, eps)
+            norms = [*(layer.attn_norm for layer in layers[1:]), self._weights.output_norm]
+            for index, (layer, next_norm) in enumerate(zip(layers, norms, strict=True)):
+                self._layer(index, layer, next_norm, inputs, shape)
         self._draw(inputs, shape)
 
     def _layer(
@@ -112,10 +130,27 @@ class Model:
             )  # fmt: skip
         gemm(at["mixed"], layer.attn_output, at["delta"], tokens, width, self._queries)
         kernels.add_rms_norm(at["x"], at["delta"], layer.ffn_norm, at["normed"], tokens, width, eps)
-        gemm(at["normed"], layer.gate_up, at["gate_up"], tokens, 2 * ffn, width)
-        kernels.swiglu(at["gate_up"], at["activated"], tokens, ffn)
+        if gemm.fuses_swiglu:
+            gemm.swiglu(at["normed"], layer.gate_up, at["activated"], tokens, ffn, width)
+        else:
+            gemm(at["normed"], layer.gate_up, at["gate_up"], tokens, 2 * ffn, width)
+            kernels.swiglu(at["gate_up"], at["activated"], tokens, ffn)
         gemm(at["activated"], layer.ffn_down, at["delta"], tokens, width, ffn)
         kernels.add_rms_norm(at["x"], at["delta"], next_norm, at["normed"], tokens, width, eps)
+
+    def _few_layer(
+        self, few: FewRows, index: int, layer: LayerWeights, inputs: StepInputs, tokens: int
+    ) -> None:
+        """A layer over `x`, from its norm to its last residual addition, in five launches."""
+        at, keys, values = self._at, self._cache.keys[index], self._cache.values[index]
+        few.qkv(at["x"], layer, inputs, at["qkv"], keys, values, tokens)
+        self._kernels.decode_attention(
+            at["qkv"], keys, values, inputs.block_tables, inputs.context_lengths, at["mixed"], tokens,
+            self._table_width,
+        )  # fmt: skip
+        few.residual(at["mixed"], layer.attn_output, at["x"], tokens, self._queries)
+        few.swiglu(at["x"], layer, at["activated"], tokens)
+        few.residual(at["activated"], layer.ffn_down, at["x"], tokens, self._config.ffn_width)
 
     def _draw(self, inputs: StepInputs, shape: StepShape) -> None:
         """LM head and sampling of the rows that draw, so many at a time that their logits fit."""

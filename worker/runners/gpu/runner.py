@@ -19,7 +19,8 @@ from worker.model.config import ModelConfig
 from worker.model.gguf_file import GgufFile
 from worker.runners.base import IntArray, SampledTokens, StepBatch
 from worker.runners.gpu.device import Arena, Device, aligned
-from worker.runners.gpu.gemm import Gemm
+from worker.runners.gpu.few_rows import FewRows
+from worker.runners.gpu.gemm import MANY_ROWS, Gemm
 from worker.runners.gpu.graphs import Graph, bucket_of, buckets
 from worker.runners.gpu.kernels import Kernels
 from worker.runners.gpu.memory import (
@@ -60,8 +61,7 @@ class CudaRunner:
     max_tokens     the most tokens of a step; at least `slots`
     max_draws      the most rows that draw in a step, by default `slots`
     graphs         replay decode steps from CUDA graphs
-    reproducible   a job's tokens do not depend on what else runs: sums are not split for few rows. Costs
-                   4% of the throughput of 256 sequences, 19% of that of one (Qwen2.5-0.5B, H200)
+    reproducible   a job's tokens do not depend on what else runs: sums are not split for few rows
     tune           time the algorithms of products at start-up, else take the library's first guess
     report         told what is being done, for a person who waits
 
@@ -110,6 +110,11 @@ class CudaRunner:
         self._kernels = kernels = Kernels(
             device, config, max_context=self._context, max_sample_rows=LOGIT_ROWS
         )
+        few = (
+            FewRows(device, config, kernels, max_context=self._context)
+            if FewRows.suits(device, config)
+            else None
+        )
         extra = SlotState.bytes(slots, config.vocab) + StepBuffers.bytes(
             max_tokens=self._max_tokens, max_draws=self._max_draws, slots=slots, table_width=width
         )
@@ -131,11 +136,22 @@ class CudaRunner:
         )  # fmt: skip
         arena = Arena(device, sum(map(aligned, pieces.values())), "the workspace")
         self._model = Model(
-            config, weights, kernels, self._gemm, self._take_cache(config), self._slots, arena, pieces, width
+            config,
+            weights,
+            kernels,
+            self._gemm,
+            self._take_cache(config),
+            self._slots,
+            arena,
+            pieces,
+            width,
+            few,
         )
         device.fill(self._model.drawn, 0, 4 * DRAWN_HEADER)
         self._drawn = [device.pinned(DRAWN_HEADER + self._max_draws, np.int32) for _ in range(self.depth)]
         self._done: list[Any] = [device.event() for _ in range(self.depth)]
+        if self._tune:
+            self._tune_many_rows()
         if self._use_graphs:
             self._capture_all()
 
@@ -211,6 +227,13 @@ class CudaRunner:
             self._gemm = None
         self.device.close()
 
+    def _tune_many_rows(self) -> None:
+        """Choose how steps of many tokens are multiplied: of the most there can be, a half, a quarter ..."""
+        rows = self._max_tokens
+        while rows > MANY_ROWS:
+            self._model.tune(rows, 1)
+            rows //= 2
+
     def _capture_all(self) -> None:
         began = time.monotonic()
         sizes = buckets(self.slots)
@@ -221,7 +244,7 @@ class CudaRunner:
     def _capture(self, size: int, turn: int) -> Graph:
         """Capture a decode step of `size` sequences, after one run in the open, which loads what it needs."""
         if self._tune:
-            self._model.tune(size)
+            self._model.tune(size, size)
         inputs = self._steps.write_padded(turn, PADDING, size)
         shape = StepShape(tokens=size, sequences=size, single=size, draws=size, tiles=0)
         self._model.forward(inputs, shape)

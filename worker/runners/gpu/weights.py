@@ -21,7 +21,8 @@ from jobs.errors import ModelFileError
 from worker.model.config import ModelConfig, expected_tensors, rope_frequencies
 from worker.model.gguf_file import GgufFile
 from worker.runners.gpu.compiler import compile_kernels, kernel_directory
-from worker.runners.gpu.device import Arena, Device, Function, aligned
+from worker.runners.gpu.device import Arena, Device, aligned
+from worker.runners.gpu.functions import Function, Module
 
 __all__ = ["SUPPORTED", "Dequantizer", "LayerWeights", "Weights", "load_weights", "weight_bytes"]
 
@@ -75,7 +76,7 @@ class Dequantizer:
     def __init__(self, device: Device, *, staging: int = STAGING_BYTES) -> None:
         self._device = device
         source = kernel_directory() / "dequantize.cu"
-        self._module = device.load(compile_kernels(source, (), device.architecture), source.name)
+        self._module = Module(device, compile_kernels(source, (), device.architecture), source.name)
         self._functions: dict[str, Function] = {}
         self._pinned = [device.pinned(staging, np.uint8) for _ in range(2)]
         self._raw = [device.allocate(staging, "staged weights") for _ in range(2)]

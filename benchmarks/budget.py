@@ -1,0 +1,279 @@
+"""Where a step's time goes: each operation alone against its floor, and their sum against the whole step.
+
+    python -m benchmarks.budget MODEL.gguf [--context 512] [--batch 1 256 1024] [--prefill 16384]
+
+An operation is measured in a CUDA graph that holds its launches of all layers and nothing else, so that the
+weights and caches of 24 layers go by, and not one set that stays in L2; the step is the graph of all
+launches. Both are medians of replays between two events. The floor is the larger of bytes over the rate of a
+device copy and FLOPs over that of a large FP16 product, as measured on an H200 (--bytes-per-s, --flops);
+bytes are the least that must move, with what one kernel hands to the next counted, although L2 may hold it.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jobs.contract import GenerationParams
+from worker.model.config import ModelConfig
+from worker.model.gguf_file import GgufFile
+from worker.runners.base import Admission, StepBatch
+from worker.runners.gpu.graphs import Graph
+from worker.runners.gpu.runner import CudaRunner
+from worker.runners.gpu.steps import StepShape
+
+PAGE = 16
+PROMPT = 1024  # tokens of each sequence in the prefill step
+REPLAYS = 9
+FILL = 8192  # tokens of a step that fills the cache before decode steps are timed
+
+
+@dataclass
+class Line:
+    """One operation in a step, or the step: launches, bytes and FLOPs of all layers, and seconds."""
+
+    operation: str
+    launches: int
+    bytes: int
+    flops: int
+    floor_s: float
+    seconds: float
+
+
+class Recorder:
+    """Stands in for an object whose methods queue launches: notes the calls in order, and makes them."""
+
+    def __init__(
+        self, target: Any, calls: list[tuple[str, Callable[[], None]]], names: dict[int | str, str]
+    ) -> None:
+        self._target = target
+        self._calls = calls
+        self._names = names
+
+    def __getattr__(self, method: str) -> Any:
+        found = getattr(self._target, method)
+        return self._noted(method, found) if callable(found) else found
+
+    def __call__(self, *arguments: Any, **options: Any) -> None:
+        self._noted("product", self._target)(*arguments, **options)
+
+    def _noted(self, method: str, found: Callable[..., Any]) -> Callable[..., Any]:
+        method = self._names.get(method, method)
+
+        def call(*arguments: Any, **options: Any) -> Any:
+            known = [self._names[a] for a in arguments if isinstance(a, int) and a in self._names]
+            named = known and method in ("product", "residual")
+            self._calls.append((known[0] if named else method, lambda: found(*arguments, **options)))
+            return found(*arguments, **options)
+
+        return call
+
+
+class Costs:
+    """Bytes and FLOPs of the operations of one step, all layers together."""
+
+    def __init__(self, config: ModelConfig, tokens: int, draws: int, keys: int, pairs: int) -> None:
+        """keys: cached tokens that attention reads; pairs: visible (query, key) pairs, both of one layer."""
+        self._config = config
+        heads, kv_heads, head = config.heads, config.kv_heads, config.head_dim
+        width, ffn, layers, vocab = config.width, config.ffn_width, config.layers, config.vocab
+        queries, qkv = heads * head, (heads + 2 * kv_heads) * head
+
+        def product(outputs: int, inputs: int, rows: int = tokens, size: int = 2) -> tuple[int, int]:
+            moved = 2 * outputs * inputs + 2 * rows * inputs + size * rows * outputs
+            return moved, 2 * rows * outputs * inputs
+
+        def layered(cost: tuple[int, int]) -> tuple[int, int]:
+            return layers * cost[0], layers * cost[1]
+
+        attention = layered((4 * keys * kv_heads * head + 4 * tokens * queries, 4 * head * heads * pairs))
+        swiglu = 2 * 2 * ffn * width + 2 * tokens * (width + ffn)
+        parts = {
+            "qkv": layered(product(qkv, width)), "output": layered(product(width, queries)),
+            "gate_up": layered(product(2 * ffn, width)),
+            "gate_up and swiglu": layered((swiglu, 4 * tokens * ffn * width)),
+            "down": layered(product(width, ffn)), "head": product(vocab, width, draws, 4),
+        }  # fmt: skip
+        self.of: dict[str, tuple[int, int]] = parts | {
+            "decode_attention": attention, "prefill_attention": attention,
+            "qkv_rope_write": (layers * 4 * tokens * qkv, 0),
+            "add_rms_norm": (2 * layers * 12 * tokens * width, 0), "rms_norm": (6 * tokens * width, 0),
+            "swiglu": (layers * 6 * tokens * ffn, 0), "embed": (6 * tokens * width, 0),
+            "gather_rows": (4 * draws * width, 0), "sample": (4 * draws * vocab, 0),
+        }  # fmt: skip
+
+
+class Steps:
+    """Makes steps of a runner whose sequences have their own pages, in an order unlike that of addresses."""
+
+    def __init__(self, runner: CudaRunner, context: int) -> None:
+        self._runner = runner
+        self._per_slot = -(-context // PAGE)
+        order = np.random.default_rng(0).permutation(runner.slots * self._per_slot)
+        self._tables = order.astype(np.int32).reshape(runner.slots, self._per_slot)
+
+    def batch(self, slots: range, start: int, length: int, *, admit: bool) -> StepBatch:
+        """Tokens start .. start + length - 1 of each of these slots."""
+        count = len(slots)
+        rng = np.random.default_rng(start)
+        positions = np.tile(np.arange(start, start + length, dtype=np.int32), count)
+        rows = np.repeat(np.array(slots, dtype=np.int32), length)
+        params = GenerationParams(temperature=0.6, ignore_eos=True)
+        ends = np.arange(1, count + 1, dtype=np.int32) * length
+        return StepBatch(
+            tokens=rng.integers(0, self._runner.vocab, count * length).astype(np.int32),
+            positions=positions,
+            cache_rows=self._tables[rows, positions // PAGE] * PAGE + positions % PAGE,
+            sequence_starts=np.arange(count + 1, dtype=np.int32) * length,
+            context_lengths=np.full(count, start + length, dtype=np.int32),
+            block_tables=self._tables[list(slots)],
+            slots=np.array(slots, dtype=np.int32),
+            sample_rows=ends - 1,
+            sample_slots=np.array(slots, dtype=np.int32),
+            admissions=tuple(Admission(slot, (1,), params, slot) for slot in slots) if admit else (),
+        )
+
+    def fill(self, context: int) -> None:
+        """Compute all slots' first `context` tokens, so that attention reads real keys and values."""
+        at_once = max(1, FILL // context)
+        for first in range(0, self._runner.slots, at_once):
+            slots = range(first, min(first + at_once, self._runner.slots))
+            self._runner.launch(self.batch(slots, 0, context, admit=True))
+            self._runner.collect()
+
+
+def measure(runner: CudaRunner, batch: StepBatch, costs: Costs, rates: tuple[float, float]) -> Iterator[Line]:
+    """Each operation of this step alone, then the whole step."""
+    model = runner._model
+    decode = len(batch.tokens) == len(batch.slots)
+    tiles = runner._kernels.prefill_tiles(batch.sequence_starts, batch.context_lengths)
+    size = len(batch.slots)
+    if decode:
+        runner._model.tune(size, size)
+        inputs = runner._steps.write_padded(0, batch, size)
+        shape = StepShape(tokens=size, sequences=size, single=size, draws=size, tiles=0)
+    else:
+        shape = StepShape(len(batch.tokens), size, 0, len(batch.sample_rows), len(tiles))
+        inputs = runner._steps.write(0, batch, shape, tiles)
+    calls: list[tuple[str, Callable[[], None]]] = []
+    weights = model._weights
+    names: dict[int | str, str] = {weights.head: "head"}
+    for layer in weights.layers:
+        gate_up = "gate_up and swiglu" if model._gemm.fuses_swiglu else "gate_up"
+        names |= {
+            layer.qkv: "qkv",
+            layer.attn_output: "output",
+            layer.gate_up: gate_up,
+            layer.ffn_down: "down",
+        }
+    kept = model._kernels, model._gemm, model._few
+    model._kernels = Recorder(kept[0], calls, {})
+    model._gemm = Recorder(kept[1], calls, names | {"swiglu": gate_up})
+    model._few = None if kept[2] is None else Recorder(kept[2], calls, names | {"swiglu": gate_up})
+    try:
+        model.forward(inputs, shape)
+    finally:
+        model._kernels, model._gemm, model._few = kept
+    runner.device.synchronize()
+    for name in dict.fromkeys(name for name, _ in calls):
+        mine = [call for other, call in calls if other == name]
+        moved, flops = costs.of.get(name, (0, 0))
+        seconds, nodes = timed(runner, lambda mine=mine: [call() for call in mine] and None)
+        yield Line(name, nodes, moved, flops, max(moved / rates[0], flops / rates[1]), seconds)
+    seconds, nodes = timed(runner, lambda: model.forward(inputs, shape))
+    yield Line("step", nodes, 0, 0, 0.0, seconds)
+
+
+def timed(runner: CudaRunner, launch: Callable[[], None]) -> tuple[float, int]:
+    """Seconds of a replay of what `launch` queues, and its launches."""
+    device = runner.device
+    graph = Graph(device, launch)
+    begin, end = device.event(timing=True), device.event(timing=True)
+    times = []
+    for replay in range(REPLAYS + 2):
+        begin.record(device.stream)
+        graph.launch()
+        end.record(device.stream)
+        end.synchronize()
+        if replay >= 2:
+            times.append(end.time_since(begin) * 1e-3)
+    nodes = graph.nodes
+    graph.close()
+    return float(np.median(times)), nodes
+
+
+def show(title: str, lines: list[Line]) -> None:
+    """Print a table in Markdown."""
+    step, parts = lines[-1], lines[:-1]
+    print(f"\n{title}\n\n| operation | launches | MB | GFLOP | floor, us | measured, us | floor / measured |")
+    print("|---|---|---|---|---|---|---|")
+    for line in sorted(parts, key=lambda line: -line.seconds):
+        share = f"{line.floor_s / line.seconds:.0%}" if line.floor_s else "-"
+        print(
+            f"| {line.operation} | {line.launches} | {line.bytes / 1e6:,.1f} | {line.flops / 1e9:,.1f} "
+            f"| {line.floor_s * 1e6:,.1f} | {line.seconds * 1e6:,.1f} | {share} |"
+        )
+    floor, total = sum(line.floor_s for line in parts), sum(line.seconds for line in parts)
+    print(f"| sum | {sum(line.launches for line in parts)} | | | {floor * 1e6:,.1f} | {total * 1e6:,.1f} | |")
+    print(f"| whole step | {step.launches} | | | | {step.seconds * 1e6:,.1f} | {floor / step.seconds:.0%} |")
+    print(
+        f"\nOutside the operations (launch boundaries, idle): {(step.seconds - total) * 1e6:,.1f} us",
+        flush=True,
+    )
+
+
+def main() -> None:
+    """Measure the decode steps and the prefill step that are asked for."""
+    style = argparse.RawDescriptionHelpFormatter
+    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=style)
+    arguments.add_argument("model")
+    arguments.add_argument("--context", type=int, default=512)
+    arguments.add_argument("--batch", type=int, nargs="*", default=[1, 256, 1024])
+    arguments.add_argument("--prefill", type=int, default=16384)
+    arguments.add_argument("--bytes-per-s", type=float, default=4.27e12)
+    arguments.add_argument("--flops", type=float, default=760e12)
+    arguments.add_argument("--json", type=Path)
+    options = arguments.parse_args()
+    file = GgufFile.open(options.model)
+    config = ModelConfig.from_gguf(file)
+    longest = max(PROMPT, options.context + 1)
+    runner = CudaRunner(
+        file, config, slots=max(*options.batch, options.prefill // PROMPT), context=longest,
+        kv_blocks=max(*options.batch, options.prefill // PROMPT) * -(-longest // PAGE),
+        max_tokens=max(options.prefill, FILL), graphs=False, report=lambda line: print(line, file=sys.stderr),
+    )  # fmt: skip
+    rates = options.bytes_per_s, options.flops
+    report: dict[str, Any] = {"gpu": runner.device.name, "model": config.name, "context": options.context}
+    try:
+        steps = Steps(runner, longest)
+        if options.batch:
+            steps.fill(options.context)
+        for size in options.batch:
+            batch = steps.batch(range(size), options.context, 1, admit=False)
+            keys = size * (options.context + 1)
+            lines = list(measure(runner, batch, Costs(config, size, size, keys, keys), rates))
+            show(f"Decode, batch {size}, context {options.context}", lines)
+            report[f"decode {size}"] = [asdict(line) for line in lines]
+        if options.prefill:
+            count = options.prefill // PROMPT
+            batch = steps.batch(range(count), 0, PROMPT, admit=True)
+            pairs = count * PROMPT * (PROMPT + 1) // 2
+            costs = Costs(config, options.prefill, count, options.prefill, pairs)
+            runner.launch(batch)
+            runner.collect()
+            lines = list(measure(runner, batch, costs, rates))
+            show(f"Prefill, {count} prompts of {PROMPT}", lines)
+            report["prefill"] = [asdict(line) for line in lines]
+        if options.json:
+            options.json.write_text(json.dumps(report, indent=1))
+    finally:
+        runner.close()
+
+
+if __name__ == "__main__":
+    main()

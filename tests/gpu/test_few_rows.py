@@ -1,0 +1,143 @@
+"""The fused kernels of steps of a few sequences give the bits of the kernels that they stand in for."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.gpu.oracles import PAGE, make_config
+from worker.model.config import ModelConfig, RopeStyle, rope_frequencies
+from worker.runners.gpu.device import Device
+from worker.runners.gpu.few_rows import MAX_ROWS, FewRows
+from worker.runners.gpu.gemm import Gemm
+from worker.runners.gpu.hopper import is_hopper
+from worker.runners.gpu.kernels import Kernels
+from worker.runners.gpu.steps import StepInputs
+from worker.runners.gpu.weights import LayerWeights
+
+CONTEXT = 4096
+MODELS = {
+    "qwen2.5-0.5b": {},
+    "llama-3.2-1b": {
+        "heads": 32, "kv_heads": 8, "width": 2048, "ffn_width": 8192, "rope_style": RopeStyle.PAIRS,
+        "qkv_bias": False,
+    },
+    "heads-of-128": {"heads": 12, "kv_heads": 2, "head_dim": 128, "width": 1536, "ffn_width": 4480},
+}  # fmt: skip
+
+
+class Bench:
+    """A layer's weights, both ways to compute with them, and arrays full of poison."""
+
+    def __init__(self, device: Device, config: ModelConfig) -> None:
+        self.device, self.config = device, config
+        self.rng = np.random.default_rng(config.width)
+        self.kernels = Kernels(device, config, max_context=CONTEXT)
+        self.kernels.set_rope(*rope_frequencies(config))
+        self.gemm = Gemm(device, own_kernels=False, reproducible=True)
+        self.few = FewRows(device, config, self.kernels, max_context=CONTEXT)
+        width, ffn = config.width, config.ffn_width
+        self.queries = config.heads * config.head_dim
+        self.qkv_width = self.queries + 2 * config.kv_heads * config.head_dim
+        self.layer = LayerWeights(
+            attn_norm=self.floats(width), qkv=self.halves(self.qkv_width, width),
+            qkv_bias=self.floats(self.qkv_width) if config.qkv_bias else 0, q_norm=0, k_norm=0,
+            attn_output=self.halves(width, self.queries), ffn_norm=self.floats(width),
+            gate_up=self.halves(2 * ffn, width), ffn_down=self.halves(width, ffn),
+        )  # fmt: skip
+
+    def floats(self, *shape: int) -> int:
+        return self.device.upload(self.rng.standard_normal(shape).astype(np.float32))
+
+    def halves(self, rows: int, columns: int) -> int:
+        values = self.rng.standard_normal((rows, columns)) / np.sqrt(columns)
+        return self.device.upload(values.astype(np.float16))
+
+    def poison(self, *shape: int) -> int:
+        return self.device.upload(np.full(shape, np.nan, dtype=np.float16))
+
+    def normed(self, x: int, weight: int, tokens: int) -> int:
+        out = self.poison(tokens, self.config.width)
+        self.kernels.rms_norm(x, weight, out, tokens, self.config.width, self.config.norm_eps)
+        return out
+
+
+@pytest.fixture(params=MODELS)
+def bench(device: Device, request: pytest.FixtureRequest) -> Bench:
+    if not is_hopper(device):
+        pytest.skip("these kernels run on Hopper only")
+    config = make_config(**MODELS[request.param])
+    assert FewRows.suits(device, config)
+    return Bench(device, config)
+
+
+def inputs_of(device: Device, **arrays: Any) -> StepInputs:
+    """Step inputs of which only the arrays named are there."""
+    fields = dict.fromkeys(StepInputs.__dataclass_fields__, 0)
+    return StepInputs(**fields | {name: device.upload(array) for name, array in arrays.items()})
+
+
+@pytest.mark.parametrize("tokens", [1, 2, MAX_ROWS])
+def test_norm_qkv_bias_rotation_and_cache_write(bench: Bench, tokens: int) -> None:
+    device, config, kernels = bench.device, bench.config, bench.kernels
+    x = bench.floats(tokens, config.width)
+    positions = bench.rng.integers(0, CONTEXT, tokens, dtype=np.int32)
+    rows = bench.rng.permutation(4 * PAGE)[:tokens].astype(np.int32)
+    rows[0] = -1 if tokens > 1 else rows[0]  # not written
+    inputs = inputs_of(device, positions=positions, cache_rows=rows)
+    shape = (4, config.kv_heads, PAGE, config.head_dim)
+    results = []
+    for fused in (True, False):
+        qkv = bench.poison(tokens, bench.qkv_width)
+        keys, values = bench.poison(*shape), bench.poison(*shape)
+        if fused:
+            bench.few.qkv(x, bench.layer, inputs, qkv, keys, values, tokens)
+        else:
+            normed = bench.normed(x, bench.layer.attn_norm, tokens)
+            bench.gemm(normed, bench.layer.qkv, qkv, tokens, bench.qkv_width, config.width)
+            kernels.qkv_rope_write(
+                qkv, bench.layer.qkv_bias, 0, 0, inputs.positions, inputs.cache_rows, keys, values, tokens
+            )
+        queries = device.download(qkv, (tokens, bench.qkv_width), np.float16)[:, : bench.queries]
+        results.append((queries, *(device.download(cache, shape, np.float16) for cache in (keys, values))))
+    assert np.isfinite(results[0][0]).all()
+    assert np.isfinite(results[0][1]).sum() == (tokens - (tokens > 1)) * config.kv_heads * config.head_dim
+    for fused_array, plain in zip(*results, strict=True):
+        np.testing.assert_array_equal(fused_array, plain)
+
+
+@pytest.mark.parametrize("tokens", [1, 2, MAX_ROWS])
+def test_products_added_to_the_residual_stream(bench: Bench, tokens: int) -> None:
+    device, width = bench.device, bench.config.width
+    for weight, inputs in (
+        (bench.layer.attn_output, bench.queries), (bench.layer.ffn_down, bench.config.ffn_width)
+    ):  # fmt: skip
+        before = bench.rng.standard_normal((tokens + 1, width)).astype(np.float32)
+        x, source = device.upload(before), bench.halves(tokens, inputs)
+        bench.few.residual(source, weight, x, tokens, inputs)
+        delta = bench.poison(tokens, width)
+        bench.gemm(source, weight, delta, tokens, width, inputs)
+        added = device.download(delta, (tokens, width), np.float16).astype(np.float32)
+        after = device.download(x, before.shape, np.float32)
+        np.testing.assert_array_equal(after[:tokens], before[:tokens] + added)
+        np.testing.assert_array_equal(after[tokens], before[tokens])
+
+
+@pytest.mark.parametrize("tokens", [1, 2, MAX_ROWS])
+def test_norm_gate_up_and_swiglu(bench: Bench, tokens: int) -> None:
+    device, width, ffn = bench.device, bench.config.width, bench.config.ffn_width
+    x = bench.floats(tokens, width)
+    fused = bench.poison(tokens + 1, ffn)
+    bench.few.swiglu(x, bench.layer, fused, tokens)
+    normed = bench.normed(x, bench.layer.ffn_norm, tokens)
+    gate_up, plain = bench.poison(tokens, 2 * ffn), bench.poison(tokens, ffn)
+    bench.gemm(normed, bench.layer.gate_up, gate_up, tokens, 2 * ffn, width)
+    bench.kernels.swiglu(gate_up, plain, tokens, ffn)
+    result = device.download(fused, (tokens + 1, ffn), np.float16)
+    np.testing.assert_array_equal(result[:tokens], device.download(plain, (tokens, ffn), np.float16))
+    assert np.isnan(result[tokens]).all()
+
+
+def test_models_with_other_sizes_take_the_general_way(device: Device) -> None:
+    odd = ({"qk_norm": True}, {"head_dim": 96, "heads": 10}, {"width": 904}, {"ffn_width": 18_944})
+    assert not any(FewRows.suits(device, make_config(**changes)) for changes in odd)

@@ -1,0 +1,102 @@
+"""The products of a step of a few sequences, fused with what is around them: launches `cuda/few_rows.cu`.
+
+They give the bits of the kernels that serve larger steps.
+"""
+
+from worker.model.config import ModelConfig, RopeStyle
+from worker.runners.gpu.compiler import compile_kernels, kernel_directory
+from worker.runners.gpu.device import Device
+from worker.runners.gpu.functions import Module
+from worker.runners.gpu.hopper import is_hopper
+from worker.runners.gpu.kernels import TENSOR_CORE_HEADS, Kernels
+from worker.runners.gpu.steps import StepInputs
+from worker.runners.gpu.weights import LayerWeights
+
+__all__ = ["MAX_ROWS", "FewRows"]
+
+MAX_ROWS = 4  # tokens of a step; the kernels take 8, but each block norms all (H200: 8 took 1.3 ms, not 1.1)
+_ROWS = 8  # of a weight in a block
+_DEPTH = 32  # inputs come in multiples of it
+_MAX_SHARED = 226 << 10  # of a block on Hopper, with 1 KiB for what kernels declare themselves
+_BLOCK = (128, 1, 1)
+
+
+class FewRows:
+    """The operations of steps of up to MAX_ROWS tokens, one a sequence. Check `suits` first."""
+
+    def __init__(self, device: Device, config: ModelConfig, kernels: Kernels, *, max_context: int) -> None:
+        self._config = config
+        self._rope = (kernels.rope_table, max_context)
+        self._queries = config.heads * config.head_dim
+        head = f"-DHEAD_DIM={config.head_dim}"
+        style = f"-DINTERLEAVED={int(config.rope_style is RopeStyle.PAIRS)}"
+        source = kernel_directory() / "few_rows.cu"
+        products = Module(device, compile_kernels(source, (head, style), device.architecture), source.name)
+        most = _most_shared(config)
+        self._qkv = products.function(
+            "few_qkv", "PPfPPPPPiPPPiiii", shared=most, dependent=True, all_shared=True
+        )
+        self._residual = products.function(
+            "few_residual", "PPPiii", shared=most, dependent=True, all_shared=True
+        )
+        self._swiglu = products.function(
+            "few_swiglu", "PPfPPiii", shared=most, dependent=True, all_shared=True
+        )
+
+    @staticmethod
+    def suits(device: Device, config: ModelConfig) -> bool:
+        """Whether the kernels take a model: no QK norm, sizes in multiples of 32, rows that fit a block."""
+        sizes = (config.width, config.heads * config.head_dim, config.ffn_width)
+        return (
+            is_hopper(device)
+            and config.head_dim in TENSOR_CORE_HEADS
+            and not config.qk_norm
+            and not any(size % _DEPTH for size in sizes)
+            and _most_shared(config) <= _MAX_SHARED
+        )
+
+    def qkv(
+        self, x: int, layer: LayerWeights, inputs: StepInputs, qkv: int, keys: int, values: int, tokens: int
+    ) -> None:
+        """Norm, product, bias, rotation: queries to qkv, keys and values to the pages."""
+        config = self._config
+        blocks = (config.heads + 2 * config.kv_heads) * config.head_dim // _ROWS
+        self._qkv(
+            (blocks, 1), _BLOCK, x, layer.attn_norm, config.norm_eps, layer.qkv, layer.qkv_bias,
+            inputs.positions, inputs.cache_rows, *self._rope, qkv, keys, values, tokens, config.width,
+            config.heads, config.kv_heads, shared=_shared(config.width, _ROWS + tokens, norm=True),
+        )  # fmt: skip
+
+    def residual(self, source: int, weight: int, x: int, tokens: int, inputs: int) -> None:
+        """x (T, width) += source (T, inputs) weight^T."""
+        width = self._config.width
+        self._residual(
+            (-(-width // _ROWS), 1), _BLOCK, source, weight, x, tokens, width, inputs,
+            shared=_shared(inputs, _ROWS + tokens),
+        )  # fmt: skip
+
+    def swiglu(self, x: int, layer: LayerWeights, out: int, tokens: int) -> None:
+        """Norm, gate and up, SwiGLU -> out (T, F) half."""
+        config = self._config
+        self._swiglu(
+            (config.ffn_width // _ROWS, 1), _BLOCK, x, layer.ffn_norm, config.norm_eps, layer.gate_up, out,
+            tokens, config.width, config.ffn_width,
+            shared=_shared(config.width, 2 * _ROWS + tokens, norm=True),
+        )  # fmt: skip
+
+
+def _shared(inputs: int, rows: int, *, norm: bool = False) -> int:
+    """Bytes of shared memory for rows of a weight and of inputs, as `pitch_of` in few_rows.cu says.
+
+    norm: and for the gains of a norm.
+    """
+    return (inputs // 8 | 1) * 16 * rows + (4 * inputs if norm else 0)
+
+
+def _most_shared(config: ModelConfig) -> int:
+    """Of all kernels for a model."""
+    plain = (config.heads * config.head_dim, config.ffn_width)
+    return max(
+        _shared(config.width, 2 * _ROWS + MAX_ROWS, norm=True),
+        *(_shared(size, _ROWS + MAX_ROWS) for size in plain),
+    )
