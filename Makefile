@@ -35,8 +35,10 @@ $(VENV)/gpu.stamp: $(VENV)/dev.stamp
 demo: $(VENV)/demo.stamp ## Generate haiku through the whole path: enqueue, Redis, Celery worker, SQL
 	@$(BIN)/nightmill demo
 
+# Many tests wait for processes that they have started: more of them at once than there are cores.
+TEST_PROCESSES ?= 4
 test: $(VENV)/dev.stamp ## Run the tests; they start a real Redis and a real PostgreSQL
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist worksteal
 
 check: $(VENV)/dev.stamp ## Format, lint, types, import rules; compile every kernel where nvcc is
 	$(BIN)/ruff format --check .
@@ -57,8 +59,14 @@ parity: $(VENV)/dev.stamp ## Compare the reference runner with PyTorch and trans
 	$(BIN)/pip install $(PIP_FLAGS) 'torch>=2.6,<3' 'transformers>=4.50,<6'
 	$(BIN)/python -m pytest -m parity tests/parity -s
 
-bench: $(VENV)/dev.stamp ## Measure the path from enqueue to SQL
+bench: $(VENV)/dev.stamp ## Measure the path from enqueue to SQL; with MODEL=file.gguf, the engine on this machine's GPU
+ifdef MODEL
+	@$(MAKE) --no-print-directory $(VENV)/gpu.stamp
+	$(BIN)/python -m benchmarks.engine $(MODEL)
+	$(BIN)/python -m benchmarks.nightly $(MODEL)
+else
 	$(BIN)/python -m benchmarks.end_to_end
+endif
 
 build: $(VENV)/dev.stamp ## Build the wheel
 	$(BIN)/python -m build --wheel

@@ -4,20 +4,23 @@
 
 The demo model on the reference runner. Rows are haiku prompts in OpenAI's format; every fourth one goes on to
 its limit of tokens (ignore_eos), so that the answers differ much in length. Starts its own Redis, and SQLite
-or PostgreSQL. Prints one JSON line a time; `ratio` is the estimate over the measured time.
+or PostgreSQL. Prints one JSON line a time; `ratio` is the estimate over the measured time. It says something
+where other programs leave the machine alone: `others` are the cores that they kept busy in either part.
 """
 
 import argparse
 import json
-import os
 import random
+import resource
 import subprocess
 import sys
 import time
 from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, Self
+
+import psutil
 
 from benchmarks.end_to_end import prompts
 from jobs.batchfile import InputFile
@@ -50,7 +53,11 @@ def main() -> None:
         for turn in range(options.times):
             file = write_file(home / "rows.jsonl", options.rows, turn)
             worker_options = ["--reference", "--max-sequences", str(options.max_sequences)]
-            report = planned(file, worker_options) | run(client, file, home, worker_options, str(turn))
+            with Others() as while_planning:
+                report = planned(file, worker_options)
+            with Others() as while_running:
+                report |= run(client, file, home, worker_options, str(turn))
+            report["others"] = [while_planning.cores, while_running.cores]
             report["ratio"] = round(report["estimated_seconds"] / report["seconds"], 3)
             print(json.dumps({"rows": options.rows, "max_sequences": options.max_sequences} | report))
 
@@ -94,8 +101,29 @@ def run(client: Client, file: Path, home: Path, worker_options: list[str], batch
     return {
         "seconds": round(seconds, 1),
         "tokens": counted["completion_tokens"],
-        "load_average": round(os.getloadavg()[0], 2),
     }
+
+
+class Others:
+    """How many cores were busy with other programs than this one and its children."""
+
+    cores = 0.0
+
+    def __enter__(self) -> Self:
+        self._before = self._seconds()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        wall, busy, own = (now - then for now, then in zip(self._seconds(), self._before, strict=True))
+        self.cores = round(max(0.0, busy - own) / wall, 2)
+
+    @staticmethod
+    def _seconds() -> tuple[float, float, float]:
+        """Wall clock, all cores' busy time, our own and that of children that have ended."""
+        cpu = psutil.cpu_times()
+        used = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+        own = sum(usage.ru_utime + usage.ru_stime for usage in used)
+        return time.perf_counter(), sum(cpu) - cpu.idle - cpu.iowait, own
 
 
 if __name__ == "__main__":

@@ -253,8 +253,12 @@ class BatchStore:
         cancelled = 0
         while True:
             for page in self._pages(name, JobRow.id):
-                for ids in chunked(row.id for row in page if row.state == JobState.QUEUED):
-                    cancelled += len(self._change(ids, (QUEUED,), cancelled_values(now)))
+                ids = [row.id for row in page if row.state == JobState.QUEUED]
+                if not cancelled:  # what workers would claim next goes first, in a short transaction
+                    cancelled += len(self._change(ids[:CHUNK], (QUEUED,), cancelled_values(now)))
+                    asked += self._ask_to_stop(name, (RUNNING, JobRow.cancel_requested_at.is_(None)), now)
+                    ids = ids[CHUNK:]
+                cancelled += len(self._change(ids, (QUEUED,), cancelled_values(now)))
             asked += self._ask_to_stop(name, (RUNNING, JobRow.cancel_requested_at.is_(None)), now)
             if not self._any(name, QUEUED):
                 return cancelled, asked
@@ -273,10 +277,9 @@ class BatchStore:
                 raise _no_batch(name)
         for page in self._pages(name, JobRow.id):
             groups: dict[tuple[str | None, int], list[str]] = {}
-            for ids in chunked(row.id for row in page if row.state in _UNSUCCESSFUL):
-                values = retried_values(self.database.now(), deadline)
-                for row in self._change(ids, RETRYABLE, values):
-                    groups.setdefault((row.model, row.priority), []).append(row.id)
+            ids = [row.id for row in page if row.state in _UNSUCCESSFUL]
+            for row in self._change(ids, RETRYABLE, retried_values(self.database.now(), deadline)):
+                groups.setdefault((row.model, row.priority), []).append(row.id)
             if groups:
                 yield groups
 
@@ -334,13 +337,17 @@ class BatchStore:
         self, ids: Sequence[str], conditions: tuple[Any, ...], values: Mapping[str, Any]
     ) -> Sequence[Any]:
         """Change those of these jobs that fit, in one transaction; returns (id, model, priority) of each."""
-        rows = (JobRow.id.in_(ids), *conditions)
+        changed: list[Any] = []
+        if not ids:
+            return changed
         with self.database.write() as connection:
-            lock_jobs(connection, *rows)
-            returned = (JobRow.id, JobRow.model, JobRow.priority)
-            statement = update(JobRow).where(*rows).values(values).returning(*returned)
-            changed = connection.execute(statement).all()
-            partials.forget_ended(connection, ids)
+            for chunk in chunked(ids):
+                rows = (JobRow.id.in_(chunk), *conditions)
+                lock_jobs(connection, *rows)
+                statement = update(JobRow).where(*rows).values(values)
+                returned = (JobRow.id, JobRow.model, JobRow.priority)
+                changed += connection.execute(statement.returning(*returned)).all()
+                partials.forget_ended(connection, chunk)
         return changed
 
 

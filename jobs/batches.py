@@ -69,13 +69,16 @@ class Batch:
         return FileFormat(self.record.format) if self.record.format else FileFormat.JSONL
 
     def status(self, *, errors: bool = True) -> BatchStatus:
-        """Where it stands. `errors`: also group the errors, which reads the failed rows."""
+        """Where it stands. `errors`: also group the errors, which reads the failed rows.
+
+        With them an ended batch says how fast it was, which reads all its rows; the rest reads indexes.
+        """
         record = self._store.get(self.name)
         counts = self._store.counts(self.name)
         pace = self._store.recent_pace(self.name)
         groups = self._store.error_groups(self.name) if errors else []
         status = make_status(record, counts, pace, groups, self._store.database.now())
-        if not status.state.final:
+        if not status.state.final or not errors:
             return status
         return make_status(
             record, counts, self._store.whole_pace(self.name), groups, self._store.database.now()

@@ -6,6 +6,7 @@ takes its first message (bootsteps of the consumer would run again at every reco
 
 import logging
 import os
+import signal
 import socket
 import sys
 import uuid
@@ -126,8 +127,9 @@ class EngineStep(bootsteps.StartStopStep):
         parent.app.amqp.queues.select([queue_name(None), queue_name(model.name)])
         service = self.service
         # The signal arrives in a signal handler: set a field there, and nothing else.
-        self._on_shutdown = lambda how="", **_: service.begin_drain(at_once=how == "Cold")
+        self._on_shutdown = lambda **_: service.begin_drain()
         signals.worker_shutting_down.connect(self._on_shutdown, weak=False)
+        signal.signal(signal.SIGQUIT, lambda *_: _hand_back(service))
         self.housekeeper.start()
         log.info("ready: %s", describe(settings, model, engine.stats))
 
@@ -162,6 +164,13 @@ def make_worker_app() -> Celery:
     worker_app.steps["worker"].add(EngineStep)
     worker_app.steps["consumer"].add(RoomStep)
     return worker_app
+
+
+def _hand_back(service: Service) -> None:
+    """End in order, but now (SIGQUIT). Celery would try to kill its tasks, which threads cannot be."""
+    service.begin_drain(at_once=True)
+    if not celery_state.should_stop:
+        celery_state.should_stop = 0
 
 
 def _end_process(reason: str) -> None:

@@ -296,6 +296,49 @@ def test_a_job_claimed_by_a_worker_after_its_end_is_rescued_all_the_same(
     assert Sweep(other.database).rescue(timedelta(seconds=30)) == [job_id]
 
 
+@pytest.mark.parametrize("blame", [False, True])
+def test_a_worker_that_is_known_to_be_dead_is_not_waited_for(client: Client, blame: bool) -> None:
+    ids = list(client.enqueue_many(["a", "b", "c"], max_attempts=1))
+    claims, other = Claims(client.database, "a" * 32), Claims(client.database, "b" * 32)
+    for worker in (claims, other):
+        worker.register("host", 1, "model", None)
+    claims.claim(ids[:2])
+    other.claim(ids[2:])
+    client.cancel(ids[1])
+    assert Sweep(client.database).bury(claims.worker_id, blame=blame) == 2
+    first, second, third = (client.get(job_id) for job_id in ids)
+    if blame:
+        assert (first.state, first.failures) == (JobState.FAILED, 1)
+        assert first.error == f"all 1 attempts failed; the last: worker {'a' * 32} has died"
+    else:
+        assert (first.state, first.failures, first.errors) == (JobState.QUEUED, 0, [])
+        assert sweep_rest(client) == [first.id]
+    assert second.state is JobState.CANCELLED  # as was asked for while it ran
+    assert third.state is JobState.RUNNING
+    states = {row["id"]: row["state"] for row in client.store.workers()}
+    assert states == {"a" * 32: "lost", "b" * 32: "starting"}
+
+
+def test_many_jobs_for_later_do_not_hide_one_that_is_due(client: Client, clock: Clock) -> None:
+    later = list(client.enqueue_many(["x"] * 20, scheduled_at=timedelta(hours=1), priority=9))
+    due = client.enqueue("y", scheduled_at=timedelta(seconds=1), priority=1)
+    clock.advance(1)
+    assert [item.job_ids for item in Sweep(client.database).unsent(5)] == [[due]]
+    clock.advance(hours=1)
+    assert [item.job_ids for item in Sweep(client.database).unsent(5)] == [later[:5]]
+
+
+def test_everything_late_expires_also_where_it_takes_several_transactions(
+    client: Client, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("jobs.sweep.GROUP", 3)
+    client.enqueue_many(["x"] * 10, deadline=timedelta(seconds=1))
+    kept = client.enqueue("y", deadline=timedelta(seconds=2))
+    clock.advance(1)
+    assert Sweep(client.database).expire() == 10
+    assert client.get(kept).state is JobState.QUEUED
+
+
 def _all() -> Selection:
     return Selection()
 

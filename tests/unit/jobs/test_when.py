@@ -2,12 +2,12 @@
 
 import time
 from collections.abc import Iterator
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 
 import pytest
 
 from jobs.errors import InvalidParameterError
-from jobs.when import describe_moment, parse_moment
+from jobs.when import describe_moment, parse_moment, parse_span
 
 EVENING = datetime(2026, 3, 28, 21, 0, tzinfo=UTC)  # 22:00 in Berlin, where clocks go forward that night
 
@@ -52,6 +52,21 @@ def test_a_time_is_the_next_one_and_has_a_zone(text: str, moment: datetime) -> N
 def test_what_is_no_time_is_refused_by_name(text: str) -> None:
     with pytest.raises(InvalidParameterError, match=r"^deadline: .* is no time; write 06:00"):
         parse_moment("deadline", text, EVENING)
+
+
+def test_a_span_is_a_number_with_a_unit() -> None:
+    spans = {text: parse_span("age", text) for text in ("90s", "30m", "1.5h", " 30d ")}
+    assert spans == {
+        "90s": timedelta(seconds=90),
+        "30m": timedelta(minutes=30),
+        "1.5h": timedelta(minutes=90),
+        " 30d ": timedelta(days=30),
+    }
+    for text in ("", "30", "d", "-3d", "06:00", "999999999999d"):
+        with pytest.raises(
+            InvalidParameterError, match=r"^age: .* is no span of time; write a number and s, m,"
+        ):
+            parse_span("age", text)
 
 
 def test_a_moment_is_shown_with_its_zone() -> None:

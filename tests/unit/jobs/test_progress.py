@@ -1,0 +1,68 @@
+"""Progress in words: everything that a person asks of a night, on one line."""
+
+import io
+import re
+from datetime import UTC, datetime, timedelta
+
+import pytest
+from rich.console import Console
+
+from jobs.batch_status import BatchRecord, BatchStatus, Pace, RowCount, make_status
+from jobs.contract import JobState, StopReason
+from jobs.progress import BatchProgress, describe, duration
+
+RECORD = BatchRecord("night", "model", datetime.now(UTC), format="jsonl", row_count=1_200)
+
+
+def status(*counts: RowCount, pace: Pace | None = None) -> BatchStatus:
+    return make_status(RECORD, counts, pace, [], datetime.now(UTC))
+
+
+DONE = RowCount(JobState.SUCCEEDED, StopReason.EOS, 1_000, 9, 9)
+FAILED = RowCount(JobState.FAILED, StopReason.ERROR, 2)
+
+
+def test_a_running_batch_says_how_fast_it_is_and_when_it_ends() -> None:
+    counts = (DONE, FAILED, RowCount(JobState.RUNNING, None, 64), RowCount(JobState.QUEUED, None, 134))
+    now = status(*counts, pace=Pace(rows=198, completion_tokens=90_000, seconds=60.0))
+    expected = r"running, 2 failed, 64 running, 134 queued, 1,500 tokens/s, ends in about (59|60) s"
+    assert re.fullmatch(expected, describe(now))
+
+
+def test_a_batch_for_later_says_when_it_begins() -> None:
+    later = make_status(
+        BatchRecord("n", None, RECORD.created_at, "jsonl", row_count=1, scheduled_at=RECORD.created_at),
+        [RowCount(JobState.QUEUED, None, 1)],
+        None,
+        [],
+        RECORD.created_at - timedelta(hours=1),
+    )
+    assert describe(later).startswith("scheduled, 0 running, 1 queued, begins 20")
+
+
+def test_a_log_gets_a_line_now_and_then_and_the_last_one_always() -> None:
+    log = io.StringIO()
+    running = status(DONE, RowCount(JobState.RUNNING, None, 200))
+    with BatchProgress("night", console=Console(file=log)) as progress:
+        for _ in range(3):
+            progress.show(running, "loading the model")
+        progress.show(status(RowCount(JobState.SUCCEEDED, StopReason.EOS, 1_200)))
+    first, last = (line.partition(" ")[2] for line in log.getvalue().splitlines())
+    assert first == "1,000 of 1,200 rows, running, 200 running, 0 queued, loading the model"
+    assert last == "1,200 of 1,200 rows, completed"
+
+
+def test_nothing_is_shown_where_nothing_is_wanted() -> None:
+    log = io.StringIO()
+    with BatchProgress("night", show=False, console=Console(file=log, force_terminal=True)) as progress:
+        progress.show(status(DONE))
+        progress.say("a word")
+    assert log.getvalue() == ""
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(-3, "0 s"), (0.4, "0 s"), (98, "98 s"), (120, "2 min"), (5_940, "99 min"), (11_100, "3 h 05 min")],
+)
+def test_a_duration_is_as_coarse_as_it_is_long(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
