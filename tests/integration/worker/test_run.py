@@ -28,6 +28,10 @@ ROWS = 48
 BAD = {5: "{broken", 20: '{"prompt": "x", "tools": []}'}
 
 
+# Where the process is looked at and the database plays no part.
+on_sqlite = pytest.mark.parametrize("server_settings", ["sqlite"], indirect=True)
+
+
 @pytest.fixture
 def prompts(tmp_path: Path) -> Path:
     """Rows of some length with fixed seeds, two of them bad."""
@@ -117,6 +121,7 @@ def test_a_file_becomes_results_and_errors_in_its_order(
     assert [worker["state"] for worker in jobs_client.store.workers()] == ["stopped"]
 
 
+@on_sqlite
 def test_a_second_run_does_nothing_twice_and_says_the_same(
     jobs_client: Client, run: Run, tmp_path: Path
 ) -> None:
@@ -180,6 +185,7 @@ def test_killed_at_random_moments_the_result_is_the_undisturbed_one(
         assert len(disturbed[0]) == ROWS - len(BAD)
 
 
+@on_sqlite
 def test_results_are_on_disk_while_it_runs_and_a_torn_line_is_repaired(
     quick: Settings, jobs_client: Client, run: Run, prompts: Path, tmp_path: Path
 ) -> None:
@@ -211,6 +217,7 @@ def test_a_worker_ends_with_the_run_that_started_it_and_hands_its_rows_back(
     assert all(job.failures == 0 for job in jobs_client.list_jobs(batch=batch.name, limit=ROWS))
 
 
+@on_sqlite
 def test_ctrl_c_once_drains_and_the_same_command_goes_on(
     jobs_client: Client, quick: Settings, run: Run, prompts: Path, tmp_path: Path
 ) -> None:
@@ -231,6 +238,7 @@ def test_ctrl_c_once_drains_and_the_same_command_goes_on(
     assert len(after) == ROWS - len(BAD)
 
 
+@on_sqlite
 def test_ctrl_c_twice_hands_everything_back_at_once(jobs_client: Client, run: Run, tmp_path: Path) -> None:
     path = tmp_path / "long.jsonl"
     path.write_text('{"prompt": "Write a haiku", "max_tokens": 450, "ignore_eos": true}\n' * 8)
@@ -246,6 +254,7 @@ def test_ctrl_c_twice_hands_everything_back_at_once(jobs_client: Client, run: Ru
     assert states == {JobState.QUEUED}
 
 
+@on_sqlite
 def test_a_worker_that_serves_the_model_is_used_and_left_alone(
     jobs_client: Client, run: Run, start_worker: StartWorker, prompts: Path
 ) -> None:
@@ -268,6 +277,7 @@ def test_a_worker_that_dies_in_the_middle_is_replaced(
     assert len(jobs_client.store.workers()) == 2
 
 
+@on_sqlite
 def test_what_cannot_work_is_one_line_and_nothing_is_queued(
     quick: Settings, jobs_client: Client, run: Run, prompts: Path, tmp_path: Path
 ) -> None:
