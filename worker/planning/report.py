@@ -41,7 +41,9 @@ def describe_plan(plan: Plan) -> Iterator[str]:
         most if plan.output_tokens is None else f"about {plan.output_tokens:,} ({most})"
     )
     yield f"KV pages       {_describe_pages(plan)}"
-    if plan.estimate is not None:
+    if plan.estimate is None:
+        yield "time           no estimate: too few rows to measure a speed with, or --no-measure"
+    else:
         yield from _describe_estimate(plan.estimate)
 
 

@@ -65,6 +65,14 @@ def test_bad_rows_end_with_three(plan: Plan, tmp_path: Path) -> None:
     assert "5 rows (openai), 3 good, 2 bad" in done.output
     assert "line 4 'bad': body.n: 2 is not supported" in done.output
     assert "line 5: is not JSON" in done.output
+    assert "no estimate" in done.output
+
+
+def test_too_few_rows_for_an_estimate_are_said_to_be(plan: Plan, tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "in.jsonl", haiku(1))
+    done = plan(str(path), "--deadline", "8h")
+    assert done.exit_code == 0, done.output
+    assert "no estimate: too few rows to measure a speed with" in done.output
 
 
 def test_rows_that_do_not_fit_end_with_four(plan: Plan, tmp_path: Path) -> None:
