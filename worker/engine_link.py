@@ -111,24 +111,32 @@ class EngineLink:
     def stop(self) -> None:
         """End the engine and close its runner; unfinished work is dropped. Safe to call twice."""
         self._over = True
-        self._send(Stop())
+        self._send(Stop(), patience=_HANG_SECONDS)
         self._host.join(0.0 if self._stats is None else _HANG_SECONDS)  # one that still loads reads nothing
         if self._receiver.is_alive():
             self._receiver.join()
         self._connection.close()
 
-    def _send(self, command: Command) -> None:
-        with self._sending:
-            try:
-                self._connection.send(command)
-            except OSError:  # nobody is there any more: the receiver sees it, too, and reports it
-                log.debug("%s was not delivered", type(command).__name__)
+    def _send(self, command: Command, patience: float = -1) -> None:
+        """Hand a command over; gives up after `patience` seconds (negative: never).
+
+        Another thread may be stuck in the middle of its command, where the pipe is full and the engine hangs.
+        """
+        if not self._sending.acquire(timeout=patience):
+            log.error("the engine has taken no command for %.0f s: a step seems to hang", patience)
+            return
+        try:
+            self._connection.send(command)
+        except OSError:  # nobody is there any more: the receiver sees it, too, and reports it
+            log.debug("%s was not delivered", type(command).__name__)
+        finally:
+            self._sending.release()
 
     def _ask(self, question: Callable[[int], Command]) -> list[Progress]:
         """Have the engine answer between two steps; nothing where it has failed or seems to hang."""
         with self._asking:
             self._question += 1
-            self._send(question(self._question))
+            self._send(question(self._question), patience=_HANG_SECONDS)
             give_up_at = time.monotonic() + _HANG_SECONDS
             while self.alive:
                 try:

@@ -1,6 +1,7 @@
 """The pipe between a worker and its engine."""
 
 import threading
+import time
 
 import pytest
 
@@ -9,6 +10,7 @@ from jobs.errors import ModelFileError, RunnerError
 from tests.servers import wait_until
 from tests.unit.engine.scripted import EOS, PieceStream, ScriptedRunner
 from tests.unit.worker.threads import engine_in_thread
+from worker import engine_link
 from worker.engine.engine import Engine
 from worker.engine.request import Completion, Request
 
@@ -91,3 +93,32 @@ def test_engine_that_breaks_is_reported_once() -> None:
     link.abandon()
     link.stop()
     assert failures == ["the arithmetic gave out"]
+
+
+def test_engine_that_hangs_with_a_full_pipe_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_link, "_HANG_SECONDS", 0.3)
+    engine, going_on = make_engine(), threading.Event()
+
+    def hang() -> list[Completion]:
+        assert going_on.wait(60)
+        raise RunnerError("killed")  # what becomes of a process; a thread has to end by itself
+
+    engine.step = hang  # type: ignore[method-assign]
+    link = engine_in_thread(lambda: engine)
+    link.start(lambda completion: None, lambda error: None)
+
+    def fill() -> None:
+        for number in range(20_000):
+            link.submit(request(f"job-{number}", 5))
+
+    filling = threading.Thread(target=fill, daemon=True)
+    filling.start()
+    wait_until(link._sending.locked)
+    time.sleep(0.2)
+    assert link.progress(["job-0"], 1) == [] == link.abandon()
+    stopping = threading.Thread(target=link.stop, daemon=True)
+    stopping.start()
+    time.sleep(1.0)  # more than it waits to hand over Stop, and for the end
+    going_on.set()
+    stopping.join(30)
+    assert not stopping.is_alive() and not link.alive
