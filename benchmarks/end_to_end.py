@@ -15,18 +15,15 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import psutil
 
+from benchmarks.servers import durable_client
 from jobs.client import Client
 from jobs.contract import JobState
-from jobs.settings import Settings
 from jobs.store import Selection
-from tests.servers import start_postgres, start_redis
 from tools.demo_corpus import topics, words
 from worker.commands import running_worker
 from worker.loading import demo_model
@@ -43,15 +40,7 @@ def main() -> None:
     arguments.add_argument("--jobs", type=int, default=10_000)
     arguments.add_argument("--sqlite", action="store_true", help="SQLite in place of PostgreSQL")
     options = arguments.parse_args()
-    with ExitStack() as stack:
-        home = Path(stack.enter_context(TemporaryDirectory(prefix="nightmill-bench-")))
-        redis = stack.enter_context(start_redis(home / "redis", durable=True))
-        url = None
-        if not options.sqlite:
-            url = stack.enter_context(start_postgres(durable=True)).create_database()
-        settings = Settings(data_dir=home, database_url=url, broker_url=redis.url, model=demo_model())
-        client = stack.enter_context(Client(settings))
-        client.database.migrate()
+    with durable_client(sqlite=options.sqlite, model=demo_model()) as (client, home):
         for name in options.workloads:
             report = WORKLOADS[name](client, home, options.jobs)
             print(

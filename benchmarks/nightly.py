@@ -17,16 +17,15 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import psutil
 
 from benchmarks.end_to_end import PeakMemory
+from benchmarks.servers import durable_client
 from jobs.client import Client
 from jobs.contract import GenerationParams
 from jobs.settings import Settings
-from tests.servers import start_postgres, start_redis
 from tools.demo_corpus import topics, words
 from worker.commands import running_worker
 from worker.engine.request import Request
@@ -46,18 +45,10 @@ def main() -> None:
     arguments.add_argument("--repeat", type=int, default=3)
     arguments.add_argument("--sqlite", action="store_true", help="SQLite in place of PostgreSQL")
     options = arguments.parse_args()
-    with ExitStack() as stack:
-        home = Path(stack.enter_context(TemporaryDirectory(prefix="nightmill-bench-")))
-        redis = stack.enter_context(start_redis(home / "redis", durable=True))
-        url = None
-        if not options.sqlite:
-            url = stack.enter_context(start_postgres(durable=True)).create_database()
-        settings = Settings(
-            data_dir=home, database_url=url, broker_url=redis.url, model=options.model,
-            max_sequences=options.max_sequences,
-        )  # fmt: skip
-        client = stack.enter_context(Client(settings))
-        client.database.migrate()
+    with durable_client(sqlite=options.sqlite, model=options.model, max_sequences=options.max_sequences) as (
+        client,
+        home,
+    ):
         # Prompts of every night are new: those of the last are still in the KV cache, and would be shared.
         nights = [
             list(prompts(options.jobs, options.words, options.tokens, turn)) for turn in range(options.repeat)

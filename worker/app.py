@@ -99,7 +99,7 @@ class EngineStep(bootsteps.StartStopStep):
         engine = launch_engine(settings, ENGINE_COMMAND)  # it loads the model while this process goes on
         try:
             self._serve(parent, settings, engine)
-        except BaseException:
+        except BaseException:  # Ctrl-C too must not leave the engine's process behind
             engine.stop()
             raise
 

@@ -115,7 +115,8 @@ class EngineLink:
         self._host.join(0.0 if self._stats is None else _HANG_SECONDS)  # one that still loads reads nothing
         if self._receiver.is_alive():
             self._receiver.join()
-        self._connection.close()
+        with self._sending:  # nobody is in the middle of a command: the other end is gone
+            self._connection.close()
 
     def _send(self, command: Command, patience: float = -1) -> None:
         """Hand a command over; gives up after `patience` seconds (negative: never).

@@ -20,7 +20,8 @@ from jobs.client import Client
 from jobs.contract import JobState
 from jobs.settings import Settings
 from tests.integration.worker.conftest import StartWorker
-from tests.servers import REFERENCE, RedisServer, wait_until, worker_env
+from tests.servers import RedisServer, wait_until, worker_env
+from worker.loading import demo_model
 
 PATIENCE = 120.0
 MODEL = "nightmill-demo"
@@ -30,6 +31,12 @@ BAD = {5: "{broken", 20: '{"prompt": "x", "tools": []}'}
 
 # Where the process is looked at and the database plays no part.
 on_sqlite = pytest.mark.parametrize("server_settings", ["sqlite"], indirect=True)
+
+
+@pytest.fixture
+def quick(quick: Settings) -> Settings:
+    """With the reference runner on the demo model, whatever others use: a GPU is done before it is killed."""
+    return quick.model_copy(update={"reference": True, "model": demo_model()})
 
 
 @pytest.fixture
@@ -317,6 +324,3 @@ def test_the_deadline_ends_a_run_with_partial_texts_and_a_code_of_its_own(
     codes = [row["error"]["code"] for row in rows(tmp_path / "out.errors.jsonl")]
     assert set(codes) == {"deadline"}
     assert any(row.get("text") for row in rows(tmp_path / "out.errors.jsonl"))
-
-
-pytestmark = pytest.mark.skipif(not REFERENCE, reason="its lengths are those of the demo model")

@@ -97,28 +97,36 @@ def test_engine_that_breaks_is_reported_once() -> None:
 
 def test_engine_that_hangs_with_a_full_pipe_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_link, "_HANG_SECONDS", 0.3)
-    engine, going_on = make_engine(), threading.Event()
+    engine, hanging, going_on = make_engine(), threading.Event(), threading.Event()
 
     def hang() -> list[Completion]:
+        hanging.set()
         assert going_on.wait(60)
         raise RunnerError("killed")  # what becomes of a process; a thread has to end by itself
 
     engine.step = hang  # type: ignore[method-assign]
     link = engine_in_thread(lambda: engine)
     link.start(lambda completion: None, lambda error: None)
+    link.submit(request("job", 5))
+    assert hanging.wait(30)
+    sent: list[int] = []
 
     def fill() -> None:
         for number in range(20_000):
             link.submit(request(f"job-{number}", 5))
+            sent.append(number)
 
     filling = threading.Thread(target=fill, daemon=True)
     filling.start()
-    wait_until(link._sending.locked)
-    time.sleep(0.2)
-    assert link.progress(["job-0"], 1) == [] == link.abandon()
+    wait_until(lambda: sent and link._sending.locked())
+    time.sleep(0.5)
+    assert len(sent) < 20_000  # the pipe is full
+    assert link.progress(["job"], 1) == [] == link.abandon()
     stopping = threading.Thread(target=link.stop, daemon=True)
     stopping.start()
     time.sleep(1.0)  # more than it waits to hand over Stop, and for the end
     going_on.set()
     stopping.join(30)
     assert not stopping.is_alive() and not link.alive
+    filling.join(30)
+    assert not filling.is_alive()

@@ -1,0 +1,24 @@
+"""What tests of batches do with rows."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from jobs.batches import Batch
+from jobs.claims import Claims, Outcome
+from jobs.contract import Job, JobState, StopReason
+
+
+def write(path: Path, rows: Sequence[object]) -> Path:
+    path.write_text("".join(f"{row if isinstance(row, str) else json.dumps(row)}\n" for row in rows))
+    return path
+
+
+def jobs_of(batch: Batch) -> dict[int, Job]:
+    return {job.row or 0: job for job in batch._store.in_order(batch.name, list(JobState))}
+
+
+def finish(worker: Claims, jobs: Sequence[Job], reason: StopReason = StopReason.EOS) -> None:
+    for claim in worker.claim([job.id for job in jobs]):
+        outcome = Outcome(claim.job_id, claim.attempt, reason, f"text of {claim.prompt}", 3, 5)
+        worker.finish([outcome])

@@ -1,0 +1,111 @@
+"""A service on an engine (in a thread) whose runner does as a test says."""
+
+import threading
+from typing import Any
+
+from jobs.claims import Claim, Claims
+from jobs.client import Client
+from jobs.errors import ChatTemplateError, RunnerError
+from jobs.store import Selection
+from tests.unit.engine.scripted import EOS, PieceStream, ScriptedRunner
+from tests.unit.worker.threads import engine_in_thread
+from worker.engine.engine import Engine
+from worker.runners.base import StepBatch
+from worker.service import Service
+
+PROMPT = (1, 2, 3)
+
+
+class Faulty(ScriptedRunner):
+    """Raises at a launch once it is told to."""
+
+    broken = False
+
+    def launch(self, batch: StepBatch) -> None:
+        if self.broken:
+            raise RunnerError("the arithmetic gave out")
+        super().launch(batch)
+
+
+class Gated(ScriptedRunner):
+    """Launches only while its gate is open."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.gate = threading.Event()
+
+    def launch(self, batch: StepBatch) -> None:
+        assert self.gate.wait(60)
+        super().launch(batch)
+
+
+class Pausing(Gated):
+    """Stops before its launch number `pause_at` until the gate is open."""
+
+    pause_at = 40
+
+    def launch(self, batch: StepBatch) -> None:
+        if len(self.batches) >= self.pause_at:
+            super().launch(batch)
+        else:
+            ScriptedRunner.launch(self, batch)
+
+
+class Bench:
+    """A service on a client's database, and what became of it."""
+
+    def __init__(
+        self,
+        client: Client,
+        runner: ScriptedRunner,
+        capacity: int = 8,
+        name: str = "a",
+        model_digest: str = "digest",
+    ) -> None:
+        self.client = client
+        self.runner = runner
+        self.claims = Claims(client.database, name * 32)
+        self.claims.register("host", 1, "model", None)
+        self.fatal: list[str] = []
+        self.engine = Engine(
+            runner,
+            text_stream=PieceStream,
+            eos_ids=frozenset({EOS}),
+            context_length=200,
+            max_sequences=runner.slots,
+            token_budget=64,
+        )
+        self.service = Service(
+            self.claims,
+            engine_in_thread(lambda: self.engine),
+            self.tokenize,
+            model_digest=model_digest,
+            capacity=capacity,
+            drain_seconds=5.0,
+            on_fatal=self.fatal.append,
+        )
+
+    @staticmethod
+    def tokenize(claim: Claim) -> tuple[int, ...]:
+        if claim.prompt == "unspeakable":
+            raise ChatTemplateError("the template refuses")
+        return PROMPT
+
+    def run(self, job_ids: list[str]) -> threading.Thread:
+        thread = threading.Thread(target=self.service.run_shard, args=(job_ids,), daemon=True)
+        thread.start()
+        return thread
+
+
+def stop(bench: Bench) -> None:
+    bench.service.drain_seconds = 0.0
+    bench.service.drain()
+    bench.service.close()
+
+
+def enqueue(client: Client, count: int, **settings: Any) -> list[str]:
+    return list(client.enqueue_many(["prompt"] * count, **settings))
+
+
+def these(ids: list[str]) -> Selection:
+    return Selection(ids=ids)
