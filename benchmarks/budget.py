@@ -94,16 +94,13 @@ class Costs:
         attention = layered((4 * keys * kv_heads * head + 4 * tokens * queries, 4 * head * heads * pairs))
         swiglu = 2 * 2 * ffn * width + 2 * tokens * (width + ffn)
         parts = {
-            "qkv": layered(product(qkv, width)), "output": layered(product(width, queries)),
-            "gate_up": layered(product(2 * ffn, width)),
+            "qkv": layered(product(qkv, width)), "output": layered(product(width, queries, size=8)),
             "gate_up and swiglu": layered((swiglu, 4 * tokens * ffn * width)),
-            "down": layered(product(width, ffn)), "head": product(vocab, width, draws, 4),
+            "down": layered(product(width, ffn, size=8)), "head": product(vocab, width, draws, 4),
         }  # fmt: skip
         self.of: dict[str, tuple[int, int]] = parts | {
             "decode_attention": attention, "prefill_attention": attention,
-            "qkv_rope_write": (layers * 4 * tokens * qkv, 0),
-            "add_rms_norm": (2 * layers * 12 * tokens * width, 0), "rms_norm": (6 * tokens * width, 0),
-            "swiglu": (layers * 6 * tokens * ffn, 0), "embed": (6 * tokens * width, 0),
+            "rms_norm": ((2 * layers + 1) * 6 * tokens * width, 0), "embed": (6 * tokens * width, 0),
             "gather_rows": (4 * draws * width, 0), "sample": (4 * draws * vocab, 0),
         }  # fmt: skip
 
@@ -162,23 +159,18 @@ def measure(runner: CudaRunner, batch: StepBatch, costs: Costs, rates: tuple[flo
         inputs = runner._steps.write(0, batch, shape, tiles)
     calls: list[tuple[str, Callable[[], None]]] = []
     weights = model._weights
-    names: dict[int | str, str] = {weights.head: "head"}
+    names: dict[int | str, str] = {weights.head: "head", "swiglu": "gate_up and swiglu"}
     for layer in weights.layers:
-        gate_up = "gate_up and swiglu" if model._gemm.fuses_swiglu else "gate_up"
-        names |= {
-            layer.qkv: "qkv",
-            layer.attn_output: "output",
-            layer.gate_up: gate_up,
-            layer.ffn_down: "down",
-        }
-    kept = model._kernels, model._gemm, model._few
+        names |= {layer.attn_output: "output", layer.ffn_down: "down"}
+    kept = model._kernels, model._gemm, model._qkv, model._few
     model._kernels = Recorder(kept[0], calls, {})
-    model._gemm = Recorder(kept[1], calls, names | {"swiglu": gate_up})
-    model._few = None if kept[2] is None else Recorder(kept[2], calls, names | {"swiglu": gate_up})
+    model._gemm = Recorder(kept[1], calls, names)
+    model._qkv = Recorder(kept[2], calls, {"product": "qkv"})
+    model._few = None if kept[3] is None else Recorder(kept[3], calls, names)
     try:
         model.forward(inputs, shape)
     finally:
-        model._kernels, model._gemm, model._few = kept
+        model._kernels, model._gemm, model._qkv, model._few = kept
     runner.device.synchronize()
     for name in dict.fromkeys(name for name, _ in calls):
         mine = [call for other, call in calls if other == name]

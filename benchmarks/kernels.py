@@ -129,9 +129,8 @@ def row_cases(bench: Bench, config: ModelConfig) -> Iterator[Case]:
     heads = config.heads + 2 * config.kv_heads
     bias = bench.random(heads * config.head_dim, np.float32)
     for count in (1, 256, 8192):
-        rounds = rounds_for(count * width * 8)
+        rounds = rounds_for(count * width * 6)
         x = [bench.random(count * width, np.float32) for _ in range(rounds)]
-        delta = [bench.random(count * width) for _ in range(rounds)]
         out = [bench.random(count * width) for _ in range(rounds)]
         tokens = [bench.ints(bench.rng.integers(0, config.vocab, count)) for _ in range(rounds)]
         values = count * width
@@ -148,13 +147,6 @@ def row_cases(bench: Bench, config: ModelConfig) -> Iterator[Case]:
             lambda i: kernels.rms_norm(x[i], gains, out[i], count, width, eps),
             rounds,
             values * 6,
-        )
-        yield Case(
-            "add_rms_norm",
-            f"{count}x{width}",
-            lambda i: kernels.add_rms_norm(x[i], delta[i], gains, out[i], count, width, eps),
-            rounds,
-            values * 12,
         )
         rounds = rounds_for(count * ffn * 6)
         gate_up = [bench.random(2 * count * ffn) for _ in range(rounds)]

@@ -1,197 +1,150 @@
-// Products with weights on Hopper: y = x W^T, alone or with SwiGLU, by wgmma and bulk tensor copies.
+// Products with weights on Hopper, by the main loop of `hopper_product.cuh`: y = x W^T, alone, with SwiGLU, or added to the
+// residual stream. Kernels are named KIND_GROUPS_BN_STAGES_CLUSTER_PARTS.
 //
-//   x  half (rows, K)      W  half (outputs, K)      y  half
-// x and W come through tensor maps with boxes of 64 columns by 64 GROUPS and BN / 2 rows.
-//   product_*   y (rows, outputs)
-//   swiglu_*    W holds F rows of gate, then F of up; y (rows, F) = silu(gate) * up, gate and up rounded to half
+//   product_*   y (rows, outputs) half
+//   swiglu_*    W holds F rows of gate, then F of up; y (rows, F) half = silu(gate) * up, gate and up rounded to half
 //               before, as `swiglu.cu` reads them
+//   residual_*  y (rows, outputs) float += x W^T. With PARTS, K is summed in so many pieces of the same length by the
+//               blocks of a cluster, and these are added in order: y + piece 0 + piece 1 ... Where a product has few
+//               tiles and K is long, more of the chip works on it. K is a multiple of 64 PARTS
 //
-// Sums are float and go through K in order, 16 elements at a time, from one accumulator: a row's bits hang on that row
-// and the weights alone, not on the tile, and are those of cuBLASLt's algorithms without split-K.
-//
-// A tile is 64 GROUPS rows by BN columns of W (swiglu: BN / 2 of gate and their BN / 2 of up). One warp copies, 64
-// elements of K at a time, STAGES deep; GROUPS warpgroups multiply, 64 rows each. Blocks go through the tiles with
-// stride gridDim.x, in groups of GROUP_ROWS tiles of rows, so that those running together share weights and rows in
-// L2; copies run ahead into the next tile while the results of one are written. Two blocks of a CLUSTER take two tiles
-// of rows and fetch half of W each, for both: less comes from L2. FLOPs 2 rows outputs K; bytes: W, x
-// and y once from memory, if L2 holds a group.
-//
-// The kernel may start before the one ahead of it has ended: weights are fetched at once, x only after that.
-#include "hopper.cuh"
+// y is written once (residual_*: read, too).
+#include "hopper_product.cuh"
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
-static constexpr int DEPTH = 64;  // elements of K in a stage: the width of the swizzle
-static constexpr int GROUP_ROWS = 16;
+enum class Kind { PRODUCT, SWIGLU, RESIDUAL };
 
-enum class Kind { PLAIN, SWIGLU };
-
-static __device__ __forceinline__ float rounded(float value) { return __half2float(__float2half_rn(value)); }
-
-// Four words a lane, word i of which belongs to column group i: afterwards lane t of each four has group t whole.
-static __device__ __forceinline__ uint4 transposed(uint32_t a, uint32_t b, uint32_t c, uint32_t d, int t) {
-    const bool odd = t & 1, high = t & 2;
-    uint32_t give = odd ? a : b, keep = odd ? b : a;
-    uint32_t got = __shfl_xor_sync(0xffffffffu, give, 1);
-    const uint32_t p0 = odd ? got : keep, p1 = odd ? keep : got;
-    give = odd ? c : d, keep = odd ? d : c;
-    got = __shfl_xor_sync(0xffffffffu, give, 1);
-    const uint32_t q0 = odd ? got : keep, q1 = odd ? keep : got;
-    const uint32_t r0 = __shfl_xor_sync(0xffffffffu, high ? p0 : q0, 2);
-    const uint32_t r1 = __shfl_xor_sync(0xffffffffu, high ? p1 : q1, 2);
-    return high ? make_uint4(r0, r1, q0, q1) : make_uint4(p0, p1, r0, r1);
+// y += acc for the rows `row` and row + 8 of this thread.
+template <int BN>
+static __device__ __forceinline__ void add_to(float* y, const float (&acc)[BN / 2], int row, int column, int rows,
+                                              int outputs, int t) {
+    constexpr int AT_ONCE = BN / 8 < 8 ? BN / 8 : 8;  // so that loads are under way together
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const int my_row = row + 8 * half;
+        if (my_row >= rows) continue;
+        float* target = y + static_cast<int64_t>(my_row) * outputs + column + 2 * t;
+#pragma unroll
+        for (int first = 0; first < BN / 8; first += AT_ONCE) {
+            float2 old[AT_ONCE];
+#pragma unroll
+            for (int j = 0; j < AT_ONCE; ++j)
+                if (column + (first + j) * 8 < outputs) old[j] = *reinterpret_cast<float2*>(target + (first + j) * 8);
+#pragma unroll
+            for (int j = 0; j < AT_ONCE; ++j) {
+                const int at = 4 * (first + j) + 2 * half;
+                if (column + (first + j) * 8 < outputs)
+                    *reinterpret_cast<float2*>(target + (first + j) * 8) =
+                        make_float2(old[j].x + acc[at], old[j].y + acc[at + 1]);
+            }
+        }
+    }
 }
 
-template <int GROUPS, int BN, int STAGES, int CLUSTER, Kind KIND>
-static __device__ __forceinline__ void multiply(const TensorMap* x_map, const TensorMap* w_map, __half* __restrict__ y,
-                                                int rows, int outputs, int inputs) {
-    constexpr int BM = 64 * GROUPS;
-    constexpr int X_BYTES = BM * DEPTH * 2, W_BYTES = BN * DEPTH * 2;
-    constexpr int COLUMNS = KIND == Kind::SWIGLU ? BN / 2 : BN;  // of y in a tile
-    extern __shared__ unsigned char dynamic[];
-    __shared__ uint64_t barriers[2 * STAGES];
-    const uint32_t base = (shared_address(dynamic) + 1023) & ~1023u;
-    const uint32_t full = shared_address(barriers), empty = full + 8 * STAGES;
-    auto x_tile = [&](int stage) { return base + stage * (X_BYTES + W_BYTES); };
-    auto w_tile = [&](int stage) { return base + stage * (X_BYTES + W_BYTES) + X_BYTES; };
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    constexpr int HEIGHT = BM * CLUSTER;  // rows that a cluster computes at once
-    const int rank = CLUSTER > 1 ? rank_in_cluster() : 0;
-    const int row_tiles = (rows + HEIGHT - 1) / HEIGHT, column_tiles = (outputs + COLUMNS - 1) / COLUMNS;
-    const int tiles = row_tiles * column_tiles, steps = (inputs + DEPTH - 1) / DEPTH;
-    const int first_tile = blockIdx.x / CLUSTER, stride = gridDim.x / CLUSTER;
-    auto place = [&](int tile, int& row, int& column) {
-        const int group = tile / (GROUP_ROWS * column_tiles), within = tile % (GROUP_ROWS * column_tiles);
-        const int height = min(GROUP_ROWS, row_tiles - group * GROUP_ROWS);
-        row = (group * GROUP_ROWS + within % height) * HEIGHT + rank * BM;
-        column = within / height * COLUMNS;
-    };
-
-    if (threadIdx.x == 0) {
-        for (int stage = 0; stage < STAGES; ++stage) {
-            barrier_init(full + 8 * stage, 1);
-            barrier_init(empty + 8 * stage, GROUPS * CLUSTER);
-        }
-        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+// y += the pieces of a tile that the blocks of a cluster have; each block adds a share of the rows.
+template <int GROUPS, int BN, int PARTS>
+static __device__ __forceinline__ void add_pieces(float* y, const float (&acc)[BN / 2], int row, int column, int rows,
+                                                  int outputs, uint32_t shared) {
+    constexpr int THREADS = 128 * GROUPS, PITCH = 4 * (BN + 8);  // bytes; rows 8 words apart in banks
+    constexpr int SHARE = 64 * GROUPS / PARTS, FOURS = BN / 4, EACH = SHARE * FOURS / THREADS;
+    const int lane = threadIdx.x % 32, t = lane % 4;
+    const int within = threadIdx.x / 32 * 16 + lane / 4;  // row of the tile that is `row`
+    asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory");  // all have multiplied
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+#pragma unroll
+        for (int j = 0; j < BN / 8; ++j)
+            asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(shared + (within + 8 * half) * PITCH + j * 32 + t * 8),
+                         "f"(acc[4 * j + 2 * half]), "f"(acc[4 * j + 2 * half + 1])
+                         : "memory");
+    const int rank = rank_in_cluster(), first_row = row - within;
+    float4 sum[EACH];
+    float4* target[EACH];
+#pragma unroll
+    for (int i = 0; i < EACH; ++i) {
+        const int at = i * THREADS + threadIdx.x, my_row = first_row + rank * SHARE + at / FOURS;
+        const int my_column = column + at % FOURS * 4;
+        const bool exists = my_row < rows && my_column < outputs;
+        target[i] = exists ? reinterpret_cast<float4*>(y + static_cast<int64_t>(my_row) * outputs + my_column) : nullptr;
+        if (exists) sum[i] = *target[i];
     }
-    if (CLUSTER > 1)
-        cluster_sync();
-    else
-        __syncthreads();
-    launch_next();
-
-    if (warp == 4 * GROUPS && lane == 0) {
-        auto load_w = [&](int stage, int step, int column) {
-            barrier_expect(full + 8 * stage, X_BYTES + W_BYTES);
-            const int upper = KIND == Kind::SWIGLU ? outputs + column : column + BN / 2;
-            if (CLUSTER > 1) {
-                load_box_in_both(w_tile(stage) + rank * (W_BYTES / 2), w_map, full + 8 * stage, step * DEPTH,
-                                 rank ? upper : column);
-            } else {
-                load_box(w_tile(stage), w_map, full + 8 * stage, step * DEPTH, column);
-                load_box(w_tile(stage) + W_BYTES / 2, w_map, full + 8 * stage, step * DEPTH, upper);
-            }
-        };
-        int row, column;
-        if (first_tile < tiles) {
-            place(first_tile, row, column);
-            for (int step = 0; step < min(STAGES, steps); ++step) load_w(step, step, column);
+    cluster_sync();
+#pragma unroll
+    for (int part = 0; part < PARTS; ++part)
+#pragma unroll
+        for (int i = 0; i < EACH; ++i) {
+            const int at = i * THREADS + threadIdx.x;
+            const float4 piece = load_from(shared + (rank * SHARE + at / FOURS) * PITCH + at % FOURS * 16, part);
+            sum[i].x += piece.x, sum[i].y += piece.y, sum[i].z += piece.z, sum[i].w += piece.w;
         }
-        wait_for_previous();
-        int count = 0;
-        for (int tile = first_tile; tile < tiles; tile += stride) {
-            place(tile, row, column);
-            for (int step = 0; step < steps; ++step, ++count) {
-                const int stage = count % STAGES;
-                if (count >= STAGES) barrier_wait(empty + 8 * stage, (count / STAGES - 1) & 1);
-                if (count >= min(STAGES, steps)) load_w(stage, step, column);
-                load_box(x_tile(stage), x_map, full + 8 * stage, step * DEPTH, row);
-            }
-        }
-    }
-    if (warp == 4 * GROUPS) {
-        __syncwarp();
-        if (CLUSTER > 1) cluster_sync();
-        return;
-    }
+#pragma unroll
+    for (int i = 0; i < EACH; ++i)
+        if (target[i] != nullptr) *target[i] = sum[i];
+    cluster_sync();  // no block ends while another reads its piece
+}
 
-    const int group = warp / 4, g = lane / 4, t = lane % 4;
-    auto release = [&](int stage) {
-        if (CLUSTER == 1 && threadIdx.x % 128 == 0) barrier_arrive(empty + 8 * stage);
-        if (CLUSTER > 1 && threadIdx.x % 128 < CLUSTER) barrier_arrive_at(empty + 8 * stage, threadIdx.x % 128);
-    };
-    int count = 0;
-    for (int tile = first_tile; tile < tiles; tile += stride) {
-        float acc[BN / 2];
-        for (int step = 0; step < steps; ++step, ++count) {
-            const int stage = count % STAGES;
-            barrier_wait(full + 8 * stage, count / STAGES & 1);
-            const uint64_t a = tile_descriptor(x_tile(stage) + group * 64 * DEPTH * 2);
-            const uint64_t b = tile_descriptor(w_tile(stage));
-            wgmma_begin();
+template <Kind KIND, int GROUPS, int BN, int STAGES, int CLUSTER, int PARTS, typename Result>
+static __device__ __forceinline__ void product(const TensorMap* x_map, const TensorMap* w_map, Result* __restrict__ y,
+                                               int rows, int outputs, int inputs) {
+    constexpr int SIDES = KIND == Kind::SWIGLU ? 2 : 1;
+    auto finish = [&](const float(&acc)[BN / 2], int row, int column, uint32_t stages) {
+        const int t = threadIdx.x % 4;
+        if constexpr (KIND == Kind::RESIDUAL && PARTS == 1) {
+            add_to<BN>(y, acc, row, column, rows, outputs, t);
+        } else if constexpr (KIND == Kind::RESIDUAL) {
+            add_pieces<GROUPS, BN, PARTS>(y, acc, row, column, rows, outputs, stages);
+        } else {
 #pragma unroll
-            for (int k = 0; k < DEPTH / 16; ++k) wgmma(acc, a + 2 * k, b + 2 * k, step + k > 0);
-            wgmma_commit();
-            wgmma_wait<1>();
-            if (step > 0) release((count - 1) % STAGES);
-        }
-        wgmma_wait<0>();
-        wgmma_keep(acc);
-        release((count - 1) % STAGES);
-
-        int row, column;
-        place(tile, row, column);
-        row += group * 64 + warp % 4 * 16 + g;
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const int my_row = row + 8 * half;
-            const bool exists = my_row < rows;
-            __half* target = y + static_cast<int64_t>(my_row) * outputs + column + t * 8;
-#pragma unroll
-            for (int j = 0; j < COLUMNS / 8; j += 4) {
-                uint32_t word[4];
-#pragma unroll
-                for (int i = 0; i < 4; ++i) {
-                    if (j + i >= COLUMNS / 8) {
-                        word[i] = 0;
-                        continue;
-                    }
+            for (int half = 0; half < 2; ++half) {
+                const int my_row = row + 8 * half;
+                __half* target = y + static_cast<int64_t>(my_row) * outputs + column;
+                store_row<BN / SIDES>(target, my_row < rows, outputs - column, t, [&](int j) {
                     float pair[2];
 #pragma unroll
                     for (int e = 0; e < 2; ++e) {
-                        pair[e] = acc[4 * (j + i) + 2 * half + e];
+                        pair[e] = acc[4 * j + 2 * half + e];
                         if constexpr (KIND == Kind::SWIGLU) {
-                            const float up = acc[BN / 4 + 4 * (j + i) + 2 * half + e];
+                            const float up = acc[BN / 4 + 4 * j + 2 * half + e];
                             pair[e] = silu_times(rounded(pair[e]), rounded(up));
                         }
                     }
-                    word[i] = pack(pair[0], pair[1]);
-                }
-                const uint4 eight = transposed(word[0], word[1], word[2], word[3], t);
-                if (exists && j + t < COLUMNS / 8 && column + (j + t) * 8 < outputs)
-                    *reinterpret_cast<uint4*>(target + j * 8) = eight;
+                    return pack(pair[0], pair[1]);
+                });
             }
         }
-    }
-    if (CLUSTER > 1) cluster_sync();  // no block ends while the other may write to its memory or barriers
+    };
+    multiply<GROUPS, BN, STAGES, CLUSTER, PARTS, SIDES>(x_map, w_map, rows, outputs, inputs, finish);
 }
 
-#define GEMM_KERNEL(NAME, KIND, GROUPS, BN, STAGES, CLUSTER)                                                      \
-    extern "C" __global__ void __launch_bounds__(128 * GROUPS + 32) __cluster_dims__(CLUSTER, 1, 1)                \
-        NAME##_##GROUPS##_##BN##_##STAGES##_##CLUSTER(const __grid_constant__ TensorMap x,                         \
-                                                      const __grid_constant__ TensorMap w, __half* y, int rows,   \
-                                                      int outputs, int inputs) {                                  \
-        multiply<GROUPS, BN, STAGES, CLUSTER, Kind::KIND>(&x, &w, y, rows, outputs, inputs);                       \
+#define GEMM_KERNEL(NAME, KIND, RESULT, GROUPS, BN, STAGES, CLUSTER, PARTS)                                        \
+    extern "C" __global__ void __launch_bounds__(128 * GROUPS + 32) __cluster_dims__(CLUSTER * PARTS, 1, 1)        \
+        NAME##_##GROUPS##_##BN##_##STAGES##_##CLUSTER##_##PARTS(                                                   \
+            const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w, RESULT* y, int rows,        \
+            int outputs, int inputs) {                                                                            \
+        product<Kind::KIND, GROUPS, BN, STAGES, CLUSTER, PARTS>(&x, &w, y, rows, outputs, inputs);                 \
     }
 #else
-#define GEMM_KERNEL(NAME, KIND, GROUPS, BN, STAGES, CLUSTER)
+#define GEMM_KERNEL(NAME, KIND, RESULT, GROUPS, BN, STAGES, CLUSTER, PARTS)
 #endif
 
-GEMM_KERNEL(product, PLAIN, 1, 64, 6, 1)
-GEMM_KERNEL(product, PLAIN, 1, 32, 8, 1)
-GEMM_KERNEL(swiglu, SWIGLU, 2, 256, 4, 2)
-GEMM_KERNEL(swiglu, SWIGLU, 2, 256, 4, 1)
-GEMM_KERNEL(swiglu, SWIGLU, 2, 160, 5, 1)
-GEMM_KERNEL(swiglu, SWIGLU, 1, 160, 4, 1)
-GEMM_KERNEL(swiglu, SWIGLU, 1, 128, 4, 1)
-GEMM_KERNEL(swiglu, SWIGLU, 1, 64, 6, 1)
+GEMM_KERNEL(product, PRODUCT, __half, 1, 64, 6, 1, 1)
+GEMM_KERNEL(product, PRODUCT, __half, 1, 32, 8, 1, 1)
+GEMM_KERNEL(swiglu, SWIGLU, __half, 2, 256, 4, 2, 1)
+GEMM_KERNEL(swiglu, SWIGLU, __half, 2, 256, 4, 1, 1)
+GEMM_KERNEL(swiglu, SWIGLU, __half, 2, 160, 5, 2, 1)
+GEMM_KERNEL(swiglu, SWIGLU, __half, 2, 160, 5, 1, 1)
+GEMM_KERNEL(swiglu, SWIGLU, __half, 1, 160, 4, 2, 1)
+GEMM_KERNEL(swiglu, SWIGLU, __half, 1, 160, 4, 1, 1)
+GEMM_KERNEL(swiglu, SWIGLU, __half, 1, 128, 4, 1, 1)
+GEMM_KERNEL(swiglu, SWIGLU, __half, 1, 64, 6, 1, 1)
+GEMM_KERNEL(residual, RESIDUAL, float, 2, 256, 4, 2, 1)
+GEMM_KERNEL(residual, RESIDUAL, float, 2, 128, 3, 1, 1)
+GEMM_KERNEL(residual, RESIDUAL, float, 2, 64, 4, 1, 1)
+GEMM_KERNEL(residual, RESIDUAL, float, 1, 64, 6, 1, 1)
+GEMM_KERNEL(residual, RESIDUAL, float, 1, 32, 8, 1, 1)
+GEMM_KERNEL(residual, RESIDUAL, float, 4, 128, 4, 1, 4)
+GEMM_KERNEL(residual, RESIDUAL, float, 2, 128, 3, 1, 4)
+GEMM_KERNEL(residual, RESIDUAL, float, 2, 64, 4, 1, 4)
+GEMM_KERNEL(residual, RESIDUAL, float, 1, 64, 6, 1, 4)
+GEMM_KERNEL(residual, RESIDUAL, float, 1, 32, 8, 1, 4)

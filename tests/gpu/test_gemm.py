@@ -7,7 +7,7 @@ import pytest
 from tests.gpu.comparing import nmse
 from tests.gpu.oracles import make_config
 from worker.runners.gpu.device import Device
-from worker.runners.gpu.gemm import Gemm, padded_rows
+from worker.runners.gpu.gemm import Gemm, padded_rows, parts_of
 from worker.runners.gpu.hopper import TILES, HopperProducts, Kind, Tile, is_hopper
 from worker.runners.gpu.kernels import Kernels
 
@@ -131,14 +131,92 @@ def test_swiglu_in_a_product_gives_the_bits_of_two_kernels(
     gemm.close()
 
 
+ADDED = ((896, 896), (896, 4864), (2048, 2048), (264, 3072), (520, 72))  # outputs, inputs; some in parts
+
+
+def residual_operands(
+    device: Device, rows: int, outputs: int, inputs: int
+) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float64], int, int]:
+    """What is added to, the exact sum, and the addresses of x, with poison behind, and of the weight."""
+    x, weight = operands(rows, outputs, inputs)
+    before = np.random.default_rng(rows).standard_normal((rows, outputs)).astype(np.float32)
+    poisoned = np.full((padded_rows(rows) + 1, inputs), np.nan, dtype=np.float16)
+    poisoned[:rows] = x
+    exact = before + x.astype(np.float64) @ weight.astype(np.float64).T
+    return before, exact, device.upload(poisoned), device.upload(weight)
+
+
+def with_poison(device: Device, before: npt.NDArray[np.float32]) -> int:
+    """Room for `padded_rows` and a row more, NaN but for `before`."""
+    rows, outputs = before.shape
+    y = np.full((padded_rows(rows) + 1, outputs), np.nan, dtype=np.float32)
+    y[:rows] = before
+    return device.upload(y)
+
+
+@pytest.mark.parametrize("tile", TILES[Kind.RESIDUAL], ids=str)
+def test_every_hopper_tile_adds_the_librarys_bits(device: Device, hopper: HopperProducts, tile: Tile) -> None:
+    gemm = Gemm(device, own_kernels=False, reproducible=True)
+    tried = 0
+    for outputs, inputs in ADDED:
+        if parts_of(device, outputs, inputs) != tile.parts:
+            continue
+        for rows in (1, 7, 63, 65, 257, 1000):
+            before, exact, *addresses = residual_operands(device, rows, outputs, inputs)
+            results = []
+            for own in (True, False):
+                y = with_poison(device, before)
+                if own:
+                    hopper.run(Kind.RESIDUAL, tile, *addresses, y, rows, outputs, inputs)
+                else:
+                    gemm.residual(*addresses, y, rows, outputs, inputs)
+                results.append(device.download(y, (padded_rows(rows) + 1, outputs), np.float32))
+                device.free(y)
+            np.testing.assert_array_equal(results[0][:rows], results[1][:rows], err_msg=f"{rows} {outputs}")
+            assert nmse(results[0][:rows], exact) < 1e-10
+            assert np.isnan(results[0][rows:]).all(), "wrote past its rows"
+            for address in addresses:
+                device.free(address)
+            tried += 1
+    assert tried
+    gemm.close()
+
+
+@pytest.mark.parametrize("kind", [Kind.RESIDUAL, Kind.SWIGLU], ids=str)
+def test_a_row_has_the_same_bits_among_any_number_of_rows_whatever_becomes_of_it(
+    device: Device, kind: Kind
+) -> None:
+    kernels = Kernels(device, make_config(), max_context=64)
+    for outputs, inputs in ADDED if kind is Kind.RESIDUAL else ((4864, 896), (520, 72)):
+        gemm = Gemm(device, reproducible=True)
+        most = 4096
+        gemm.separate_swiglu(kernels.swiglu, device.allocate(most * 4 * outputs))
+        x, weight = operands(most, outputs * (1 + (kind is Kind.SWIGLU)), inputs)
+        before = np.random.default_rng(0).standard_normal((most, outputs)).astype(np.float32)
+        addresses = device.upload(x), device.upload(weight)
+        y, dtype = device.allocate(most * outputs * 4), np.float32 if kind is Kind.RESIDUAL else np.float16
+        expected = None
+        for rows in (most, 1, 2, 5, 9, 24, 63, 65, 200, 256, 300, 700, 1024, 1500):
+            gemm.tune(addresses[0], [addresses[1]], y, (rows, outputs, inputs, kind))
+            device.copy_in(y, before)
+            device.synchronize()
+            run = gemm.residual if kind is Kind.RESIDUAL else gemm.swiglu
+            run(*addresses, y, rows, outputs, inputs)
+            result = device.download(y, (rows, outputs), dtype)
+            expected = result if expected is None else expected
+            np.testing.assert_array_equal(result, expected[:rows], err_msg=f"{rows} {outputs} {inputs}")
+        assert expected is not None
+        assert np.isfinite(expected).all()
+        gemm.close()
+
+
 def test_many_rows_are_computed_as_was_fastest_at_the_nearest_size_tried(device: Device) -> None:
     gemm = Gemm(device, reproducible=True)
     outputs, inputs = 896, 896
     x, weight = operands(4096, outputs, inputs)
     y = device.allocate(4096 * outputs * 2)
     addresses = device.upload(x), device.upload(weight)
-    assert gemm.tune(addresses[0], [addresses[1]], y, (4096, outputs, inputs, Kind.HALF)) > 0
-    assert gemm.tune(addresses[0], [addresses[1]], y, (4096, outputs, inputs, Kind.HALF)) == 0
+    gemm.tune(addresses[0], [addresses[1]], y, (4096, outputs, inputs, Kind.HALF))
     for rows in (1025, 3000, 4096):
         device.fill(y, 0xFF, 4096 * outputs * 2)
         gemm(*addresses, y, rows, outputs, inputs)

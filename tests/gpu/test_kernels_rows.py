@@ -66,17 +66,9 @@ def test_norms(device: Device, width: int) -> None:
     for count in ROWS if width < 4096 else (1, 65):
         scale = rng.uniform(0.001, 100, (count, 1))  # rows of very different sizes
         x = (rng.standard_normal((count, width)) * scale).astype(np.float32)
-        delta = rng.standard_normal((count, width)).astype(np.float16)
         stream, out = device.upload(x), poisoned(device, count * width, np.float16)
         kernels.rms_norm(stream, gains, out, count, width, 1e-6)
         expected = ops.rms_norm(x.astype(np.float64), weight.astype(np.float64), 1e-6)
-        assert_close(device.download(out, (count, width), np.float16), expected, EXACT)
-
-        out = poisoned(device, count * width, np.float16)
-        kernels.add_rms_norm(stream, device.upload(delta), gains, out, count, width, 1e-6)
-        total = x + delta.astype(np.float32)
-        np.testing.assert_array_equal(device.download(stream, (count, width), np.float32), total)
-        expected = ops.rms_norm(total.astype(np.float64), weight.astype(np.float64), 1e-6)
         assert_close(device.download(out, (count, width), np.float16), expected, EXACT)
 
 

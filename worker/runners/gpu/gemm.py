@@ -1,7 +1,7 @@
 """Products with weights: which of cuBLASLt's algorithms and our kernels computes each shape.
 
 y (rows, outputs) = x (rows, inputs) times weight (outputs, inputs) transposed; x and the weight are half, y
-half or float, sums float, all row-major.
+half or float, sums float, all row-major. Also with SwiGLU, and added to the residual stream.
 
 The number of rows is rounded up to one of few sizes, so that a way is chosen a bounded number of times: x and
 y must have room for `padded_rows(rows)` rows. What the rows in between hold does not matter, and what is
@@ -9,7 +9,7 @@ written to them means nothing.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,9 +18,9 @@ from worker.runners.gpu.compiler import compile_kernels, kernel_directory
 from worker.runners.gpu.device import CudaError, Device
 from worker.runners.gpu.functions import Function, Module
 from worker.runners.gpu.hopper import TILES, HopperProducts, Kind, Tile, is_hopper
-from worker.runners.gpu.library import Algorithm, Library, Way
+from worker.runners.gpu.library import Algorithm, Library, Product, Way
 
-__all__ = ["MANY_ROWS", "Gemm", "padded_rows"]
+__all__ = ["MANY_ROWS", "Gemm", "padded_rows", "parts_of"]
 
 log = logging.getLogger(__name__)
 
@@ -30,15 +30,29 @@ _TIMED_RUNS = 6
 # Rows of the weight a warp _ warps a row; the last needs too many registers beyond 4 rows of x.
 _GEMV_VARIANTS = ("1_4", "1_1", "2_1", "4_1")
 _FEW_ROWS = 4
+_PARTS = 4
+_FEW_OUTPUTS, _MANY_INPUTS = 2048, 2048  # between them, a product has too few tiles for the chip
 
 Candidate = Algorithm | Tile | str
-"""An algorithm of the library, a tile of the Hopper kernels, or a variant of `gemv.cu`."""
+"""An algorithm of the library, a tile of the Hopper kernels, or a variant of `gemv.cu`.
+
+For SWIGLU, an algorithm is followed by the kernel that does nothing else.
+"""
 
 
 def padded_rows(rows: int) -> int:
     """The number of rows that is computed for `rows`: steps of 8, then 32, then 128."""
     step = 1 if rows <= 16 else 8 if rows <= 256 else 32 if rows <= MANY_ROWS else 128
     return -(-rows // step) * step
+
+
+def parts_of(device: Device, outputs: int, inputs: int) -> int:
+    """In how many parts a product that is added to the residual stream is summed, whatever the rows.
+
+    More than one where there are few outputs and many inputs, so that few rows too give all of the chip work.
+    """
+    long = inputs >= _MANY_INPUTS and inputs % (64 * _PARTS) == 0 and outputs <= _FEW_OUTPUTS
+    return _PARTS if is_hopper(device) and long else 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +65,12 @@ class _Shape:
     @property
     def sizes(self) -> tuple[int, int, int]:
         return self.rows, self.outputs, self.inputs
+
+    def product(self, parts: int) -> Product:
+        """What the library is asked for."""
+        outputs = 2 * self.outputs if self.kind is Kind.SWIGLU else self.outputs
+        added = self.kind is Kind.RESIDUAL
+        return Product(self.rows, outputs, self.inputs, self.kind is Kind.FLOAT, added, parts)
 
 
 @dataclass(slots=True)
@@ -68,7 +88,9 @@ class Gemm:
     own_kernels   use our kernels where `tune` found them faster, or where nothing was tuned
     reproducible  a row's result must not depend on how many rows there are: only algorithms that sum in one
                   piece, without workspace, and our Hopper kernels, which gave the same bits for 1 to 4,096
-                  rows of ten shapes (H200, CUDA 13.0). Our kernel for a few rows sums in another order
+                  rows of ten shapes (H200, CUDA 13.0). `gemv.cu` sums in another order
+
+    Call `separate_swiglu` before `swiglu`.
     """
 
     def __init__(self, device: Device, *, own_kernels: bool = True, reproducible: bool = False) -> None:
@@ -78,6 +100,8 @@ class Gemm:
         self._hopper = HopperProducts(device) if own_kernels and is_hopper(device) else None
         self._module: Module | None = None
         self._functions: dict[str, Function] = {}
+        self._activate: Callable[[int, int, int, int], None] | None = None
+        self._gate_up = 0
         if own_kernels and not reproducible:
             source = kernel_directory() / "gemv.cu"
             self._module = Module(device, compile_kernels(source, (), device.architecture), source.name)
@@ -91,10 +115,11 @@ class Gemm:
             shape = _Shape(padded_rows(rows), outputs, inputs, Kind.FLOAT if floats else Kind.HALF)
             (self._plans.get(shape) or self._plan(shape)).way(x, weight, y)
 
-    @property
-    def fuses_swiglu(self) -> bool:
-        """Whether `swiglu` can be called."""
-        return self._hopper is not None
+    def residual(self, x: int, weight: int, y: int, rows: int, outputs: int, inputs: int) -> None:
+        """Queue y (rows, outputs) float += x weight^T, summed in `parts_of` parts."""
+        if rows:
+            shape = _Shape(padded_rows(rows), outputs, inputs, Kind.RESIDUAL)
+            (self._plans.get(shape) or self._plan(shape)).way(x, weight, y)
 
     def swiglu(self, x: int, weight: int, y: int, rows: int, ffn_width: int, inputs: int) -> None:
         """Queue y (rows, ffn_width) half = silu(gate) * up; the weight's rows are gate's, then up's."""
@@ -102,35 +127,45 @@ class Gemm:
             shape = _Shape(padded_rows(rows), ffn_width, inputs, Kind.SWIGLU)
             (self._plans.get(shape) or self._plan(shape)).way(x, weight, y)
 
-    def tune(self, x: int, weights: Sequence[int], y: int, shape: tuple[int, int, int, Kind]) -> float:
+    def separate_swiglu(self, activate: Callable[[int, int, int, int], None], gate_up: int) -> None:
+        """Tell how SwiGLU is computed apart: `Kernels.swiglu`, and room for gate and up, half (rows, 2 F)."""
+        self._activate, self._gate_up = activate, gate_up
+
+    def tune(self, x: int, weights: Sequence[int], y: int, shape: tuple[int, int, int, Kind]) -> None:
         """Time the candidates for (rows, outputs, inputs, kind) on these operands and keep the fastest.
 
         weights: several of that size, so that they come from memory as in a step, not from the cache.
-        Waits for the device. What is at `y` is overwritten. Returns the seconds of the fastest; 0 where that
-        shape was tuned before.
+        Waits for the device. What is at `y` is overwritten. A shape is tuned once.
         """
         key = _Shape(padded_rows(shape[0]), *shape[1:])
         if (known := self._plans.get(key)) is not None and known.tuned:
-            return 0.0
+            return
+
+        def seconds(candidate: Candidate) -> float:
+            way = self._bind(candidate, key)
+            return self.seconds(lambda turn: way(x, weights[turn % len(weights)], y))
+
         candidates = self._candidates(key)
-        times = [self._seconds(self._bind(candidate, key), x, weights, y) for candidate in candidates]
-        best = int(np.argmin(times))
-        self._plans[key] = _Plan(candidates[best], self._bind(candidates[best], key), tuned=True)
-        return times[best]
+        best = candidates[int(np.argmin([seconds(candidate) for candidate in candidates]))]
+        self._plans[key] = _Plan(best, self._bind(best, key), tuned=True)
+
+    def seconds(self, run: Callable[[int], None]) -> float:
+        """What `run` queues takes, mean of runs one after the other, each told its number.
+
+        Waits for the device.
+        """
+        run(0)
+        self._library.occupy()
+        self._started.record(self._device.stream)
+        for turn in range(_TIMED_RUNS):
+            run(turn)
+        self._ended.record(self._device.stream)
+        self._device.wait(self._ended, "a product being timed")
+        return float(self._started.time_till(self._ended)) * 1e-3 / _TIMED_RUNS
 
     def close(self) -> None:
         """Let go of cuBLASLt; the memory goes with the device."""
         self._library.close()
-
-    def _seconds(self, way: Way, x: int, weights: Sequence[int], y: int) -> float:
-        way(x, weights[0], y)
-        self._library.occupy()
-        self._started.record(self._device.stream)
-        for turn in range(_TIMED_RUNS):
-            way(x, weights[turn % len(weights)], y)
-        self._ended.record(self._device.stream)
-        self._device.wait(self._ended, "a product being timed")
-        return float(self._started.time_till(self._ended)) * 1e-3 / _TIMED_RUNS
 
     def _plan(self, shape: _Shape) -> _Plan:
         candidate = self._tried_nearby(shape)
@@ -152,8 +187,7 @@ class Gemm:
         if not tried:
             return None
         candidate = min(tried, key=lambda pair: pair[0])[1]
-        floats = shape.kind is Kind.FLOAT
-        if isinstance(candidate, Tile | str) or self._library.suits(candidate, *shape.sizes, floats=floats):
+        if isinstance(candidate, Tile | str) or self._library.suits(candidate, self._product(shape)):
             return candidate
         return None
 
@@ -162,15 +196,22 @@ class Gemm:
         found: list[Candidate] = []
         aligned = shape.inputs % 8 == 0 and shape.outputs % 8 == 0
         if self._hopper is not None and aligned:
-            found += TILES[shape.kind]
-        if shape.kind is not Kind.SWIGLU:
-            found = [*self._library.algorithms(*shape.sizes, floats=shape.kind is Kind.FLOAT), *found]
-            if self._module is not None and shape.rows <= MAX_GEMV_ROWS and shape.inputs % 8 == 0:
-                variants = _GEMV_VARIANTS[: None if shape.rows <= _FEW_ROWS else -1]
-                found = [*(variants if shape.outputs < 8192 else variants[::-1]), *found]
+            parts = self._product(shape).parts
+            found += [tile for tile in TILES[shape.kind] if tile.parts == parts]
+        if shape.kind is not Kind.SWIGLU or self._activate is not None:
+            library = self._library.algorithms(self._product(shape))
+            found = [*found, *library] if shape.kind is Kind.SWIGLU else [*library, *found]
+        gemv = shape.kind in (Kind.HALF, Kind.FLOAT) and shape.rows <= MAX_GEMV_ROWS
+        if self._module is not None and gemv and shape.inputs % 8 == 0:
+            variants = _GEMV_VARIANTS[: None if shape.rows <= _FEW_ROWS else -1]
+            found = [*(variants if shape.outputs < 8192 else variants[::-1]), *found]
         if not found:
             raise CudaError(f"no kernel computes the product {shape}: sizes are multiples of 8")
         return found
+
+    def _product(self, shape: _Shape) -> Product:
+        added = shape.kind is Kind.RESIDUAL
+        return shape.product(parts_of(self._device, shape.outputs, shape.inputs) if added else 1)
 
     def _bind(self, candidate: Candidate, shape: _Shape) -> Way:
         """How the candidate computes this shape."""
@@ -181,7 +222,17 @@ class Gemm:
             return lambda x, weight, y: run(kind, candidate, x, weight, y, *sizes)
         if isinstance(candidate, str):
             return self._gemv(candidate, shape)
-        return self._library.way(candidate, *sizes, floats=kind is Kind.FLOAT)
+        way = self._library.way(candidate, self._product(shape))
+        if kind is not Kind.SWIGLU:
+            return way
+        activate, gate_up = self._activate, self._gate_up
+        assert activate is not None
+
+        def two_kernels(x: int, weight: int, y: int) -> None:
+            way(x, weight, gate_up)
+            activate(gate_up, y, shape.rows, shape.outputs)
+
+        return two_kernels
 
     def _gemv(self, variant: str, shape: _Shape) -> Way:
         assert self._module is not None

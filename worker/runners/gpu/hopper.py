@@ -1,17 +1,19 @@
-"""Products by `hopper_gemm.cu`: its tile shapes, its tensor maps, its launches."""
+"""Products by `hopper_gemm.cu` and `hopper_qkv.cu`: their tile shapes, tensor maps and launches."""
 
 import ctypes
 from dataclasses import dataclass
 from enum import Enum
 
+from worker.model.config import ModelConfig, RopeStyle
 from worker.runners.gpu.compiler import compile_kernels, kernel_directory
 from worker.runners.gpu.device import CudaError, Device
 from worker.runners.gpu.functions import Function, Module, bindings, error_text
 
-__all__ = ["HopperProducts", "Kind", "Tile", "is_hopper"]
+__all__ = ["QKV_TILES", "TILES", "HopperProducts", "HopperQkv", "Kind", "Tile", "is_hopper"]
 
 _DEPTH = 64  # elements of K in a stage
 _SHARED_ALIGNMENT = 1024
+_QKV_HEADS = (64, 128)
 
 
 class Kind(Enum):
@@ -20,16 +22,22 @@ class Kind(Enum):
     HALF = "product"
     FLOAT = "float"  # not among these kernels
     SWIGLU = "swiglu"  # the weight is gate rows, then up rows; the result their SwiGLU, half
+    RESIDUAL = "residual"  # added to what is there, float
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """A tile of 64 `groups` rows by `columns` rows of the weight, `stages` copies ahead, `cluster` blocks."""
+    """A tile of 64 `groups` rows by `columns` rows of the weight, `stages` copies ahead.
+
+    cluster  blocks that share weights
+    parts    blocks that share a tile, each with a part of the inputs
+    """
 
     groups: int
     columns: int
     stages: int
     cluster: int = 1
+    parts: int = 1
 
     @property
     def shared(self) -> int:
@@ -48,12 +56,35 @@ TILES = {
     Kind.SWIGLU: (
         Tile(2, 256, 4, 2),
         Tile(2, 256, 4),
+        Tile(2, 160, 5, 2),
         Tile(2, 160, 5),
+        Tile(1, 160, 4, 2),
         Tile(1, 160, 4),
         Tile(1, 128, 4),
         Tile(1, 64, 6),
     ),
+    Kind.RESIDUAL: (
+        Tile(2, 256, 4, 2),
+        Tile(2, 128, 3),
+        Tile(2, 64, 4),
+        Tile(1, 64, 6),
+        Tile(1, 32, 8),
+        Tile(4, 128, 4, parts=4),
+        Tile(2, 128, 3, parts=4),
+        Tile(2, 64, 4, parts=4),
+        Tile(1, 64, 6, parts=4),
+        Tile(1, 32, 8, parts=4),
+    ),
 }
+QKV_TILES = (
+    Tile(2, 256, 4, 2),
+    Tile(2, 256, 4),
+    Tile(2, 128, 4, 2),
+    Tile(2, 128, 4),
+    Tile(1, 128, 5),
+    Tile(1, 64, 6, 2),
+    Tile(1, 64, 6),
+)
 
 
 def is_hopper(device: Device) -> bool:
@@ -62,22 +93,20 @@ def is_hopper(device: Device) -> bool:
 
 
 class HopperProducts:
-    """y = x weight^T with one accumulator a result, so that all tiles give the same bits; on Hopper only."""
+    """y = x weight^T with one accumulator a result, or a part of it, so that all tiles give the same bits."""
 
     def __init__(self, device: Device) -> None:
         source = kernel_directory() / "hopper_gemm.cu"
         module = Module(device, compile_kernels(source, (), device.architecture), source.name)
-        self._device = device
+        self._maps = _TensorMaps(device)
         self._functions: dict[tuple[Kind, Tile], Function] = {}
         self._blocks: dict[tuple[Kind, Tile], int] = {}
-        self._maps: dict[tuple[int, int, int, int], bytes] = {}
         for kind, tiles in TILES.items():
             for tile in tiles:
-                name = f"{kind.value}_{tile.groups}_{tile.columns}_{tile.stages}_{tile.cluster}"
+                name = f"{kind.value}_{_name(tile)}_{tile.parts}"
                 function = module.function(name, "128s128sPiii", shared=tile.shared, dependent=True)
                 self._functions[kind, tile] = function
-                held = function.blocks_at_once(tile.threads, tile.shared)
-                self._blocks[kind, tile] = held * device.multiprocessors
+                self._blocks[kind, tile] = _blocks_at_once(device, function, tile)
 
     def run(
         self, kind: Kind, tile: Tile, x: int, weight: int, y: int, rows: int, outputs: int, inputs: int
@@ -85,18 +114,93 @@ class HopperProducts:
         """Queue a product; for SWIGLU, `outputs` is the FFN width: half the rows of the weight."""
         fused = kind is Kind.SWIGLU
         results = tile.columns // 2 if fused else tile.columns
-        x_map = self._map(x, rows, inputs, 64 * tile.groups)
-        weight_map = self._map(weight, 2 * outputs if fused else outputs, inputs, tile.columns // 2)
-        tiles = -(-rows // (64 * tile.groups * tile.cluster)) * -(-outputs // results)
-        grid = (min(tiles * tile.cluster, self._blocks[kind, tile] // tile.cluster * tile.cluster), 1, 1)
+        x_map = self._maps(x, rows, inputs, 64 * tile.groups)
+        weight_map = self._maps(weight, 2 * outputs if fused else outputs, inputs, tile.columns // 2)
         self._functions[kind, tile](
-            grid, (tile.threads, 1, 1), x_map, weight_map, y, rows, outputs, inputs, shared=tile.shared
-        )
+            _grid(tile, rows, -(-outputs // results), self._blocks[kind, tile]), (tile.threads, 1, 1),
+            x_map, weight_map, y, rows, outputs, inputs, shared=tile.shared,
+        )  # fmt: skip
 
-    def _map(self, address: int, rows: int, columns: int, box: int) -> bytes:
+
+class HopperQkv:
+    """Queries, keys and values in one launch: product, bias, rotation, cache write. Check `suits` first."""
+
+    def __init__(self, device: Device, config: ModelConfig, rope_table: int, max_context: int) -> None:
+        style = int(config.rope_style is RopeStyle.PAIRS)
+        options = (f"-DHEAD_DIM={config.head_dim}", f"-DINTERLEAVED={style}")
+        source = kernel_directory() / "hopper_qkv.cu"
+        module = Module(device, compile_kernels(source, options, device.architecture), source.name)
+        self._config = config
+        self._rope = (rope_table, max_context)
+        self._maps = _TensorMaps(device)
+        self._functions: dict[Tile, Function] = {}
+        self._blocks: dict[Tile, int] = {}
+        for tile in QKV_TILES:
+            if tile.columns % config.head_dim == 0:
+                arguments = "128s128sPPPPiPPPiiii"
+                function = module.function(
+                    f"qkv_{_name(tile)}", arguments, shared=tile.shared, dependent=True
+                )
+                self._functions[tile] = function
+                self._blocks[tile] = _blocks_at_once(device, function, tile)
+
+    @staticmethod
+    def suits(device: Device, config: ModelConfig) -> bool:
+        """Whether the kernels take a model: on Hopper, heads of 64 or 128, no QK norm."""
+        return is_hopper(device) and config.head_dim in _QKV_HEADS and not config.qk_norm
+
+    @property
+    def tiles(self) -> tuple[Tile, ...]:
+        """Those that have whole heads."""
+        return tuple(self._functions)
+
+    def run(
+        self, tile: Tile, x: int, weight: int, bias: int, positions: int, cache_rows: int, qkv: int,
+        keys: int, values: int, rows: int, room: int,
+    ) -> None:  # fmt: skip
+        """Queue it for x (rows, width) half: queries to qkv, keys and values to the pages.
+
+        bias  0 where there is none
+        room  rows of x that may be read, of few different numbers
+        """
+        config = self._config
+        outputs = (config.heads + 2 * config.kv_heads) * config.head_dim
+        x_map = self._maps(x, room, config.width, 64 * tile.groups)
+        weight_map = self._maps(weight, outputs, config.width, tile.columns // 2)
+        self._functions[tile](
+            _grid(tile, rows, -(-outputs // tile.columns), self._blocks[tile]), (tile.threads, 1, 1),
+            x_map, weight_map, bias, positions, cache_rows, *self._rope, qkv, keys, values, rows,
+            config.heads, config.kv_heads, config.width, shared=tile.shared,
+        )  # fmt: skip
+
+
+def _name(tile: Tile) -> str:
+    return f"{tile.groups}_{tile.columns}_{tile.stages}_{tile.cluster}"
+
+
+def _blocks_at_once(device: Device, function: Function, tile: Tile) -> int:
+    """Blocks that the device holds, in whole clusters."""
+    held = function.blocks_at_once(tile.threads, tile.shared) * device.multiprocessors
+    return held // tile.cluster * tile.cluster
+
+
+def _grid(tile: Tile, rows: int, column_tiles: int, at_once: int) -> tuple[int, int, int]:
+    """No more blocks than the device holds, which go on to the next tile; but with parts, all of them."""
+    tiles = -(-rows // (64 * tile.groups * tile.cluster)) * column_tiles
+    return (tiles * tile.parts if tile.parts > 1 else min(tiles * tile.cluster, at_once), 1, 1)
+
+
+class _TensorMaps:
+    """What bulk tensor copies must know of matrices, kept."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._known: dict[tuple[int, int, int, int], bytes] = {}
+
+    def __call__(self, address: int, rows: int, columns: int, box: int) -> bytes:
         """The tensor map of a row-major half matrix, with boxes of 64 columns and `box` rows."""
         key = (address, rows, columns, box)
-        if (known := self._maps.get(key)) is not None:
+        if (known := self._known.get(key)) is not None:
             return known
         driver = bindings()
         status, made = driver.cuTensorMapEncodeTiled(
@@ -112,5 +216,5 @@ class HopperProducts:
             raise self._device.named(
                 CudaError(error_text(status)), f"describing a matrix of {rows} x {columns} at {address:#x}"
             )
-        self._maps[key] = encoded = ctypes.string_at(int(made.getPtr()), 128)
+        self._known[key] = encoded = ctypes.string_at(int(made.getPtr()), 128)
         return encoded

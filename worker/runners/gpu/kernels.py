@@ -126,7 +126,6 @@ class Kernels:
         self._gather_tokens = function("embedding", "gather_tokens", "PPPPi")
         self._gather_rows = function("embedding", "gather_rows", "PPPii")
         self._norms = {n: function("rms_norm", f"rms_norm_{n}", "PPPif") for n in (1, 2, 4)}
-        self._add_norms = {n: function("rms_norm", f"add_rms_norm_{n}", "PPPPif") for n in (1, 2, 4)}
         self._swiglu = function("swiglu", "swiglu", "PPii")
         self._qkv_rope = function("qkv_rope", "qkv_rope_write", "PPPPfPPPiPPiii")
         self._fill_rope_table = function("qkv_rope", "rope_table", "PdPi")
@@ -209,13 +208,6 @@ class Kernels:
         """out (T, width) half = norm of x (T, width) float."""
         pieces, block = _norm_shape(width)
         _launch(count, self._norms[pieces], (count, 1, 1), block, x, weight, out, width, eps)
-
-    def add_rms_norm(
-        self, x: int, delta: int, weight: int, out: int, count: int, width: int, eps: float
-    ) -> None:
-        """x += delta (T, width) half, in place; out = norm of x."""
-        pieces, block = _norm_shape(width)
-        _launch(count, self._add_norms[pieces], (count, 1, 1), block, x, delta, weight, out, width, eps)
 
     def qkv_rope_write(
         self, qkv: int, bias: int, q_norm: int, k_norm: int, positions: int, cache_rows: int,

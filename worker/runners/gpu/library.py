@@ -4,6 +4,7 @@ cuBLASLt thinks in columns: it sees y transposed = weight times x transposed.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ import numpy.typing as npt
 
 from worker.runners.gpu.device import CudaError, Device, KernelLaunchError
 
-__all__ = ["WORKSPACE_BYTES", "Algorithm", "Library", "Way"]
+__all__ = ["WORKSPACE_BYTES", "Algorithm", "Library", "Product", "Way"]
 
 WORKSPACE_BYTES = 32 << 20  # what cuBLAS recommends for Hopper
 _CANDIDATES = 8
@@ -26,6 +27,23 @@ Algorithm = npt.NDArray[Any]
 """One result of the library's heuristics, which begins with the algorithm."""
 
 
+@dataclass(frozen=True, slots=True)
+class Product:
+    """y (rows, outputs) = x (rows, inputs) weight^T.
+
+    floats  y is float, not half
+    added   y += the product; float
+    parts   the inputs are taken in so many pieces of the same length, one after the other; with `added`
+    """
+
+    rows: int
+    outputs: int
+    inputs: int
+    floats: bool = False
+    added: bool = False
+    parts: int = 1
+
+
 class Library:
     """A cuBLASLt handle for y (rows, outputs) = x (rows, inputs) weight^T on the device's stream.
 
@@ -38,10 +56,10 @@ class Library:
         self._lt = cublasLt
         self._device = device
         self._stream = device.stream_handle
-        self._layouts: dict[tuple[int, int, int, bool], tuple[int, int, int]] = {}
+        self._layouts: dict[Product, tuple[int, int, int]] = {}
         self._workspace_bytes = 0 if reproducible else WORKSPACE_BYTES
         self._workspace = device.allocate(WORKSPACE_BYTES, "cuBLASLt's workspace")
-        self._alpha, self._beta = np.ones(1, dtype=np.float32), np.zeros(1, dtype=np.float32)
+        self._one, self._zero = np.ones(1, dtype=np.float32), np.zeros(1, dtype=np.float32)
         try:
             self._handle = cublasLt.create()
             self._operation = cublasLt.matmul_desc_create(int(cublas.ComputeType.COMPUTE_32F), _FLOAT)
@@ -68,26 +86,25 @@ class Library:
         except cublasLt.cuBLASLtError as error:
             raise CudaError(f"cuBLASLt could not be set up: {error}") from error
 
-    def algorithms(self, rows: int, outputs: int, inputs: int, *, floats: bool) -> list[Algorithm]:
-        """The library's candidates for a shape, its best guess first; raises CudaError where it has none."""
-        weight, x, y = self._layout(rows, outputs, inputs, floats)
+    def algorithms(self, product: Product) -> list[Algorithm]:
+        """The library's candidates, its best guess first; raises CudaError where it has none."""
+        weight, x, y = self._layout(product)
         results = np.zeros(_CANDIDATES, dtype=self._lt.matmul_heuristic_result_dtype)
         found = np.zeros(1, dtype=np.int32)
-        shape = f"{rows} x {outputs} x {inputs}"
         try:
             self._lt.matmul_algo_get_heuristic(
                 self._handle, self._operation, weight, x, y, y, self._preference, _CANDIDATES,
                 results.ctypes.data, found.ctypes.data,
             )  # fmt: skip
         except self._lt.cuBLASLtError as error:
-            raise CudaError(f"cuBLASLt has no algorithm for the product {shape}: {error}") from error
+            raise CudaError(f"cuBLASLt has no algorithm for {product}: {error}") from error
         if not found[0]:
-            raise CudaError(f"cuBLASLt has no algorithm for the product {shape}")
+            raise CudaError(f"cuBLASLt has no algorithm for {product}")
         return [results[index : index + 1].copy() for index in range(int(found[0]))]
 
-    def suits(self, algorithm: Algorithm, rows: int, outputs: int, inputs: int, *, floats: bool) -> bool:
-        """Whether an algorithm found for another number of rows can compute this shape."""
-        weight, x, y = self._layout(rows, outputs, inputs, floats)
+    def suits(self, algorithm: Algorithm, product: Product) -> bool:
+        """Whether an algorithm found for another number of rows can compute this one."""
+        weight, x, y = self._layout(product)
         result = np.zeros(1, dtype=self._lt.matmul_heuristic_result_dtype)
         try:
             self._lt.matmul_algo_check(
@@ -97,23 +114,23 @@ class Library:
             return False
         return int(result["workspace_size"][0]) <= self._workspace_bytes
 
-    def way(self, algorithm: Algorithm, rows: int, outputs: int, inputs: int, *, floats: bool) -> Way:
-        """How this shape is computed with an algorithm. Raises KernelLaunchError when it is refused."""
-        weight_layout, x_layout, y_layout = self._layout(rows, outputs, inputs, floats)
+    def way(self, algorithm: Algorithm, product: Product) -> Way:
+        """How a product is computed with an algorithm. Raises KernelLaunchError when it is refused."""
+        weight_layout, x_layout, y_layout = self._layout(product)
         lt, handle, operation, stream = self._lt, self._handle, self._operation, self._stream
-        alpha, beta = self._alpha.ctypes.data, self._beta.ctypes.data
+        alpha, beta = self._one.ctypes.data, (self._one if product.added else self._zero).ctypes.data
         address, workspace = algorithm.ctypes.data, self._workspace
+        starts = range(0, 2 * product.inputs, 2 * product.inputs // product.parts)
 
         def way(x: int, weight: int, y: int, _kept: Algorithm = algorithm) -> None:
             try:
-                lt.matmul(
-                    handle, operation, alpha, weight, weight_layout, x, x_layout, beta, y, y_layout, y,
-                    y_layout, address, workspace, WORKSPACE_BYTES, stream,
-                )  # fmt: skip
+                for start in starts:
+                    lt.matmul(
+                        handle, operation, alpha, weight + start, weight_layout, x + start, x_layout, beta, y,
+                        y_layout, y, y_layout, address, workspace, WORKSPACE_BYTES, stream,
+                    )  # fmt: skip
             except lt.cuBLASLtError as error:
-                raise KernelLaunchError(
-                    f"cuBLASLt refused the product {rows} x {outputs} x {inputs}: {error}"
-                ) from error
+                raise KernelLaunchError(f"cuBLASLt refused {product}: {error}") from error
 
         return way
 
@@ -131,18 +148,18 @@ class Library:
             self._lt.destroy(self._handle)
             self._handle = 0
 
-    def _layout(self, rows: int, outputs: int, inputs: int, floats: bool) -> tuple[int, int, int]:
+    def _layout(self, product: Product) -> tuple[int, int, int]:
         """Of weight, x and y."""
-        key = (rows, outputs, inputs, floats)
-        if key not in self._layouts:
+        if product not in self._layouts:
             create = self._lt.matrix_layout_create
-            kind = _FLOAT if floats else _HALF
-            self._layouts[key] = (
-                create(_HALF, inputs, outputs, inputs),
-                create(_HALF, inputs, rows, inputs),
+            kind = _FLOAT if product.floats or product.added else _HALF
+            rows, outputs, inputs = product.rows, product.outputs, product.inputs
+            self._layouts[product] = (
+                create(_HALF, inputs // product.parts, outputs, inputs),
+                create(_HALF, inputs // product.parts, rows, inputs),
                 create(kind, outputs, rows, outputs),
             )
-        return self._layouts[key]
+        return self._layouts[product]
 
     @staticmethod
     def _set(setter: Any, descriptor: int, attribute: Any, value: npt.NDArray[Any]) -> None:

@@ -54,7 +54,6 @@ def workspace_pieces(config: ModelConfig, *, max_tokens: int, max_draws: int) ->
         "normed": 2 * tokens * config.width,
         "qkv": 2 * tokens * (heads + 2 * keys),
         "mixed": 2 * tokens * heads,
-        "delta": 2 * tokens * config.width,
         "gate_up": 2 * tokens * 2 * config.ffn_width,
         "activated": 2 * tokens * config.ffn_width,
         "drawing": 2 * draws * config.width,

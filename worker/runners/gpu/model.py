@@ -1,9 +1,10 @@
 """The transformer as a list of launches.
 
 The residual stream x is float; what enters a product, and what leaves it, is half, summed in float; logits
-are float. A layer is eight launches: norm (with the residual add before it), QKV, rotation and cache write,
+are float. A layer is eight launches: norm, QKV, rotation and cache write (on Hopper one launch, `qkv.py`),
 attention (one kernel for sequences of one token, one for longer chunks), output, norm, gate-up with SwiGLU
-(two launches but on Hopper), down; in steps of a few sequences it is five (`few_rows.py`).
+(two launches but on Hopper), down, where output and down add to the residual stream; in steps of a few
+sequences it is five (`few_rows.py`).
 """
 
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from worker.runners.gpu.gemm import Gemm
 from worker.runners.gpu.hopper import Kind
 from worker.runners.gpu.kernels import Kernels
 from worker.runners.gpu.memory import DRAWN_HEADER, LOGIT_ROWS
+from worker.runners.gpu.qkv import Qkv
 from worker.runners.gpu.slots import SlotState
 from worker.runners.gpu.steps import StepInputs, StepShape
 from worker.runners.gpu.weights import LayerWeights, Weights
@@ -34,24 +36,26 @@ class Model:
     """Queues whole steps.
 
     pieces  bytes of each activation (`memory.workspace_pieces`), taken from `arena`
+    qkv     queries, keys and values
     few     layers of steps of a few sequences, where the model and the GPU allow them
     """
 
     def __init__(
-        self, config: ModelConfig, weights: Weights, kernels: Kernels, gemm: Gemm, cache: Cache,
+        self, config: ModelConfig, weights: Weights, kernels: Kernels, gemm: Gemm, qkv: Qkv, cache: Cache,
         slots: SlotState, arena: Arena, pieces: dict[str, int], table_width: int, few: FewRows | None = None,
     ) -> None:  # fmt: skip
         self._config = config
         self._weights = weights
         self._kernels = kernels
         self._gemm = gemm
+        self._qkv = qkv
         self._few = few
         self._cache = cache
         self._slots = slots
         self._table_width = table_width
         self._at = {name: arena.take(size) for name, size in pieces.items()}
         self._queries = config.heads * config.head_dim
-        self._qkv = self._queries + 2 * config.kv_heads * config.head_dim
+        gemm.separate_swiglu(kernels.swiglu, self._at["gate_up"])
 
     @property
     def drawn(self) -> int:
@@ -74,15 +78,13 @@ class Model:
         config, layers, at = self._config, self._weights.layers, self._at
         width, ffn = config.width, config.ffn_width
         tune = self._gemm.tune
-        half = Kind.HALF
-        tune(at["normed"], [w.qkv for w in layers], at["qkv"], (rows, self._qkv, width, half))
-        tune(at["mixed"], [w.attn_output for w in layers], at["delta"], (rows, width, self._queries, half))
-        gate_up = [w.gate_up for w in layers]
-        if self._gemm.fuses_swiglu:
-            tune(at["normed"], gate_up, at["activated"], (rows, ffn, width, Kind.SWIGLU))
-        else:
-            tune(at["normed"], gate_up, at["gate_up"], (rows, 2 * ffn, width, half))
-        tune(at["activated"], [w.ffn_down for w in layers], at["delta"], (rows, width, ffn, half))
+        self._qkv.tune(
+            at["normed"], layers, at["qkv"], self._cache.keys[0], self._cache.values[0], at["resolved"], rows
+        )
+        output, down = [w.attn_output for w in layers], [w.ffn_down for w in layers]
+        tune(at["mixed"], output, at["x"], (rows, width, self._queries, Kind.RESIDUAL))
+        tune(at["normed"], [w.gate_up for w in layers], at["activated"], (rows, ffn, width, Kind.SWIGLU))
+        tune(at["activated"], down, at["x"], (rows, width, ffn, Kind.RESIDUAL))
         head_rows = min(draws, LOGIT_ROWS)
         tune(at["normed"], [self._weights.head], at["logits"], (head_rows, config.vocab, width, Kind.FLOAT))
 
@@ -112,11 +114,7 @@ class Model:
         config, kernels, gemm, at = self._config, self._kernels, self._gemm, self._at
         tokens, width, ffn, eps = shape.tokens, config.width, config.ffn_width, config.norm_eps
         keys, values = self._cache.keys[index], self._cache.values[index]
-        gemm(at["normed"], layer.qkv, at["qkv"], tokens, self._qkv, width)
-        kernels.qkv_rope_write(
-            at["qkv"], layer.qkv_bias, layer.q_norm, layer.k_norm, inputs.positions, inputs.cache_rows,
-            keys, values, tokens,
-        )  # fmt: skip
+        self._qkv(at["normed"], layer, inputs, at["qkv"], keys, values, tokens)
         if shape.single:
             kernels.decode_attention(
                 at["qkv"], keys, values, inputs.block_tables, inputs.context_lengths, at["mixed"],
@@ -128,15 +126,11 @@ class Model:
                 at["qkv"], keys, values, inputs.block_tables, inputs.sequence_starts,
                 inputs.context_lengths, at["mixed"], inputs.tiles, shape.tiles, self._table_width,
             )  # fmt: skip
-        gemm(at["mixed"], layer.attn_output, at["delta"], tokens, width, self._queries)
-        kernels.add_rms_norm(at["x"], at["delta"], layer.ffn_norm, at["normed"], tokens, width, eps)
-        if gemm.fuses_swiglu:
-            gemm.swiglu(at["normed"], layer.gate_up, at["activated"], tokens, ffn, width)
-        else:
-            gemm(at["normed"], layer.gate_up, at["gate_up"], tokens, 2 * ffn, width)
-            kernels.swiglu(at["gate_up"], at["activated"], tokens, ffn)
-        gemm(at["activated"], layer.ffn_down, at["delta"], tokens, width, ffn)
-        kernels.add_rms_norm(at["x"], at["delta"], next_norm, at["normed"], tokens, width, eps)
+        gemm.residual(at["mixed"], layer.attn_output, at["x"], tokens, width, self._queries)
+        kernels.rms_norm(at["x"], layer.ffn_norm, at["normed"], tokens, width, eps)
+        gemm.swiglu(at["normed"], layer.gate_up, at["activated"], tokens, ffn, width)
+        gemm.residual(at["activated"], layer.ffn_down, at["x"], tokens, width, ffn)
+        kernels.rms_norm(at["x"], next_norm, at["normed"], tokens, width, eps)
 
     def _few_layer(
         self, few: FewRows, index: int, layer: LayerWeights, inputs: StepInputs, tokens: int

@@ -32,6 +32,7 @@ from worker.runners.gpu.memory import (
     workspace_pieces,
 )
 from worker.runners.gpu.model import Cache, Model
+from worker.runners.gpu.qkv import Qkv
 from worker.runners.gpu.slots import SlotState
 from worker.runners.gpu.steps import PADDING, StepBuffers, StepShape
 from worker.runners.gpu.weights import load_weights
@@ -140,6 +141,7 @@ class CudaRunner:
             weights,
             kernels,
             self._gemm,
+            Qkv(device, config, kernels, self._gemm, max_context=self._context),
             self._take_cache(config),
             self._slots,
             arena,

@@ -1,0 +1,171 @@
+// The main loop of products with weights on Hopper: tiles of x W^T by wgmma and bulk tensor copies. Kernels give it what
+// becomes of a tile (`hopper_gemm.cu`, `hopper_qkv.cu`).
+//
+//   x  half (rows, K)      W  half (outputs, K)
+// both through tensor maps, with boxes of 64 columns by 64 GROUPS and BN / 2 rows.
+//
+// Sums are float and go through K in order, 16 elements at a time, from one accumulator: a row's bits hang on that row
+// and the weights alone, not on the tile, and are those of cuBLASLt's algorithms without split-K.
+//
+// A tile is 64 GROUPS rows by BN columns, from BN rows of W (SIDES 2: from BN / 2, and the BN / 2 that are `outputs`
+// further down). One warp copies, 64 elements of K at a time, STAGES deep; GROUPS warpgroups multiply, 64 rows each.
+// Blocks go through the tiles with stride gridDim.x, in groups of GROUP_ROWS tiles of rows, so that those running
+// together share weights and rows in L2; copies run ahead into the next tile while the results of one are written. Two
+// blocks of a CLUSTER take two tiles of rows and fetch half of W each, for both: less comes from L2.
+// PARTS blocks of a cluster share one tile instead and sum a part of K each, K / PARTS long, once: the grid has
+// PARTS blocks a tile. FLOPs 2 rows outputs K; bytes: W and x once from memory, if L2 holds a group.
+//
+// The kernel may start before the one ahead of it has ended: weights are fetched at once, x only after that.
+#pragma once
+
+#include "hopper.cuh"
+
+static constexpr int DEPTH = 64;  // elements of K in a stage: the width of the swizzle
+static constexpr int GROUP_ROWS = 16;
+
+static __device__ __forceinline__ float rounded(float value) { return __half2float(__float2half_rn(value)); }
+
+// Four words a lane, word i of which belongs to column group i: afterwards lane t of each four has group t whole.
+static __device__ __forceinline__ uint4 transposed(uint32_t a, uint32_t b, uint32_t c, uint32_t d, int t) {
+    const bool odd = t & 1, high = t & 2;
+    uint32_t give = odd ? a : b, keep = odd ? b : a;
+    uint32_t got = __shfl_xor_sync(0xffffffffu, give, 1);
+    const uint32_t p0 = odd ? got : keep, p1 = odd ? keep : got;
+    give = odd ? c : d, keep = odd ? d : c;
+    got = __shfl_xor_sync(0xffffffffu, give, 1);
+    const uint32_t q0 = odd ? got : keep, q1 = odd ? keep : got;
+    const uint32_t r0 = __shfl_xor_sync(0xffffffffu, high ? p0 : q0, 2);
+    const uint32_t r1 = __shfl_xor_sync(0xffffffffu, high ? p1 : q1, 2);
+    return high ? make_uint4(r0, r1, q0, q1) : make_uint4(p0, p1, r0, r1);
+}
+
+// Writes COLUMNS halves of a row that four lanes have between them, lane t the words `word(i)` of column groups i
+// (columns 8 i + 2 t, + 1): those groups that begin before `limit`. All lanes of the warp call it.
+template <int COLUMNS, typename Word>
+static __device__ __forceinline__ void store_row(__half* target, bool exists, int limit, int t, Word word) {
+#pragma unroll
+    for (int i = 0; i < COLUMNS / 8; i += 4) {
+        uint32_t words[4];
+#pragma unroll
+        for (int j = 0; j < 4; ++j) words[j] = i + j < COLUMNS / 8 ? word(i + j) : 0;
+        const uint4 eight = transposed(words[0], words[1], words[2], words[3], t);
+        const int group = i + t;
+        if (exists && group < COLUMNS / 8 && group * 8 < limit)
+            *reinterpret_cast<uint4*>(target + group * 8) = eight;
+    }
+}
+
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+
+// finish(acc, row, column, stages): a warpgroup's result of the tile whose first column is `column`; this thread has
+// acc[4 j + 2 half + e] = row `row` + 8 half, column 8 j + 2 t + e of the tile (`hopper.cuh`). `stages`: the shared memory
+// of the copies, which may be written to where PARTS > 1, after all warpgroups have met.
+template <int GROUPS, int BN, int STAGES, int CLUSTER, int PARTS, int SIDES, typename Finish>
+static __device__ __forceinline__ void multiply(const TensorMap* x_map, const TensorMap* w_map, int rows, int outputs,
+                                                int inputs, Finish finish) {
+    static_assert(CLUSTER == 1 || PARTS == 1, "blocks of a cluster share weights or a tile, not both");
+    constexpr int BM = 64 * GROUPS;
+    constexpr int X_BYTES = BM * DEPTH * 2, W_BYTES = BN * DEPTH * 2;
+    constexpr int COLUMNS = BN / SIDES;  // of the result in a tile
+    extern __shared__ unsigned char dynamic[];
+    __shared__ uint64_t barriers[2 * STAGES];
+    const uint32_t base = (shared_address(dynamic) + 1023) & ~1023u;
+    const uint32_t full = shared_address(barriers), empty = full + 8 * STAGES;
+    auto x_tile = [&](int stage) { return base + stage * (X_BYTES + W_BYTES); };
+    auto w_tile = [&](int stage) { return base + stage * (X_BYTES + W_BYTES) + X_BYTES; };
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    constexpr int HEIGHT = BM * CLUSTER;  // rows that a cluster computes at once
+    const int rank = CLUSTER * PARTS > 1 ? rank_in_cluster() : 0;
+    const int row_tiles = (rows + HEIGHT - 1) / HEIGHT, column_tiles = (outputs + COLUMNS - 1) / COLUMNS;
+    const int tiles = row_tiles * column_tiles, steps = (inputs / PARTS + DEPTH - 1) / DEPTH;
+    const int first_step = PARTS > 1 ? rank * steps : 0;
+    const int first_tile = blockIdx.x / (CLUSTER * PARTS), stride = gridDim.x / (CLUSTER * PARTS);
+    auto place = [&](int tile, int& row, int& column) {
+        const int group = tile / (GROUP_ROWS * column_tiles), within = tile % (GROUP_ROWS * column_tiles);
+        const int height = min(GROUP_ROWS, row_tiles - group * GROUP_ROWS);
+        row = (group * GROUP_ROWS + within % height) * HEIGHT + (CLUSTER > 1 ? rank * BM : 0);
+        column = within / height * COLUMNS;
+    };
+
+    if (threadIdx.x == 0) {
+        for (int stage = 0; stage < STAGES; ++stage) {
+            barrier_init(full + 8 * stage, 1);
+            barrier_init(empty + 8 * stage, GROUPS * CLUSTER);
+        }
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    }
+    if (CLUSTER > 1)
+        cluster_sync();
+    else
+        __syncthreads();
+    launch_next();
+
+    if (warp == 4 * GROUPS && lane == 0) {
+        auto load_w = [&](int stage, int step, int column) {
+            barrier_expect(full + 8 * stage, X_BYTES + W_BYTES);
+            const int upper = SIDES == 2 ? outputs + column : column + BN / 2;
+            const int depth = (first_step + step) * DEPTH;
+            if (CLUSTER > 1) {
+                load_box_in_both(w_tile(stage) + rank * (W_BYTES / 2), w_map, full + 8 * stage, depth,
+                                 rank ? upper : column);
+            } else {
+                load_box(w_tile(stage), w_map, full + 8 * stage, depth, column);
+                load_box(w_tile(stage) + W_BYTES / 2, w_map, full + 8 * stage, depth, upper);
+            }
+        };
+        int row, column;
+        if (first_tile < tiles) {
+            place(first_tile, row, column);
+            for (int step = 0; step < min(STAGES, steps); ++step) load_w(step, step, column);
+        }
+        wait_for_previous();
+        int count = 0;
+        for (int tile = first_tile; tile < tiles; tile += stride) {
+            place(tile, row, column);
+            for (int step = 0; step < steps; ++step, ++count) {
+                const int stage = count % STAGES;
+                if (count >= STAGES) barrier_wait(empty + 8 * stage, (count / STAGES - 1) & 1);
+                if (count >= min(STAGES, steps)) load_w(stage, step, column);
+                load_box(x_tile(stage), x_map, full + 8 * stage, (first_step + step) * DEPTH, row);
+            }
+            if (PARTS > 1) break;
+        }
+    }
+    if (warp == 4 * GROUPS) {
+        __syncwarp();
+        if (CLUSTER > 1) cluster_sync();
+        return;
+    }
+
+    const int group = warp / 4, g = lane / 4;
+    auto release = [&](int stage) {
+        if (CLUSTER == 1 && threadIdx.x % 128 == 0) barrier_arrive(empty + 8 * stage);
+        if (CLUSTER > 1 && threadIdx.x % 128 < CLUSTER) barrier_arrive_at(empty + 8 * stage, threadIdx.x % 128);
+    };
+    int count = 0;
+    for (int tile = first_tile; tile < tiles; tile += stride) {
+        float acc[BN / 2];
+        for (int step = 0; step < steps; ++step, ++count) {
+            const int stage = count % STAGES;
+            barrier_wait(full + 8 * stage, count / STAGES & 1);
+            const uint64_t a = tile_descriptor(x_tile(stage) + group * 64 * DEPTH * 2);
+            const uint64_t b = tile_descriptor(w_tile(stage));
+            wgmma_begin();
+#pragma unroll
+            for (int k = 0; k < DEPTH / 16; ++k) wgmma(acc, a + 2 * k, b + 2 * k, step + k > 0);
+            wgmma_commit();
+            wgmma_wait<1>();
+            if (step > 0) release((count - 1) % STAGES);
+        }
+        wgmma_wait<0>();
+        wgmma_keep(acc);
+        release((count - 1) % STAGES);
+        int row, column;
+        place(tile, row, column);
+        finish(acc, row + group * 64 + warp % 4 * 16 + g, column, base);
+        if (PARTS > 1) break;
+    }
+    if (CLUSTER > 1) cluster_sync();  // no block ends while the other may write to its memory or barriers
+}
+
+#endif

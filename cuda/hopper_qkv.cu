@@ -1,0 +1,121 @@
+// Queries, keys and values on Hopper: their product, bias, rotation and cache write in one, by the main loop of
+// `hopper_product.cuh`.
+//
+//   x  half (T, K)      W  half ((H + 2 G) D, K): the rows of query, key and value heads
+// Queries go to qkv (T, (H + 2 G) D) half, keys and values to their pages; bias, positions, cache_rows, table and caches
+// as in `qkv_rope.cu`. Everything is computed and rounded as by `product_*` of `hopper_gemm.cu` and `qkv_rope_write` one
+// after the other, to the same bits. No QK norm.
+//
+// A tile has BN / D heads. What belongs to a pair that is rotated is in one thread: columns c and c + D / 2 of a head, or
+// 2 c and 2 c + 1. Every result is written once, in pieces of 16 bytes.
+//
+// Options: -DHEAD_DIM, 64 or 128; -DINTERLEAVED (0). Kernels are named qkv_GROUPS_BN_STAGES_CLUSTER.
+#include "hopper_product.cuh"
+#include "rotation.cuh"
+
+#ifndef HEAD_DIM
+#define HEAD_DIM 64
+#endif
+#ifndef INTERLEAVED
+#define INTERLEAVED 0
+#endif
+static_assert(HEAD_DIM == 64 || HEAD_DIM == 128, "a tile has whole heads");
+
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+
+struct Places {  // where results go
+    __half *qkv, *keys, *values;
+    const float* bias;  // or null
+    const int *positions, *cache_rows;
+    const float* table;
+    int table_rows, heads, kv_heads;
+};
+
+// The words of one head of one row: after rounding, bias and, but for values, rotation. `acc`: the head's columns.
+static __device__ __forceinline__ void finish_head(uint32_t (&words)[HEAD_DIM / 8], const float* acc, int half,
+                                                   const float* bias, const float* angles, bool rotates, int t) {
+    constexpr int GROUPS = HEAD_DIM / 8;  // of 8 columns
+    float v[GROUPS][2];
+#pragma unroll
+    for (int j = 0; j < GROUPS; ++j) {
+        const float2 added =
+            bias != nullptr ? *reinterpret_cast<const float2*>(bias + 8 * j + 2 * t) : make_float2(0.0f, 0.0f);
+        v[j][0] = rounded(acc[4 * j + 2 * half]) + added.x;
+        v[j][1] = rounded(acc[4 * j + 2 * half + 1]) + added.y;
+    }
+    if (rotates) {
+#pragma unroll
+        for (int j = 0; j < (INTERLEAVED ? GROUPS : GROUPS / 2); ++j) {
+            if (INTERLEAVED) {
+                const float2 angle = *reinterpret_cast<const float2*>(angles + 8 * j + 2 * t);
+                rotate(v[j][0], v[j][1], angle.x, angle.y);
+            } else {
+                const float4 two = *reinterpret_cast<const float4*>(angles + 2 * (8 * j + 2 * t));
+                rotate(v[j][0], v[j + GROUPS / 2][0], two.x, two.y);
+                rotate(v[j][1], v[j + GROUPS / 2][1], two.z, two.w);
+            }
+        }
+    }
+#pragma unroll
+    for (int j = 0; j < GROUPS; ++j) words[j] = pack(v[j][0], v[j][1]);
+}
+
+template <int GROUPS, int BN, int STAGES, int CLUSTER>
+static __device__ __forceinline__ void qkv_product(const TensorMap* x_map, const TensorMap* w_map, const Places& to,
+                                                   int tokens, int width) {
+    static_assert(BN % HEAD_DIM == 0, "a tile has whole heads");
+    const int all_heads = to.heads + 2 * to.kv_heads;
+    auto finish = [&](const float(&acc)[BN / 2], int row, int column, uint32_t) {
+        const int t = threadIdx.x % 4;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int token = row + 8 * half;
+            const bool exists = token < tokens;
+            const int position = exists ? min(max(to.positions[token], 0), to.table_rows - 1) : 0;
+            const int cache_row = exists ? to.cache_rows[token] : -1;
+            const float* angles = to.table + static_cast<int64_t>(position) * HEAD_DIM;
+#pragma unroll
+            for (int i = 0; i < BN / HEAD_DIM; ++i) {
+                const int head = column / HEAD_DIM + i;
+                if (head >= all_heads) break;
+                const bool is_query = head < to.heads, is_value = head >= to.heads + to.kv_heads;
+                uint32_t words[HEAD_DIM / 8];
+                finish_head(words, acc + i * HEAD_DIM / 2, half,
+                            to.bias == nullptr ? nullptr : to.bias + head * HEAD_DIM, angles, !is_value, t);
+                __half* target = to.qkv + (static_cast<int64_t>(token) * all_heads + head) * HEAD_DIM;
+                if (!is_query) {
+                    const int kv_head = (head - to.heads) % to.kv_heads, page = max(cache_row, 0) / PAGE;
+                    const int64_t place =
+                        (static_cast<int64_t>(page) * to.kv_heads + kv_head) * PAGE + max(cache_row, 0) % PAGE;
+                    target = (is_value ? to.values : to.keys) + place * HEAD_DIM;
+                }
+                store_row<HEAD_DIM>(target, exists && (is_query || cache_row >= 0), HEAD_DIM, t,
+                                    [&](int j) { return words[j]; });
+            }
+        }
+    };
+    multiply<GROUPS, BN, STAGES, CLUSTER, 1, 1>(x_map, w_map, tokens, all_heads * HEAD_DIM, width, finish);
+}
+
+#define QKV_KERNEL(GROUPS, BN, STAGES, CLUSTER)                                                                    \
+    extern "C" __global__ void __launch_bounds__(128 * GROUPS + 32) __cluster_dims__(CLUSTER, 1, 1)                \
+        qkv_##GROUPS##_##BN##_##STAGES##_##CLUSTER(                                                                \
+            const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w, const float* bias,          \
+            const int* positions, const int* cache_rows, const float* table, int table_rows, __half* qkv,         \
+            __half* keys, __half* values, int tokens, int heads, int kv_heads, int width) {                       \
+        const Places to{qkv, keys, values, bias, positions, cache_rows, table, table_rows, heads, kv_heads};      \
+        qkv_product<GROUPS, BN, STAGES, CLUSTER>(&x, &w, to, tokens, width);                                      \
+    }
+#else
+#define QKV_KERNEL(GROUPS, BN, STAGES, CLUSTER)
+#endif
+
+QKV_KERNEL(2, 256, 4, 2)
+QKV_KERNEL(2, 256, 4, 1)
+QKV_KERNEL(2, 128, 4, 2)
+QKV_KERNEL(2, 128, 4, 1)
+QKV_KERNEL(1, 128, 5, 1)
+#if HEAD_DIM == 64
+QKV_KERNEL(1, 64, 6, 2)
+QKV_KERNEL(1, 64, 6, 1)
+#endif

@@ -1,0 +1,101 @@
+"""Queries, keys and values in one launch have the bits of the product and the kernel after it."""
+
+import numpy as np
+import pytest
+
+from tests.gpu.oracles import PAGE, make_config
+from tests.gpu.test_few_rows import CONTEXT, MODELS, Bench, inputs_of
+from worker.model.config import ModelConfig
+from worker.runners.gpu.device import Device
+from worker.runners.gpu.gemm import padded_rows
+from worker.runners.gpu.hopper import QKV_TILES, HopperQkv, Tile
+from worker.runners.gpu.qkv import Qkv
+
+SOME_MODELS = MODELS | {"no-bias": {"qkv_bias": False}}
+
+
+@pytest.fixture(params=SOME_MODELS)
+def bench(device: Device, request: pytest.FixtureRequest) -> Bench:
+    config = make_config(**SOME_MODELS[request.param])
+    if not HopperQkv.suits(device, config):
+        pytest.skip("these kernels run on Hopper only")
+    return Bench(device, config)
+
+
+@pytest.mark.parametrize("tile", QKV_TILES, ids=str)
+@pytest.mark.parametrize("tokens", [1, 63, 65, 300, 1000])
+def test_every_tile_gives_the_bits_of_two_launches(bench: Bench, tile: Tile, tokens: int) -> None:
+    device, config = bench.device, bench.config
+    fused = HopperQkv(device, config, bench.kernels.rope_table, CONTEXT)
+    if tile not in fused.tiles:
+        pytest.skip("not whole heads")
+    room = padded_rows(tokens)
+    x = np.full((room, config.width), np.nan, dtype=np.float16)
+    x[:tokens] = bench.rng.standard_normal((tokens, config.width))
+    address = device.upload(x)
+    positions = bench.rng.integers(0, CONTEXT, tokens, dtype=np.int32)
+    pages = -(-tokens // PAGE) + 2
+    rows = bench.rng.permutation(pages * PAGE)[:tokens].astype(np.int32)
+    rows[::7] = -1  # not written
+    inputs = inputs_of(device, positions=positions, cache_rows=rows)
+    shape = (pages, config.kv_heads, PAGE, config.head_dim)
+    plain = Qkv(device, config, bench.kernels, bench.gemm, max_context=CONTEXT)
+    results = []
+    for own in (True, False):
+        qkv = bench.poison(room + 1, bench.qkv_width)
+        keys, values = bench.poison(*shape), bench.poison(*shape)
+        if own:
+            fused.run(
+                tile, address, bench.layer.qkv, bench.layer.qkv_bias, inputs.positions, inputs.cache_rows,
+                qkv, keys, values, tokens, room,
+            )  # fmt: skip
+        else:
+            plain(address, bench.layer, inputs, qkv, keys, values, tokens)
+        queries = device.download(qkv, (room + 1, bench.qkv_width), np.float16)
+        if own:
+            assert np.isnan(queries[tokens:]).all(), "wrote past its rows"
+        caches = (device.download(cache, shape, np.float16) for cache in (keys, values))
+        results.append((queries[:tokens, : bench.queries], *caches))
+        for array in (qkv, keys, values):
+            device.free(array)
+    assert np.isfinite(results[0][0]).all()
+    written = np.count_nonzero(rows >= 0) * config.kv_heads * config.head_dim
+    assert np.isfinite(results[0][1]).sum() == np.isfinite(results[0][2]).sum() == written
+    for own_array, plain_array in zip(*results, strict=True):
+        np.testing.assert_array_equal(own_array, plain_array)
+
+
+def test_the_tuned_choice_serves_all_numbers_of_tokens(bench: Bench) -> None:
+    device, config = bench.device, bench.config
+    tokens, room = 3000, padded_rows(3000)
+    x = device.upload(bench.rng.standard_normal((room, config.width)).astype(np.float16))
+    pages = -(-tokens // PAGE)
+    positions, rows = (np.arange(tokens, dtype=np.int32) for _ in range(2))
+    inputs = inputs_of(device, positions=positions, cache_rows=rows)
+    shape = (pages, config.kv_heads, PAGE, config.head_dim)
+    untuned, tuned = (Qkv(device, config, bench.kernels, bench.gemm, max_context=CONTEXT) for _ in range(2))
+    scratch = bench.poison(room, bench.qkv_width), bench.poison(*shape), bench.poison(*shape)
+    numbers = device.allocate(4 * room)
+    for rows_tried in (room, 1536, 256, 1):
+        tuned.tune(x, [bench.layer], *scratch, numbers, rows_tried)
+    assert np.isnan(device.download(scratch[1], shape, np.float16)).all(), "tuning wrote to the pages"
+    for count in (1, 17, 250, 1100, tokens):
+        results = []
+        for qkv in (untuned, tuned):
+            out, keys, values = (
+                bench.poison(room, bench.qkv_width),
+                bench.poison(*shape),
+                bench.poison(*shape),
+            )
+            qkv(x, bench.layer, inputs, out, keys, values, count)
+            queries = device.download(out, (room, bench.qkv_width), np.float16)[:count, : bench.queries]
+            results.append((queries, *(device.download(a, shape, np.float16) for a in (keys, values))))
+            for array in (out, keys, values):
+                device.free(array)
+        for one, other in zip(*results, strict=True):
+            np.testing.assert_array_equal(one, other)
+
+
+def test_models_with_other_sizes_take_two_launches(device: Device) -> None:
+    odd: list[ModelConfig] = [make_config(qk_norm=True), make_config(head_dim=96, heads=10)]
+    assert not any(HopperQkv.suits(device, config) for config in odd)

@@ -1,0 +1,96 @@
+"""Queries, keys and values of a layer: one launch on Hopper, or a product and the kernel after it."""
+
+from collections.abc import Sequence
+from functools import partial
+
+from worker.model.config import ModelConfig
+from worker.runners.gpu.device import Device
+from worker.runners.gpu.gemm import MANY_ROWS, Gemm, padded_rows
+from worker.runners.gpu.hopper import HopperQkv, Kind, Tile
+from worker.runners.gpu.kernels import Kernels
+from worker.runners.gpu.steps import StepInputs
+from worker.runners.gpu.weights import LayerWeights
+
+__all__ = ["Qkv"]
+
+
+class Qkv:
+    """Computes queries in place, keys and values into the pages; all ways give the same bits."""
+
+    def __init__(
+        self, device: Device, config: ModelConfig, kernels: Kernels, gemm: Gemm, *, max_context: int
+    ) -> None:
+        self._device = device
+        self._config = config
+        self._kernels = kernels
+        self._gemm = gemm
+        self._outputs = (config.heads + 2 * config.kv_heads) * config.head_dim
+        self._fused = (
+            HopperQkv(device, config, kernels.rope_table, max_context)
+            if HopperQkv.suits(device, config)
+            else None
+        )
+        self._tuned: dict[int, Tile | None] = {}
+        """By padded rows: the tile, or None for two launches."""
+
+    def __call__(
+        self, x: int, layer: LayerWeights, inputs: StepInputs, qkv: int, keys: int, values: int, tokens: int
+    ) -> None:
+        """Queue it for x (tokens, width) half, which has room for `padded_rows(tokens)`."""
+        if tokens:
+            self._run(
+                self._choice(tokens), x, layer, inputs.positions, inputs.cache_rows, qkv, keys, values, tokens
+            )
+
+    def tune(
+        self,
+        x: int,
+        layers: Sequence[LayerWeights],
+        qkv: int,
+        keys: int,
+        values: int,
+        numbers: int,
+        rows: int,
+    ) -> None:
+        """Time the ways for so many rows and keep the fastest; waits for the device.
+
+        numbers: room for an int32 a row. What is at `qkv` and there is overwritten; the pages are not.
+        """
+        weights = [layer.qkv for layer in layers]
+        self._gemm.tune(x, weights, qkv, (rows, self._outputs, self._config.width, Kind.HALF))
+        if self._fused is None or padded_rows(rows) in self._tuned:
+            return
+        self._device.fill(numbers, 0xFF, 4 * rows)  # no row of the pages, and of positions the first
+
+        def seconds(tile: Tile | None) -> float:
+            run = partial(self._run, tile, x)
+            return self._gemm.seconds(
+                lambda turn: run(layers[turn % len(layers)], numbers, numbers, qkv, keys, values, rows)
+            )
+
+        self._tuned[padded_rows(rows)] = min((None, *self._fused.tiles), key=seconds)
+
+    def _choice(self, tokens: int) -> Tile | None:
+        """For many rows, what was fastest at the nearest number that was tried."""
+        rows = padded_rows(tokens)
+        if rows in self._tuned or rows <= MANY_ROWS:
+            return self._tuned.get(rows)
+        tried = [other for other in self._tuned if other > MANY_ROWS]
+        return (
+            self._tuned[min(tried, key=lambda other: max(other, rows) / min(other, rows))] if tried else None
+        )
+
+    def _run(
+        self, tile: Tile | None, x: int, layer: LayerWeights, positions: int, cache_rows: int, qkv: int,
+        keys: int, values: int, tokens: int,
+    ) -> None:  # fmt: skip
+        if tile is not None and self._fused is not None:
+            self._fused.run(
+                tile, x, layer.qkv, layer.qkv_bias, positions, cache_rows, qkv, keys, values, tokens,
+                padded_rows(tokens),
+            )  # fmt: skip
+            return
+        self._gemm(x, layer.qkv, qkv, tokens, self._outputs, self._config.width)
+        self._kernels.qkv_rope_write(
+            qkv, layer.qkv_bias, layer.q_norm, layer.k_norm, positions, cache_rows, keys, values, tokens
+        )
