@@ -2,8 +2,7 @@
 // with the attention between them.
 //
 //   few_qkv       qkv of norm(x), bias, rotation; queries to qkv (T, (H + 2 G) D) half, keys and values to the pages
-//   few_residual  x += in W^T; in (T, K) half, x (T, outputs) float; K in `parts` of the same length, a warp each, whose
-//                 sums are added in order: x + part 0 + part 1 ...
+//   few_residual  x += in W^T; in (T, K) half, x (T, outputs) float
 //   few_swiglu    out (T, F) half = silu(gate) * up of norm(x); W has F rows of gate, then F of up
 //
 // x (T, width) float, weights half (outputs, K) row-major, K a multiple of 32; norms, bias, positions, cache_rows,
@@ -13,8 +12,7 @@
 //
 // Bytes: the weights once. A block of 4 warps has 8 rows of W (few_swiglu: 8 of gate and 8 of up), which it asks for
 // all at once, by cp.async, before it waits for the kernel ahead of it: the chip has a whole matrix in flight, and
-// one warp, or one a part, multiplies when inputs and weights are there. Latency is that of K / (16 parts) dependent
-// products.
+// one warp multiplies when inputs and weights are there. Latency is that of K / 16 dependent products.
 //
 // Options: -DHEAD_DIM (64), -DINTERLEAVED (0). Dynamic shared memory: `few_rows_shared` in the launcher.
 #include "common.cuh"
@@ -99,9 +97,9 @@ static __device__ __forceinline__ void norm_rows(unsigned char* target, const fl
 // for 8 tokens; where there are fewer, rows of weights are read in their place, and the results mean nothing.
 template <int COUNT>
 static __device__ __forceinline__ void multiply(float (&c)[COUNT][4], uint32_t inputs_at, uint32_t weights_at,
-                                                int inputs, int pitch) {
+                                                int inputs) {
     constexpr int GROUP = 4 / COUNT;  // steps of 32 elements whose operands are read while the group before multiplies
-    const int lane = threadIdx.x % 32;
+    const int lane = threadIdx.x % 32, pitch = pitch_of(inputs);
     const uint32_t offset = lane % 8 * pitch + lane / 8 * 16;
     const uint32_t a_at = inputs_at + offset, b_at = weights_at + offset;
     uint32_t a[2][GROUP][4], b[2][GROUP][COUNT][4];
@@ -176,7 +174,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     __syncthreads();
     if (threadIdx.x >= 32) return;
     float c[1][4] = {};
-    multiply(c, inputs_at, weights_at, width, pitch);
+    multiply(c, inputs_at, weights_at, width);
 
     if (!exists) return;
     float low = rounded(c[0][0]), high = rounded(c[0][1]);
@@ -195,9 +193,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 
 extern "C" __global__ void __launch_bounds__(THREADS)
     few_residual(const __half* __restrict__ in, const __half* __restrict__ w, float* x, int tokens,
-                 int outputs, int inputs, int parts) {
+                 int outputs, int inputs) {
     extern __shared__ __align__(16) unsigned char shared[];
-    __shared__ float2 pieces[WARPS][32];
     const int first = blockIdx.x * ROWS, pitch = pitch_of(inputs);
     const uint32_t inputs_at = shared_address(shared), weights_at = inputs_at + tokens * pitch;
     launch_next();
@@ -206,28 +203,17 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     wait_for_previous(in);
     fetch_rows(inputs_at, tokens, inputs, [&](int i) { return in + static_cast<int64_t>(i) * inputs; });
     commit_copies();
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const int token = lane / 4, column = first + lane % 4 * 2;
-    const bool exists = warp == 0 && token < tokens && column < outputs;
+    const int token = threadIdx.x / 4, column = first + threadIdx.x % 4 * 2;
+    const bool exists = token < tokens && column < outputs;
     float2* target = reinterpret_cast<float2*>(x + static_cast<int64_t>(token) * outputs + column);
-    float2 sum = exists ? *target : make_float2(0.0f, 0.0f);
+    const float2 old = exists ? *target : make_float2(0.0f, 0.0f);
     wait_for_copies<0>();
     __syncthreads();
-    if (warp >= parts) return;
-    const int part = inputs / parts;
+    if (threadIdx.x >= 32) return;
     float c[1][4] = {};
-    multiply(c, inputs_at + warp * part * 2, weights_at + warp * part * 2, part, pitch);
-    if (parts > 1) {
-        pieces[warp][lane] = make_float2(c[0][0], c[0][1]);
-        asm volatile("bar.sync 1, %0;" ::"r"(32 * parts) : "memory");
-    }
+    multiply(c, inputs_at, weights_at, inputs);
     if (!exists) return;
-    sum.x += c[0][0], sum.y += c[0][1];
-    for (int other = 1; other < parts; ++other) {
-        const float2 piece = pieces[other][lane];
-        sum.x += piece.x, sum.y += piece.y;
-    }
-    *target = sum;
+    *target = make_float2(old.x + c[0][0], old.y + c[0][1]);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
@@ -248,7 +234,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     __syncthreads();
     if (threadIdx.x >= 32) return;
     float c[2][4] = {};
-    multiply(c, inputs_at, weights_at, width, pitch);
+    multiply(c, inputs_at, weights_at, width);
     const int token = threadIdx.x / 4, column = first + threadIdx.x % 4 * 2;
     if (token >= tokens) return;
     const uint32_t pair = pack(silu_times(rounded(c[0][0]), rounded(c[1][0])),

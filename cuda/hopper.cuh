@@ -72,22 +72,6 @@ static __device__ __forceinline__ void barrier_arrive_at(uint32_t barrier, int r
         : "memory");
 }
 
-// 16 bytes from this place in the shared memory of block `rank` of the cluster.
-static __device__ __forceinline__ float4 load_from(uint32_t address, int rank) {
-    float4 v;
-    asm volatile(
-        "{\n"
-        ".reg .b32 remote;\n"
-        "mapa.shared::cluster.u32 remote, %4, %5;\n"
-        "ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [remote];\n"
-        "}\n"
-        : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
-        : "r"(address), "r"(rank)
-        : "memory");
-    return v;
-}
-
-// Also makes what the blocks wrote to shared memory before it visible to each other.
 static __device__ __forceinline__ void cluster_sync() {
     asm volatile(
         "barrier.cluster.arrive.aligned;\n"

@@ -1,12 +1,10 @@
 // Products with weights on Hopper, by the main loop of `hopper_product.cuh`: y = x W^T, alone, with SwiGLU, or added to the
-// residual stream. Kernels are named KIND_GROUPS_BN_STAGES_CLUSTER_PARTS.
+// residual stream. Kernels are named KIND_GROUPS_BN_STAGES_CLUSTER.
 //
 //   product_*   y (rows, outputs) half
 //   swiglu_*    W holds F rows of gate, then F of up; y (rows, F) half = silu(gate) * up, gate and up rounded to half
 //               before, as `swiglu.cu` reads them
-//   residual_*  y (rows, outputs) float += x W^T. With PARTS, K is summed in so many pieces of the same length by the
-//               blocks of a cluster, and these are added in order: y + piece 0 + piece 1 ... Where a product has few
-//               tiles and K is long, more of the chip works on it. K is a multiple of 64 PARTS
+//   residual_*  y (rows, outputs) float += x W^T
 //
 // y is written once (residual_*: read, too).
 #include "hopper_product.cuh"
@@ -42,58 +40,14 @@ static __device__ __forceinline__ void add_to(float* y, const float (&acc)[BN / 
     }
 }
 
-// y += the pieces of a tile that the blocks of a cluster have; each block adds a share of the rows.
-template <int GROUPS, int BN, int PARTS>
-static __device__ __forceinline__ void add_pieces(float* y, const float (&acc)[BN / 2], int row, int column, int rows,
-                                                  int outputs, uint32_t shared) {
-    constexpr int THREADS = 128 * GROUPS, PITCH = 4 * (BN + 8);  // bytes; rows 8 words apart in banks
-    constexpr int SHARE = 64 * GROUPS / PARTS, FOURS = BN / 4, EACH = SHARE * FOURS / THREADS;
-    const int lane = threadIdx.x % 32, t = lane % 4;
-    const int within = threadIdx.x / 32 * 16 + lane / 4;  // row of the tile that is `row`
-    asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory");  // all have multiplied
-#pragma unroll
-    for (int half = 0; half < 2; ++half)
-#pragma unroll
-        for (int j = 0; j < BN / 8; ++j)
-            asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(shared + (within + 8 * half) * PITCH + j * 32 + t * 8),
-                         "f"(acc[4 * j + 2 * half]), "f"(acc[4 * j + 2 * half + 1])
-                         : "memory");
-    const int rank = rank_in_cluster(), first_row = row - within;
-    float4 sum[EACH];
-    float4* target[EACH];
-#pragma unroll
-    for (int i = 0; i < EACH; ++i) {
-        const int at = i * THREADS + threadIdx.x, my_row = first_row + rank * SHARE + at / FOURS;
-        const int my_column = column + at % FOURS * 4;
-        const bool exists = my_row < rows && my_column < outputs;
-        target[i] = exists ? reinterpret_cast<float4*>(y + static_cast<int64_t>(my_row) * outputs + my_column) : nullptr;
-        if (exists) sum[i] = *target[i];
-    }
-    cluster_sync();
-#pragma unroll
-    for (int part = 0; part < PARTS; ++part)
-#pragma unroll
-        for (int i = 0; i < EACH; ++i) {
-            const int at = i * THREADS + threadIdx.x;
-            const float4 piece = load_from(shared + (rank * SHARE + at / FOURS) * PITCH + at % FOURS * 16, part);
-            sum[i].x += piece.x, sum[i].y += piece.y, sum[i].z += piece.z, sum[i].w += piece.w;
-        }
-#pragma unroll
-    for (int i = 0; i < EACH; ++i)
-        if (target[i] != nullptr) *target[i] = sum[i];
-    cluster_sync();  // no block ends while another reads its piece
-}
-
-template <Kind KIND, int GROUPS, int BN, int STAGES, int CLUSTER, int PARTS, typename Result>
+template <Kind KIND, int GROUPS, int BN, int STAGES, int CLUSTER, typename Result>
 static __device__ __forceinline__ void product(const TensorMap* x_map, const TensorMap* w_map, Result* __restrict__ y,
                                                int rows, int outputs, int inputs) {
     constexpr int SIDES = KIND == Kind::SWIGLU ? 2 : 1;
-    auto finish = [&](const float(&acc)[BN / 2], int row, int column, uint32_t stages) {
+    auto finish = [&](const float(&acc)[BN / 2], int row, int column, int) {
         const int t = threadIdx.x % 4;
-        if constexpr (KIND == Kind::RESIDUAL && PARTS == 1) {
+        if constexpr (KIND == Kind::RESIDUAL) {
             add_to<BN>(y, acc, row, column, rows, outputs, t);
-        } else if constexpr (KIND == Kind::RESIDUAL) {
-            add_pieces<GROUPS, BN, PARTS>(y, acc, row, column, rows, outputs, stages);
         } else {
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
@@ -114,37 +68,33 @@ static __device__ __forceinline__ void product(const TensorMap* x_map, const Ten
             }
         }
     };
-    multiply<GROUPS, BN, STAGES, CLUSTER, PARTS, SIDES>(x_map, w_map, rows, outputs, inputs, finish);
+    const auto nothing = [](int, int) { return 0; };
+    multiply<GROUPS, BN, STAGES, CLUSTER, SIDES>(x_map, w_map, rows, outputs, inputs, nothing, finish);
 }
 
-#define GEMM_KERNEL(NAME, KIND, RESULT, GROUPS, BN, STAGES, CLUSTER, PARTS)                                        \
-    extern "C" __global__ void __launch_bounds__(128 * GROUPS + 32) __cluster_dims__(CLUSTER * PARTS, 1, 1)        \
-        NAME##_##GROUPS##_##BN##_##STAGES##_##CLUSTER##_##PARTS(                                                   \
+#define GEMM_KERNEL(NAME, KIND, RESULT, GROUPS, BN, STAGES, CLUSTER)                                               \
+    extern "C" __global__ void __launch_bounds__(128 * GROUPS + 32) __cluster_dims__(CLUSTER, 1, 1)                \
+        NAME##_##GROUPS##_##BN##_##STAGES##_##CLUSTER(                                                                \
             const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w, RESULT* y, int rows,        \
             int outputs, int inputs) {                                                                            \
-        product<Kind::KIND, GROUPS, BN, STAGES, CLUSTER, PARTS>(&x, &w, y, rows, outputs, inputs);                 \
+        product<Kind::KIND, GROUPS, BN, STAGES, CLUSTER>(&x, &w, y, rows, outputs, inputs);                        \
     }
 #else
-#define GEMM_KERNEL(NAME, KIND, RESULT, GROUPS, BN, STAGES, CLUSTER, PARTS)
+#define GEMM_KERNEL(NAME, KIND, RESULT, GROUPS, BN, STAGES, CLUSTER)
 #endif
 
-GEMM_KERNEL(product, PRODUCT, __half, 1, 64, 6, 1, 1)
-GEMM_KERNEL(product, PRODUCT, __half, 1, 32, 8, 1, 1)
-GEMM_KERNEL(swiglu, SWIGLU, __half, 2, 256, 4, 2, 1)
-GEMM_KERNEL(swiglu, SWIGLU, __half, 2, 256, 4, 1, 1)
-GEMM_KERNEL(swiglu, SWIGLU, __half, 2, 160, 5, 2, 1)
-GEMM_KERNEL(swiglu, SWIGLU, __half, 2, 160, 5, 1, 1)
-GEMM_KERNEL(swiglu, SWIGLU, __half, 1, 160, 4, 2, 1)
-GEMM_KERNEL(swiglu, SWIGLU, __half, 1, 160, 4, 1, 1)
-GEMM_KERNEL(swiglu, SWIGLU, __half, 1, 128, 4, 1, 1)
-GEMM_KERNEL(swiglu, SWIGLU, __half, 1, 64, 6, 1, 1)
-GEMM_KERNEL(residual, RESIDUAL, float, 2, 256, 4, 2, 1)
-GEMM_KERNEL(residual, RESIDUAL, float, 2, 128, 3, 1, 1)
-GEMM_KERNEL(residual, RESIDUAL, float, 2, 64, 4, 1, 1)
-GEMM_KERNEL(residual, RESIDUAL, float, 1, 64, 6, 1, 1)
-GEMM_KERNEL(residual, RESIDUAL, float, 1, 32, 8, 1, 1)
-GEMM_KERNEL(residual, RESIDUAL, float, 4, 128, 4, 1, 4)
-GEMM_KERNEL(residual, RESIDUAL, float, 2, 128, 3, 1, 4)
-GEMM_KERNEL(residual, RESIDUAL, float, 2, 64, 4, 1, 4)
-GEMM_KERNEL(residual, RESIDUAL, float, 1, 64, 6, 1, 4)
-GEMM_KERNEL(residual, RESIDUAL, float, 1, 32, 8, 1, 4)
+GEMM_KERNEL(product, PRODUCT, __half, 1, 64, 6, 1)
+GEMM_KERNEL(product, PRODUCT, __half, 1, 32, 8, 1)
+GEMM_KERNEL(swiglu, SWIGLU, __half, 2, 256, 4, 2)
+GEMM_KERNEL(swiglu, SWIGLU, __half, 2, 256, 4, 1)
+GEMM_KERNEL(swiglu, SWIGLU, __half, 2, 160, 5, 2)
+GEMM_KERNEL(swiglu, SWIGLU, __half, 2, 160, 5, 1)
+GEMM_KERNEL(swiglu, SWIGLU, __half, 1, 160, 4, 2)
+GEMM_KERNEL(swiglu, SWIGLU, __half, 1, 160, 4, 1)
+GEMM_KERNEL(swiglu, SWIGLU, __half, 1, 128, 4, 1)
+GEMM_KERNEL(swiglu, SWIGLU, __half, 1, 64, 6, 1)
+GEMM_KERNEL(residual, RESIDUAL, float, 2, 256, 4, 2)
+GEMM_KERNEL(residual, RESIDUAL, float, 2, 128, 3, 1)
+GEMM_KERNEL(residual, RESIDUAL, float, 2, 64, 4, 1)
+GEMM_KERNEL(residual, RESIDUAL, float, 1, 64, 6, 1)
+GEMM_KERNEL(residual, RESIDUAL, float, 1, 32, 8, 1)

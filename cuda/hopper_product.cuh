@@ -12,8 +12,7 @@
 // Blocks go through the tiles with stride gridDim.x, in groups of GROUP_ROWS tiles of rows, so that those running
 // together share weights and rows in L2; copies run ahead into the next tile while the results of one are written. Two
 // blocks of a CLUSTER take two tiles of rows and fetch half of W each, for both: less comes from L2.
-// PARTS blocks of a cluster share one tile instead and sum a part of K each, K / PARTS long, once: the grid has
-// PARTS blocks a tile. FLOPs 2 rows outputs K; bytes: W and x once from memory, if L2 holds a group.
+// FLOPs 2 rows outputs K; bytes: W and x once from memory, if L2 holds a group.
 //
 // The kernel may start before the one ahead of it has ended: weights are fetched at once, x only after that.
 #pragma once
@@ -57,13 +56,12 @@ static __device__ __forceinline__ void store_row(__half* target, bool exists, in
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
-// finish(acc, row, column, stages): a warpgroup's result of the tile whose first column is `column`; this thread has
-// acc[4 j + 2 half + e] = row `row` + 8 half, column 8 j + 2 t + e of the tile (`hopper.cuh`). `stages`: the shared memory
-// of the copies, which may be written to where PARTS > 1, after all warpgroups have met.
-template <int GROUPS, int BN, int STAGES, int CLUSTER, int PARTS, int SIDES, typename Finish>
+// finish(acc, row, column, ready): a warpgroup's result of the tile whose first column is `column`; this thread has
+// acc[4 j + 2 half + e] = row `row` + 8 half, column 8 j + 2 t + e of the tile (`hopper.cuh`).
+// prepare(row, column): called before the tile is multiplied, for what can be asked for ahead; its result is `ready`.
+template <int GROUPS, int BN, int STAGES, int CLUSTER, int SIDES, typename Prepare, typename Finish>
 static __device__ __forceinline__ void multiply(const TensorMap* x_map, const TensorMap* w_map, int rows, int outputs,
-                                                int inputs, Finish finish) {
-    static_assert(CLUSTER == 1 || PARTS == 1, "blocks of a cluster share weights or a tile, not both");
+                                                int inputs, Prepare prepare, Finish finish) {
     constexpr int BM = 64 * GROUPS;
     constexpr int X_BYTES = BM * DEPTH * 2, W_BYTES = BN * DEPTH * 2;
     constexpr int COLUMNS = BN / SIDES;  // of the result in a tile
@@ -75,15 +73,14 @@ static __device__ __forceinline__ void multiply(const TensorMap* x_map, const Te
     auto w_tile = [&](int stage) { return base + stage * (X_BYTES + W_BYTES) + X_BYTES; };
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     constexpr int HEIGHT = BM * CLUSTER;  // rows that a cluster computes at once
-    const int rank = CLUSTER * PARTS > 1 ? rank_in_cluster() : 0;
+    const int rank = CLUSTER > 1 ? rank_in_cluster() : 0;
     const int row_tiles = (rows + HEIGHT - 1) / HEIGHT, column_tiles = (outputs + COLUMNS - 1) / COLUMNS;
-    const int tiles = row_tiles * column_tiles, steps = (inputs / PARTS + DEPTH - 1) / DEPTH;
-    const int first_step = PARTS > 1 ? rank * steps : 0;
-    const int first_tile = blockIdx.x / (CLUSTER * PARTS), stride = gridDim.x / (CLUSTER * PARTS);
+    const int tiles = row_tiles * column_tiles, steps = (inputs + DEPTH - 1) / DEPTH;
+    const int first_tile = blockIdx.x / CLUSTER, stride = gridDim.x / CLUSTER;
     auto place = [&](int tile, int& row, int& column) {
         const int group = tile / (GROUP_ROWS * column_tiles), within = tile % (GROUP_ROWS * column_tiles);
         const int height = min(GROUP_ROWS, row_tiles - group * GROUP_ROWS);
-        row = (group * GROUP_ROWS + within % height) * HEIGHT + (CLUSTER > 1 ? rank * BM : 0);
+        row = (group * GROUP_ROWS + within % height) * HEIGHT + rank * BM;
         column = within / height * COLUMNS;
     };
 
@@ -104,7 +101,7 @@ static __device__ __forceinline__ void multiply(const TensorMap* x_map, const Te
         auto load_w = [&](int stage, int step, int column) {
             barrier_expect(full + 8 * stage, X_BYTES + W_BYTES);
             const int upper = SIDES == 2 ? outputs + column : column + BN / 2;
-            const int depth = (first_step + step) * DEPTH;
+            const int depth = step * DEPTH;
             if (CLUSTER > 1) {
                 load_box_in_both(w_tile(stage) + rank * (W_BYTES / 2), w_map, full + 8 * stage, depth,
                                  rank ? upper : column);
@@ -126,9 +123,8 @@ static __device__ __forceinline__ void multiply(const TensorMap* x_map, const Te
                 const int stage = count % STAGES;
                 if (count >= STAGES) barrier_wait(empty + 8 * stage, (count / STAGES - 1) & 1);
                 if (count >= min(STAGES, steps)) load_w(stage, step, column);
-                load_box(x_tile(stage), x_map, full + 8 * stage, (first_step + step) * DEPTH, row);
+                load_box(x_tile(stage), x_map, full + 8 * stage, step * DEPTH, row);
             }
-            if (PARTS > 1) break;
         }
     }
     if (warp == 4 * GROUPS) {
@@ -145,6 +141,10 @@ static __device__ __forceinline__ void multiply(const TensorMap* x_map, const Te
     int count = 0;
     for (int tile = first_tile; tile < tiles; tile += stride) {
         float acc[BN / 2];
+        int row, column;
+        place(tile, row, column);
+        row += group * 64 + warp % 4 * 16 + g;
+        const auto ready = prepare(row, column);
         for (int step = 0; step < steps; ++step, ++count) {
             const int stage = count % STAGES;
             barrier_wait(full + 8 * stage, count / STAGES & 1);
@@ -160,10 +160,7 @@ static __device__ __forceinline__ void multiply(const TensorMap* x_map, const Te
         wgmma_wait<0>();
         wgmma_keep(acc);
         release((count - 1) % STAGES);
-        int row, column;
-        place(tile, row, column);
-        finish(acc, row + group * 64 + warp % 4 * 16 + g, column, base);
-        if (PARTS > 1) break;
+        finish(acc, row, column, ready);
     }
     if (CLUSTER > 1) cluster_sync();  // no block ends while the other may write to its memory or barriers
 }

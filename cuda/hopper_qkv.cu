@@ -31,6 +31,16 @@ struct Places {  // where results go
     int table_rows, heads, kv_heads;
 };
 
+// Of the two rows that a thread has in a tile.
+struct Rows {
+    int position[2], cache_row[2];
+};
+
+// Brings what is read after the product close: nobody waits for it.
+static __device__ __forceinline__ void touch(const void* source) {
+    asm volatile("prefetch.global.L1 [%0];" ::"l"(source));
+}
+
 // The words of one head of one row: after rounding, bias and, but for values, rotation. `acc`: the head's columns.
 static __device__ __forceinline__ void finish_head(uint32_t (&words)[HEAD_DIM / 8], const float* acc, int half,
                                                    const float* bias, const float* angles, bool rotates, int t) {
@@ -65,15 +75,33 @@ static __device__ __forceinline__ void qkv_product(const TensorMap* x_map, const
                                                    int tokens, int width) {
     static_assert(BN % HEAD_DIM == 0, "a tile has whole heads");
     const int all_heads = to.heads + 2 * to.kv_heads;
-    auto finish = [&](const float(&acc)[BN / 2], int row, int column, uint32_t) {
+    auto prepare = [&](int row, int column) {
+        Rows ready;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const bool exists = row + 8 * half < tokens;
+            const int position = exists ? to.positions[row + 8 * half] : 0;
+            ready.position[half] = min(max(position, 0), to.table_rows - 1);
+            ready.cache_row[half] = exists ? to.cache_rows[row + 8 * half] : -1;
+        }
+        const int part = threadIdx.x % 4 * (HEAD_DIM / 4);  // lanes share the row, and the bias of a head
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+            touch(to.table + static_cast<int64_t>(ready.position[half]) * HEAD_DIM + part);
+        if (to.bias != nullptr)
+#pragma unroll
+            for (int i = 0; i < BN / HEAD_DIM; ++i)
+                if (column / HEAD_DIM + i < all_heads) touch(to.bias + column + i * HEAD_DIM + part);
+        return ready;
+    };
+    auto finish = [&](const float(&acc)[BN / 2], int row, int column, const Rows& ready) {
         const int t = threadIdx.x % 4;
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const int token = row + 8 * half;
             const bool exists = token < tokens;
-            const int position = exists ? min(max(to.positions[token], 0), to.table_rows - 1) : 0;
-            const int cache_row = exists ? to.cache_rows[token] : -1;
-            const float* angles = to.table + static_cast<int64_t>(position) * HEAD_DIM;
+            const int cache_row = ready.cache_row[half];
+            const float* angles = to.table + static_cast<int64_t>(ready.position[half]) * HEAD_DIM;
 #pragma unroll
             for (int i = 0; i < BN / HEAD_DIM; ++i) {
                 const int head = column / HEAD_DIM + i;
@@ -94,7 +122,8 @@ static __device__ __forceinline__ void qkv_product(const TensorMap* x_map, const
             }
         }
     };
-    multiply<GROUPS, BN, STAGES, CLUSTER, 1, 1>(x_map, w_map, tokens, all_heads * HEAD_DIM, width, finish);
+    multiply<GROUPS, BN, STAGES, CLUSTER, 1>(x_map, w_map, tokens, all_heads * HEAD_DIM, width, prepare,
+                                                 finish);
 }
 
 #define QKV_KERNEL(GROUPS, BN, STAGES, CLUSTER)                                                                    \

@@ -7,7 +7,6 @@ from worker.model.config import ModelConfig, RopeStyle
 from worker.runners.gpu.compiler import compile_kernels, kernel_directory
 from worker.runners.gpu.device import Device
 from worker.runners.gpu.functions import Module
-from worker.runners.gpu.gemm import parts_of
 from worker.runners.gpu.hopper import is_hopper
 from worker.runners.gpu.kernels import TENSOR_CORE_HEADS, Kernels
 from worker.runners.gpu.steps import StepInputs
@@ -26,7 +25,6 @@ class FewRows:
     """The operations of steps of up to MAX_ROWS tokens, one a sequence. Check `suits` first."""
 
     def __init__(self, device: Device, config: ModelConfig, kernels: Kernels, *, max_context: int) -> None:
-        self._device = device
         self._config = config
         self._rope = (kernels.rope_table, max_context)
         self._queries = config.heads * config.head_dim
@@ -39,7 +37,7 @@ class FewRows:
             "few_qkv", "PPfPPPPPiPPPiiii", shared=most, dependent=True, all_shared=True
         )
         self._residual = products.function(
-            "few_residual", "PPPiiii", shared=most, dependent=True, all_shared=True
+            "few_residual", "PPPiii", shared=most, dependent=True, all_shared=True
         )
         self._swiglu = products.function(
             "few_swiglu", "PPfPPiii", shared=most, dependent=True, all_shared=True
@@ -74,7 +72,7 @@ class FewRows:
         width = self._config.width
         self._residual(
             (-(-width // _ROWS), 1), _BLOCK, source, weight, x, tokens, width, inputs,
-            parts_of(self._device, width, inputs), shared=_shared(inputs, _ROWS + tokens),
+            shared=_shared(inputs, _ROWS + tokens),
         )  # fmt: skip
 
     def swiglu(self, x: int, layer: LayerWeights, out: int, tokens: int) -> None:

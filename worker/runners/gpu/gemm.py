@@ -20,7 +20,7 @@ from worker.runners.gpu.functions import Function, Module
 from worker.runners.gpu.hopper import TILES, HopperProducts, Kind, Tile, is_hopper
 from worker.runners.gpu.library import Algorithm, Library, Product, Way
 
-__all__ = ["MANY_ROWS", "Gemm", "padded_rows", "parts_of"]
+__all__ = ["MANY_ROWS", "Gemm", "padded_rows"]
 
 log = logging.getLogger(__name__)
 
@@ -30,8 +30,6 @@ _TIMED_RUNS = 6
 # Rows of the weight a warp _ warps a row; the last needs too many registers beyond 4 rows of x.
 _GEMV_VARIANTS = ("1_4", "1_1", "2_1", "4_1")
 _FEW_ROWS = 4
-_PARTS = 4
-_FEW_OUTPUTS, _MANY_INPUTS = 2048, 2048  # between them, a product has too few tiles for the chip
 
 Candidate = Algorithm | Tile | str
 """An algorithm of the library, a tile of the Hopper kernels, or a variant of `gemv.cu`.
@@ -46,15 +44,6 @@ def padded_rows(rows: int) -> int:
     return -(-rows // step) * step
 
 
-def parts_of(device: Device, outputs: int, inputs: int) -> int:
-    """In how many parts a product that is added to the residual stream is summed, whatever the rows.
-
-    More than one where there are few outputs and many inputs, so that few rows too give all of the chip work.
-    """
-    long = inputs >= _MANY_INPUTS and inputs % (64 * _PARTS) == 0 and outputs <= _FEW_OUTPUTS
-    return _PARTS if is_hopper(device) and long else 1
-
-
 @dataclass(frozen=True, slots=True)
 class _Shape:
     rows: int
@@ -66,11 +55,13 @@ class _Shape:
     def sizes(self) -> tuple[int, int, int]:
         return self.rows, self.outputs, self.inputs
 
-    def product(self, parts: int) -> Product:
+    @property
+    def product(self) -> Product:
         """What the library is asked for."""
         outputs = 2 * self.outputs if self.kind is Kind.SWIGLU else self.outputs
-        added = self.kind is Kind.RESIDUAL
-        return Product(self.rows, outputs, self.inputs, self.kind is Kind.FLOAT, added, parts)
+        return Product(
+            self.rows, outputs, self.inputs, self.kind is Kind.FLOAT, added=self.kind is Kind.RESIDUAL
+        )
 
 
 @dataclass(slots=True)
@@ -116,7 +107,7 @@ class Gemm:
             (self._plans.get(shape) or self._plan(shape)).way(x, weight, y)
 
     def residual(self, x: int, weight: int, y: int, rows: int, outputs: int, inputs: int) -> None:
-        """Queue y (rows, outputs) float += x weight^T, summed in `parts_of` parts."""
+        """Queue y (rows, outputs) float += x weight^T."""
         if rows:
             shape = _Shape(padded_rows(rows), outputs, inputs, Kind.RESIDUAL)
             (self._plans.get(shape) or self._plan(shape)).way(x, weight, y)
@@ -187,7 +178,7 @@ class Gemm:
         if not tried:
             return None
         candidate = min(tried, key=lambda pair: pair[0])[1]
-        if isinstance(candidate, Tile | str) or self._library.suits(candidate, self._product(shape)):
+        if isinstance(candidate, Tile | str) or self._library.suits(candidate, shape.product):
             return candidate
         return None
 
@@ -196,10 +187,9 @@ class Gemm:
         found: list[Candidate] = []
         aligned = shape.inputs % 8 == 0 and shape.outputs % 8 == 0
         if self._hopper is not None and aligned:
-            parts = self._product(shape).parts
-            found += [tile for tile in TILES[shape.kind] if tile.parts == parts]
+            found += TILES[shape.kind]
         if shape.kind is not Kind.SWIGLU or self._activate is not None:
-            library = self._library.algorithms(self._product(shape))
+            library = self._library.algorithms(shape.product)
             found = [*found, *library] if shape.kind is Kind.SWIGLU else [*library, *found]
         gemv = shape.kind in (Kind.HALF, Kind.FLOAT) and shape.rows <= MAX_GEMV_ROWS
         if self._module is not None and gemv and shape.inputs % 8 == 0:
@@ -208,10 +198,6 @@ class Gemm:
         if not found:
             raise CudaError(f"no kernel computes the product {shape}: sizes are multiples of 8")
         return found
-
-    def _product(self, shape: _Shape) -> Product:
-        added = shape.kind is Kind.RESIDUAL
-        return shape.product(parts_of(self._device, shape.outputs, shape.inputs) if added else 1)
 
     def _bind(self, candidate: Candidate, shape: _Shape) -> Way:
         """How the candidate computes this shape."""
@@ -222,7 +208,7 @@ class Gemm:
             return lambda x, weight, y: run(kind, candidate, x, weight, y, *sizes)
         if isinstance(candidate, str):
             return self._gemv(candidate, shape)
-        way = self._library.way(candidate, self._product(shape))
+        way = self._library.way(candidate, shape.product)
         if kind is not Kind.SWIGLU:
             return way
         activate, gate_up = self._activate, self._gate_up

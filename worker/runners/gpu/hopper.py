@@ -29,15 +29,13 @@ class Kind(Enum):
 class Tile:
     """A tile of 64 `groups` rows by `columns` rows of the weight, `stages` copies ahead.
 
-    cluster  blocks that share weights
-    parts    blocks that share a tile, each with a part of the inputs
+    The blocks of a `cluster` share weights.
     """
 
     groups: int
     columns: int
     stages: int
     cluster: int = 1
-    parts: int = 1
 
     @property
     def shared(self) -> int:
@@ -69,11 +67,6 @@ TILES = {
         Tile(2, 64, 4),
         Tile(1, 64, 6),
         Tile(1, 32, 8),
-        Tile(4, 128, 4, parts=4),
-        Tile(2, 128, 3, parts=4),
-        Tile(2, 64, 4, parts=4),
-        Tile(1, 64, 6, parts=4),
-        Tile(1, 32, 8, parts=4),
     ),
 }
 QKV_TILES = (
@@ -93,7 +86,7 @@ def is_hopper(device: Device) -> bool:
 
 
 class HopperProducts:
-    """y = x weight^T with one accumulator a result, or a part of it, so that all tiles give the same bits."""
+    """y = x weight^T with one accumulator a result, so that all tiles give the same bits; on Hopper only."""
 
     def __init__(self, device: Device) -> None:
         source = kernel_directory() / "hopper_gemm.cu"
@@ -103,7 +96,7 @@ class HopperProducts:
         self._blocks: dict[tuple[Kind, Tile], int] = {}
         for kind, tiles in TILES.items():
             for tile in tiles:
-                name = f"{kind.value}_{_name(tile)}_{tile.parts}"
+                name = f"{kind.value}_{_name(tile)}"
                 function = module.function(name, "128s128sPiii", shared=tile.shared, dependent=True)
                 self._functions[kind, tile] = function
                 self._blocks[kind, tile] = _blocks_at_once(device, function, tile)
@@ -185,9 +178,9 @@ def _blocks_at_once(device: Device, function: Function, tile: Tile) -> int:
 
 
 def _grid(tile: Tile, rows: int, column_tiles: int, at_once: int) -> tuple[int, int, int]:
-    """No more blocks than the device holds, which go on to the next tile; but with parts, all of them."""
+    """No more blocks than the device holds, which go on to the next tile."""
     tiles = -(-rows // (64 * tile.groups * tile.cluster)) * column_tiles
-    return (tiles * tile.parts if tile.parts > 1 else min(tiles * tile.cluster, at_once), 1, 1)
+    return min(tiles * tile.cluster, at_once), 1, 1
 
 
 class _TensorMaps:

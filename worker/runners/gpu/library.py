@@ -33,7 +33,6 @@ class Product:
 
     floats  y is float, not half
     added   y += the product; float
-    parts   the inputs are taken in so many pieces of the same length, one after the other; with `added`
     """
 
     rows: int
@@ -41,7 +40,6 @@ class Product:
     inputs: int
     floats: bool = False
     added: bool = False
-    parts: int = 1
 
 
 class Library:
@@ -120,15 +118,13 @@ class Library:
         lt, handle, operation, stream = self._lt, self._handle, self._operation, self._stream
         alpha, beta = self._one.ctypes.data, (self._one if product.added else self._zero).ctypes.data
         address, workspace = algorithm.ctypes.data, self._workspace
-        starts = range(0, 2 * product.inputs, 2 * product.inputs // product.parts)
 
         def way(x: int, weight: int, y: int, _kept: Algorithm = algorithm) -> None:
             try:
-                for start in starts:
-                    lt.matmul(
-                        handle, operation, alpha, weight + start, weight_layout, x + start, x_layout, beta, y,
-                        y_layout, y, y_layout, address, workspace, WORKSPACE_BYTES, stream,
-                    )  # fmt: skip
+                lt.matmul(
+                    handle, operation, alpha, weight, weight_layout, x, x_layout, beta, y, y_layout, y,
+                    y_layout, address, workspace, WORKSPACE_BYTES, stream,
+                )  # fmt: skip
             except lt.cuBLASLtError as error:
                 raise KernelLaunchError(f"cuBLASLt refused {product}: {error}") from error
 
@@ -155,8 +151,8 @@ class Library:
             kind = _FLOAT if product.floats or product.added else _HALF
             rows, outputs, inputs = product.rows, product.outputs, product.inputs
             self._layouts[product] = (
-                create(_HALF, inputs // product.parts, outputs, inputs),
-                create(_HALF, inputs // product.parts, rows, inputs),
+                create(_HALF, inputs, outputs, inputs),
+                create(_HALF, inputs, rows, inputs),
                 create(kind, outputs, rows, outputs),
             )
         return self._layouts[product]
