@@ -1,33 +1,65 @@
 """How the engine scales on the GPU: from 1 to 4,096 sequences, and from contexts of 128 to 32,000 tokens.
 
-    python -m benchmarks.scaling MODEL.gguf [--repeat 2]
+    python -m benchmarks.scaling MODEL.gguf [--repeat 2] > scaling.jsonl
+    python -m benchmarks.plot scaling.jsonl -o docs/throughput.svg
 
-Random token ids, no end-of-text. Prints one JSON line a point; decode rates count from the step after which
-all prompts are computed.
+Random token ids, no end-of-text. Prints one JSON line a point (`Point`), a median of the repetitions after
+one that is not counted; a point whose sequences do not fit the model or the GPU all at once is left out.
 """
 
 import argparse
-import json
+import math
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Literal, NamedTuple
 
 import numpy as np
+from pydantic import BaseModel, ConfigDict, PositiveFloat, PositiveInt
 
+from benchmarks.budget import BYTES_PER_S, FLOPS
 from benchmarks.engine import NoText
 from jobs.contract import GenerationParams
 from worker.engine.engine import Engine
 from worker.engine.request import Request
-from worker.model.config import ModelConfig
+from worker.model.config import ModelConfig, expected_tensors
 from worker.model.gguf_file import GgufFile
+from worker.runners.base import Runner
+from worker.runners.gpu.memory import page_bytes
 from worker.runners.gpu.runner import CudaRunner
 
 SEQUENCES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 PROMPT, ANSWER = 512, 256
 CONTEXTS = (128, 512, 2048, 8192, 32000)
-LONG_SEQUENCES, LONG_ANSWER = 32, 64
+LONG_SEQUENCES, LONG_STEPS = 32, 64
 TOKEN_BUDGET = 16384
+
+
+class Point(BaseModel):
+    """One measurement. `context`: mean tokens of a sequence in the steps that the decode rate is of."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    series: Literal["sequences", "contexts"]
+    sequences: PositiveInt
+    prompt: PositiveInt
+    answer: PositiveInt
+    context: PositiveInt
+    output_tokens_per_s: PositiveFloat  # all output over the whole time, prompts included
+    decode_tokens_per_s: PositiveFloat  # while all sequences decode
+    limit_tokens_per_s: PositiveFloat  # `decode_limit`
+    model: str
+    gpu: str
+
+
+class Run(NamedTuple):
+    """What `measure` found: tokens per second, and the mean context while all sequences decoded."""
+
+    output: float
+    decode: float
+    context: float
 
 
 def main() -> None:
@@ -36,46 +68,66 @@ def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=style)
     arguments.add_argument("model", type=Path)
     arguments.add_argument("--repeat", type=int, default=2)
+    arguments.add_argument("--bytes-per-s", type=float, default=BYTES_PER_S)
+    arguments.add_argument("--flops", type=float, default=FLOPS)
     options = arguments.parse_args()
     file = GgufFile.open(options.model)
     config = ModelConfig.from_gguf(file)
-    series = (
-        [(count, PROMPT, ANSWER) for count in SEQUENCES],
-        [(LONG_SEQUENCES, context - LONG_ANSWER, LONG_ANSWER) for context in CONTEXTS],
-    )
-    for points in series:
-        slots = max(count for count, _, _ in points)
-        context = max(prompt + answer for _, prompt, answer in points) + 1
-        runner = CudaRunner(
-            file, config, slots=slots, depth=3, context=context, max_tokens=TOKEN_BUDGET,
-            report=lambda line: print(line, file=sys.stderr),
-        )  # fmt: skip
+    measure_series("sequences", [(count, PROMPT, ANSWER) for count in SEQUENCES], file, config, options)
+    measure_series("contexts", [long_point(context) for context in CONTEXTS], file, config, options)
+
+
+def long_point(context: int) -> tuple[int, int, int]:
+    """Sequences, prompt and answer for which `context` is the mean while all of them decode.
+
+    The first of them draw already while the last prompts are computed: the answer is longer by those steps.
+    """
+    answer = LONG_STEPS + math.ceil(LONG_SEQUENCES * context / (TOKEN_BUDGET - LONG_SEQUENCES))
+    return LONG_SEQUENCES, context - answer // 2, answer
+
+
+def measure_series(
+    series: Literal["sequences", "contexts"], points: list[tuple[int, int, int]],
+    file: GgufFile, config: ModelConfig, options: argparse.Namespace,
+) -> None:  # fmt: skip
+    """Print the points of one series, all measured on one runner."""
+    points = [point for point in points if point[1] + point[2] < config.context_length]
+    if not points:
+        return
+    runner = CudaRunner(
+        file, config, slots=max(count for count, _, _ in points), depth=3, max_tokens=TOKEN_BUDGET,
+        context=max(prompt + answer for _, prompt, answer in points) + 1,
+        report=lambda line: print(line, file=sys.stderr),
+    )  # fmt: skip
+    try:
         for count, prompt, answer in points:
+            if count * -(-(prompt + answer) // runner.block_size) > runner.kv_blocks:
+                print(f"{count} sequences of {prompt} + {answer} tokens do not fit", file=sys.stderr)
+                continue
             runs = [
-                measure(runner, config.vocab, count, prompt, answer, turn)
+                measure(runner, count, prompt, answer, turn, time.perf_counter)
                 for turn in range(options.repeat + 1)
             ]
-            whole, decode = (statistics.median(rates) for rates in zip(*runs[1:], strict=True))
-            print(
-                json.dumps(
-                    {
-                        "sequences": count,
-                        "prompt": prompt,
-                        "answer": answer,
-                        "output_tokens_per_s": round(whole),
-                        "decode_tokens_per_s": round(decode),
-                        "gpu": runner.device.name,
-                    }
-                ),
-                flush=True,
-            )
+            run = Run(*(statistics.median(values) for values in zip(*runs[1:], strict=True)))
+            limit = decode_limit(config, count, run.context, options.bytes_per_s, options.flops)
+            point = Point(
+                series=series, sequences=count, prompt=prompt, answer=answer, context=round(run.context),
+                output_tokens_per_s=round(run.output), decode_tokens_per_s=round(run.decode),
+                limit_tokens_per_s=round(limit), model=config.name, gpu=runner.device.name,
+            )  # fmt: skip
+            print(point.model_dump_json(), flush=True)
+    finally:
         runner.close()
 
 
 def measure(
-    runner: CudaRunner, vocab: int, count: int, prompt: int, answer: int, seed: int
-) -> tuple[float, float]:
-    """Output tokens per second over all, and while there was nothing left but decoding."""
+    runner: Runner, count: int, prompt: int, answer: int, seed: int, clock: Callable[[], float]
+) -> Run:
+    """Compute `count` random prompts and their answers.
+
+    The decode rate is of the steps in which all sequences decode: from when the last prompt is computed, not
+    only launched, until the first answer ends.
+    """
     draw = np.random.default_rng(seed)
     engine = Engine(
         runner, text_stream=NoText, eos_ids=frozenset(), context_length=prompt + answer + 1,
@@ -83,16 +135,56 @@ def measure(
     )  # fmt: skip
     for number in range(count):
         params = GenerationParams(max_tokens=answer, temperature=0.6, ignore_eos=True)
-        tokens = tuple(draw.integers(0, vocab, prompt).tolist())
+        tokens = tuple(draw.integers(0, runner.vocab, prompt).tolist())
         engine.submit(Request(f"{seed}-{number}", 1, tokens, params, seed=number))
-    began = decode_began = time.perf_counter()
-    before = 0
+    done = []
+    prompts_launched: int | None = None  # in this step the last of them
+    begin = finish = (0.0, 0)  # time and tokens drawn
+    began = clock()
     while engine.has_work:
-        engine.step()
-        if not before and engine.stats.prompt_tokens == count * prompt and engine.stats.generated_tokens:
-            decode_began, before = time.perf_counter(), engine.stats.generated_tokens
-    end = time.perf_counter()
-    return count * answer / (end - began), (count * answer - before) / (end - decode_began)
+        done += engine.step()
+        stats = engine.stats
+        if prompts_launched is None and stats.prompt_tokens == count * prompt:
+            prompts_launched = stats.steps
+        if (
+            not begin[1]
+            and prompts_launched is not None
+            and stats.steps - prompts_launched == runner.depth - 1
+        ):
+            begin = clock(), stats.generated_tokens
+        if not finish[1] and done:
+            finish = clock(), stats.generated_tokens
+    seconds = clock() - began
+    assert [completion.error for completion in done] == [None] * count
+    assert not engine.stats.preemptions
+    assert 0 < begin[1] < finish[1], "there was no step in which all sequences decoded"
+    return Run(
+        output=count * answer / seconds,
+        decode=(finish[1] - begin[1]) / (finish[0] - begin[0]),
+        context=prompt + (begin[1] + finish[1]) / 2 / count,
+    )
+
+
+def decode_limit(
+    config: ModelConfig,
+    sequences: int,
+    context: float,
+    bytes_per_s: float = BYTES_PER_S,
+    flops: float = FLOPS,
+) -> float:
+    """Tokens per second that no decoding exceeds whose attention and products do not overlap.
+
+    Products take as long as reading all weights, in half, or as their FLOPs, whichever is longer; attention
+    takes as long as reading the keys and values of `sequences` contexts.
+    """
+    lookup = "" if config.tied_head else "token_embd.weight"  # of which a token needs one row
+    matrices = [
+        shape for name, shape in expected_tensors(config).items() if name != lookup and len(shape) == 2
+    ]
+    weights = sum(outputs * inputs for outputs, inputs in matrices)
+    products = max(2 * weights / bytes_per_s, 2 * weights * sequences / flops)
+    attention = sequences * context * page_bytes(config, block_size=1) / bytes_per_s
+    return sequences / (products + attention)
 
 
 if __name__ == "__main__":

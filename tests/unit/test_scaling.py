@@ -1,0 +1,138 @@
+"""benchmarks.scaling and benchmarks.plot: what is timed, the limit it is held against, and the drawing."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks import plot, scaling
+from benchmarks.scaling import Point
+from tests.unit.engine.scripted import Clock, ScriptedRunner
+from worker.model.config import ModelConfig, RopeScaling, RopeStyle
+from worker.runners.base import SampledTokens
+
+QWEN = ModelConfig(
+    architecture="qwen2", name="Qwen2.5-0.5B", layers=24, width=896, heads=14, kv_heads=2, head_dim=64,
+    ffn_width=4864, vocab=151_936, rope_base=1e6, rope_dim=64, rope_scaling=RopeScaling(),
+    rope_style=RopeStyle.HALVES, norm_eps=1e-6, context_length=32_768, tied_head=True, qkv_bias=True,
+    qk_norm=False,
+)  # fmt: skip
+
+
+class TimedRunner(ScriptedRunner):
+    """A step takes a second, with a piece of a prompt a hundred; a token is there when it is collected."""
+
+    def __init__(self, clock: Clock, *, slots: int, depth: int) -> None:
+        super().__init__(kv_blocks=64 * slots, slots=slots, depth=depth)
+        self._clock = clock
+        self._collected = 0
+
+    def collect(self) -> SampledTokens | None:
+        batch = self.batches[self._collected]
+        self._collected += 1
+        self._clock.now += 1 if len(batch.tokens) == len(batch.slots) else 100
+        return super().collect()
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+@pytest.mark.parametrize("count", [1, 7, 16])
+def test_decode_rate_is_of_the_steps_in_which_all_decode(
+    count: int, depth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scaling, "TOKEN_BUDGET", 32)
+    clock = Clock()
+    run = scaling.measure(TimedRunner(clock, slots=16, depth=depth), count, 20, 40, 0, clock)
+    assert run.decode == count
+    assert run.output == count * 40 / (clock.now - 1000)
+    assert 20 < run.context < 60
+
+
+def test_no_rate_where_the_first_answer_ends_before_the_last_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scaling, "TOKEN_BUDGET", 32)
+    clock = Clock()
+    with pytest.raises(AssertionError, match="no step in which all"):
+        scaling.measure(TimedRunner(clock, slots=16, depth=3), 16, 20, 5, 0, clock)
+
+
+@pytest.mark.parametrize("context", scaling.CONTEXTS)
+def test_long_prompts_leave_steps_in_which_all_decode_around_their_context(context: int) -> None:
+    count, prompt, answer = scaling.long_point(context)
+    steps_of_prompts = count * prompt / (scaling.TOKEN_BUDGET - count)
+    assert answer - steps_of_prompts >= scaling.LONG_STEPS
+    assert prompt + answer / 2 == pytest.approx(context, abs=1)
+    assert prompt + answer < QWEN.context_length
+
+
+# By hand: 494 million weights, so 988 MB a step and 0.988 GFLOP a token; 12,288 bytes of keys and values a
+# token. At 512 tokens attention takes 1.473 us a sequence; products take 231 us, or 1.3 us each of over 178.
+@pytest.mark.parametrize(
+    ("sequences", "context", "expected"),
+    [(1, 512, 4_300), (32, 512, 115_000), (256, 512, 360_000), (1024, 512, 360_000), (256, 640, 318_000)],
+)
+def test_limit_is_what_bytes_and_flops_allow(sequences: int, context: int, expected: int) -> None:
+    assert scaling.decode_limit(QWEN, sequences, context) == pytest.approx(expected, rel=0.01)
+
+
+def made_up() -> list[Point]:
+    counts = [("sequences", count, 640) for count in scaling.SEQUENCES]
+    contexts = [("contexts", 32, context) for context in scaling.CONTEXTS]
+    return [
+        Point(
+            series=series, sequences=count, prompt=512, answer=256, context=context, model="Qwen2.5-0.5B",
+            gpu="NVIDIA H200", limit_tokens_per_s=(limit := scaling.decode_limit(QWEN, count, context)),
+            decode_tokens_per_s=limit / 2, output_tokens_per_s=limit / 4,
+        )
+        for series, count, context in counts + contexts
+    ]  # fmt: skip
+
+
+def write(path: Path, points: list[Point]) -> Path:
+    path.write_text("".join(point.model_dump_json() + "\n" for point in points))
+    return path
+
+
+def test_plot_names_its_series_and_is_the_same_every_time(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    results = write(tmp_path / "scaling.jsonl", made_up())
+    first, second = tmp_path / "a.svg", tmp_path / "b.svg"
+    plot.main([str(results), "-o", str(first)])
+    printed = capsys.readouterr().out
+    plot.main([str(results), "-o", str(second)])
+    assert first.read_bytes() == second.read_bytes()
+    drawn = first.read_text()
+    for words in (plot.DECODE, plot.OUTPUT, plot.LIMIT, *plot.PEERS, "tokens/s", "sequences at once"):
+        assert f">{words}<" in drawn
+    limit = scaling.decode_limit(QWEN, 256, 640)
+    assert f"| 256 | {limit / 2:,.0f} | {limit:,.0f} | 50% | {limit / 4:,.0f} |" in printed.splitlines()
+    assert len(printed.splitlines()) == len(scaling.SEQUENCES) + len(scaling.CONTEXTS) + 5
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("loading weights\n", "line 1 is no point of benchmarks.scaling: .*JSON"),
+        ('{"series": "sequences"}\n', "line 1 is no point .*: sequences: Field required"),
+        ("", "no points of the series contexts and sequences"),
+    ],
+)
+def test_other_file_is_refused_with_the_reason(text: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "bad.jsonl").write_text(text)
+    with pytest.raises(SystemExit, match=rf"bad\.jsonl.*{message}"):
+        plot.read(tmp_path / "bad.jsonl")
+
+
+def test_missing_file_and_mixed_machines_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="cannot be read"):
+        plot.read(tmp_path / "none.jsonl")
+    points = made_up()
+    other = points[0].model_copy(update={"gpu": "NVIDIA H100"})
+    with pytest.raises(SystemExit, match=r"mixes measurements: Qwen2\.5-0\.5B on NVIDIA H100, Qwen"):
+        plot.read(write(tmp_path / "mixed.jsonl", [*points, other]))
+
+
+def test_a_rate_of_nothing_is_refused(tmp_path: Path) -> None:
+    row = json.loads(made_up()[0].model_dump_json()) | {"decode_tokens_per_s": 0}
+    (tmp_path / "zero.jsonl").write_text(json.dumps(row))
+    with pytest.raises(SystemExit, match=r"line 1 .*decode_tokens_per_s: Input should be greater than 0"):
+        plot.read(tmp_path / "zero.jsonl")
