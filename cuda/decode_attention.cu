@@ -46,13 +46,19 @@ static __device__ __forceinline__ void decode(const __half* q, const Cache& cach
             float s[2][4] = {};
             running.score(s, qa, tile);
             if (next < pages) load_keys(tile, cache, next_offset, next, g, t);
+            float largest[2] = {running.m[0], running.m[1]};
+            running.hide(largest, s, page * PAGE, cache.length, scale, t);
+#pragma unroll
+            for (int half = 0; half < Running<ROWS>::HALVES; ++half)
+                if (__any_sync(0xffffffffu, largest[half] > running.m[half])) running.rescale(half, largest[half]);
             uint32_t pa[4] = {};
-            running.soften(pa, s, page * PAGE, cache.length, scale, t);
+            running.weigh(pa, s);
             running.mix(pa, tile);
             if (next < pages) load_values(tile, cache, next_offset, next, g, t);
             page = next;
         }
         merge_segment(kept, merge_warps(running));
+        __syncthreads();
     }
     if (Segment<ROWS>::row() < shared_heads) store_result(kept, out);
 }

@@ -46,25 +46,26 @@ static __device__ __forceinline__ int64_t page_offset(const Cache& cache, int pa
     return (static_cast<int64_t>(cache.table[page]) * cache.kv_heads + cache.kv_head) * (PAGE * D);
 }
 
+// All addresses are one of the lane's and a constant, for which a load has room.
 static __device__ __forceinline__ void load_keys(Page& tile, const Cache& cache, int64_t offset, int page, int g,
                                                  int t) {
+    const __half* mine = cache.k + offset + (g * D + t * 8);
+    const int left = cache.length - page * PAGE - g;
 #pragma unroll
-    for (int j = 0; j < 2; ++j) {
-        const int key = j * 8 + g;
+    for (int j = 0; j < 2; ++j)
 #pragma unroll
-        for (int i = 0; i < K_LOADS; ++i)
-            tile.k[j][i] = load_if(page * PAGE + key < cache.length, cache.k + offset + key * D + i * 32 + t * 8);
-    }
+        for (int i = 0; i < K_LOADS; ++i) tile.k[j][i] = load_if(j * 8 < left, mine + j * 8 * D + i * 32);
 }
 
 static __device__ __forceinline__ void load_values(Page& tile, const Cache& cache, int64_t offset, int page, int g,
                                                    int t) {
+    const __half* mine = cache.v + offset + (2 * t * D + g * 8);
+    const int left = cache.length - page * PAGE - 2 * t;
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
-        const int key = 2 * t + (j & 1) + (j >> 1) * 8;
+        const int key = (j & 1) + (j >> 1) * 8;
 #pragma unroll
-        for (int i = 0; i < V_LOADS; ++i)
-            tile.v[j][i] = load_if(page * PAGE + key < cache.length, cache.v + offset + key * D + i * 64 + g * 8);
+        for (int i = 0; i < V_LOADS; ++i) tile.v[j][i] = load_if(key < left, mine + key * D + i * 64);
     }
 }
 
@@ -103,38 +104,46 @@ struct Running {
             }
     }
 
-    // Scores to weights, as an A fragment; the sums are brought to the new maximum.
-    __device__ __forceinline__ void soften(uint32_t (&pa)[4], float (&s)[2][4], int first_key, int length, float scale,
-                                           int t) {
+    // Scales a page's scores and hides those of keys past `length`; `largest`: raised to each row's largest.
+    static __device__ __forceinline__ void hide(float (&largest)[2], float (&s)[2][4], int first_key, int length,
+                                                float scale, int t) {
+        const int left = length - first_key - 2 * t;
 #pragma unroll
         for (int half = 0; half < HALVES; ++half) {
-            float largest = m[half];
 #pragma unroll
             for (int j = 0; j < 2; ++j)
 #pragma unroll
                 for (int i = 0; i < 2; ++i) {
                     float& score = s[j][2 * half + i];
-                    const bool visible = first_key + j * 8 + 2 * t + i < length;
-                    score = visible ? score * scale : negative_infinity();
-                    largest = fmaxf(largest, score);
+                    score = j * 8 + i < left ? score * scale : negative_infinity();
+                    largest[half] = fmaxf(largest[half], score);
                 }
-            largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
-            largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 2));
-            if (__any_sync(0xffffffffu, largest > m[half])) {
-                const float shrink = weight_of(m[half], largest);
-                l[half] *= shrink;
+            largest[half] = fmaxf(largest[half], __shfl_xor_sync(0xffffffffu, largest[half], 1));
+            largest[half] = fmaxf(largest[half], __shfl_xor_sync(0xffffffffu, largest[half], 2));
+        }
+    }
+
+    // Brings the sums of half the rows to a new maximum.
+    __device__ __forceinline__ void rescale(int half, float largest) {
+        const float shrink = weight_of(m[half], largest);
+        l[half] *= shrink;
 #pragma unroll
-                for (int i = 0; i < 8 * V_LOADS; ++i) {
-                    o[i][2 * half] *= shrink;
-                    o[i][2 * half + 1] *= shrink;
-                }
-                m[half] = largest;
-            }
+        for (int i = 0; i < 8 * V_LOADS; ++i) {
+            o[i][2 * half] *= shrink;
+            o[i][2 * half + 1] *= shrink;
+        }
+        m[half] = largest;
+    }
+
+    // Scores to weights, as an A fragment.
+    __device__ __forceinline__ void weigh(uint32_t (&pa)[4], const float (&s)[2][4]) {
+#pragma unroll
+        for (int half = 0; half < HALVES; ++half) {
+            const float reference = m[half] == negative_infinity() ? 0.0f : m[half];  // -inf: no key so far
 #pragma unroll
             for (int j = 0; j < 2; ++j) {
-                // A page has a visible key, so `largest` is a number.
-                const float p0 = exp2f(__fsub_rn(s[j][2 * half], largest));
-                const float p1 = exp2f(__fsub_rn(s[j][2 * half + 1], largest));
+                const float p0 = exp2f(__fsub_rn(s[j][2 * half], reference));
+                const float p1 = exp2f(__fsub_rn(s[j][2 * half + 1], reference));
                 l[half] = __fadd_rn(l[half], __fadd_rn(p0, p1));
                 pa[2 * j + half] = pack(p0, p1);
             }
@@ -163,7 +172,7 @@ struct Segment {
     static __device__ __forceinline__ int column() { return threadIdx.x * PART % D; }
 };
 
-// The results of the block's warps, merged in order; all threads call it.
+// The results of the block's warps, merged in order; all threads call it, with a barrier before they do so again.
 template <int ROWS>
 static __device__ __forceinline__ Segment<ROWS> merge_warps(Running<ROWS>& warp_result) {
     __shared__ __align__(16) float block_o[WARPS][ROWS][PITCH];
@@ -201,7 +210,6 @@ static __device__ __forceinline__ Segment<ROWS> merge_warps(Running<ROWS>& warp_
         for (int i = 0; i < Segment<ROWS>::PART; ++i)
             merged_result.o[i] = merged(merged_result.o[i], 1.0f, block_o[w][row][column + i], weight);
     }
-    __syncthreads();
     return merged_result;
 }
 

@@ -78,6 +78,43 @@ static __device__ __forceinline__ void cluster_sync() {
         "barrier.cluster.wait.aligned;\n" ::: "memory");
 }
 
+// The two halves of `cluster_sync`, of which the first publishes nothing but barriers: `publish_barriers` before it.
+static __device__ __forceinline__ void cluster_arrive() {
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+}
+static __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.aligned;" ::: "memory"); }
+
+static __device__ __forceinline__ void publish_barriers() {
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+// The address of what lies at `address` here in block `rank` of the cluster.
+static __device__ __forceinline__ uint32_t address_in(uint32_t address, int rank) {
+    uint32_t remote;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(rank));
+    return remote;
+}
+
+// Stores two floats in a block of the cluster; the barrier there counts their 8 bytes (addresses: `address_in`).
+static __device__ __forceinline__ void store_async(uint32_t target, uint32_t barrier, float x, float y) {
+    asm volatile(
+        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(target), "f"(x),
+        "f"(y), "r"(barrier)
+        : "memory");
+}
+
+// `barrier_wait` for what other blocks of the cluster stored.
+static __device__ __forceinline__ void barrier_wait_for_cluster(uint32_t barrier, int parity) {
+    asm volatile(
+        "{\n"
+        ".reg .pred done;\n"
+        "again:\n"
+        "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
+        "@!done bra again;\n"
+        "}\n" ::"r"(barrier), "r"(parity)
+        : "memory");
+}
+
 // What a wgmma needs to know of a tile: address, 1,024 bytes from 8 rows to the next 8, 128-byte swizzle.
 // `side`: bytes to the next 64 columns where B is row-major in K and wider.
 static __device__ __forceinline__ uint64_t tile_descriptor(uint32_t address, uint32_t side = 16) {

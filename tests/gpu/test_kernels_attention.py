@@ -25,13 +25,15 @@ def make_queries(rng: np.random.Generator, rows: int, config: Any) -> np.ndarray
 
 
 def run_decode(
-    device: Device, kernels: Kernels, config: Any, qkv: np.ndarray, paged: Paged, lengths: list[int]
-) -> np.ndarray:
+    device: Device, kernels: Kernels, config: Any, qkv: np.ndarray, paged: Paged, lengths: list[int],
+    listed: list[int] | None = None,
+) -> np.ndarray:  # fmt: skip
     out = device.upload(np.full((len(lengths), config.heads, config.head_dim), np.nan, dtype=np.float16))
     kernels.decode_attention(
         device.upload(qkv), device.upload(paged.k_cache), device.upload(paged.v_cache),
-        device.upload(paged.tables), device.upload(np.array(lengths, dtype=np.int32)), out, len(lengths),
-        paged.tables.shape[1],
+        device.upload(paged.tables), device.upload(np.array(lengths, dtype=np.int32)), out,
+        len(lengths if listed is None else listed), paged.tables.shape[1], 0,
+        0 if listed is None else device.upload(np.array(listed, dtype=np.int32)),
     )  # fmt: skip
     return device.download(out, (len(lengths), config.heads, config.head_dim), np.float16)
 
@@ -88,6 +90,36 @@ def test_decode_alone_and_in_a_large_batch_gives_the_same_bits(
         )  # fmt: skip
         alone = run_decode(device, kernels, config, qkv[7 : 7 + count], part, lengths[7 : 7 + count])
         np.testing.assert_array_equal(alone, together[7 : 7 + count])
+
+
+@pytest.mark.parametrize("context", [500, 1000, 2048, LONG])  # clusters of 2, 4, 8, and of 8 in a longer grid
+@pytest.mark.parametrize("shape", [(14, 2, 64), (16, 2, 128), (32, 2, 64), (32, 2, 128), (20, 1, 64)])
+def test_decode_in_clusters_gives_the_bits_of_other_launches(
+    device: Device, shape: tuple[int, int, int], context: int
+) -> None:
+    config = make_config(heads=shape[0], kv_heads=shape[1], head_dim=shape[2])
+    best, portable = (Kernels(device, config, max_context=context, portable=p) for p in (False, True))
+    rng = np.random.default_rng(context)
+    candidates = [1, 256, 0, 257, 16, 500, 255, 513, 1000, 1025, 2047, 2048, 1793, 2049, 300, 7000]
+    lengths = [length for length in candidates if length <= context]
+    paged = make_paged(rng, lengths, config.kv_heads, config.head_dim, stride=-(-context // 16))
+    qkv = make_queries(rng, len(lengths), config)
+    # In one piece: so many sequences that none is split.
+    many = np.resize(np.arange(len(lengths)), 3 * device.multiprocessors)
+    repeated = Paged([], [], paged.k_cache, paged.v_cache, paged.tables[many])
+    together = run_decode(device, best, config, qkv[many], repeated, [lengths[s] for s in many])
+    together = together[: len(lengths)]
+    held = np.flatnonzero(lengths)
+    visible = Paged([paged.keys[s] for s in held], [paged.values[s] for s in held], *[np.empty(0)] * 3)
+    expected = decode_oracle(config, qkv[held], visible, [lengths[s] for s in held])
+    assert_close(together[held], expected, ATTENTION)
+    for first in range(len(lengths)):
+        for listed in ([first], [first, -1, (first + 3) % len(lengths)]):
+            for kernels in (best, portable):
+                actual = run_decode(device, kernels, config, qkv, paged, lengths, listed)
+                computed = [s for s in listed if s >= 0]
+                np.testing.assert_array_equal(actual[computed], together[computed])
+                assert np.isnan(np.delete(actual, computed, axis=0)).all()
 
 
 @pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[1], SLOW_SHAPES[0]])

@@ -13,7 +13,6 @@ from worker.runners.gpu.device import CudaError, Device, DeviceLostError, Kernel
 
 __all__ = ["Function", "Module", "bindings", "error_text"]
 
-_PLAIN_SHARED = 48 << 10  # bytes of dynamic shared memory that a kernel gets without asking
 _ALL_SHARED = 100  # percent of a multiprocessor's memory, the rest being L1
 _FIRST_DEPENDENT = (9, 0)  # compute capability
 
@@ -31,27 +30,30 @@ class Module:
 
     def function(
         self, name: str, arguments: str = "", *, shared: int = 0, dependent: bool = False,
-        all_shared: bool = False,
+        all_shared: bool = False, cluster: int = 1,
     ) -> "Function":  # fmt: skip
         """A kernel by its extern "C" name.
 
         arguments   one letter each, as in `struct`: P pointer, i int, I unsigned, q/Q 64 bits, f float,
                     128s bytes
-        shared      bytes of dynamic shared memory that launches may ask for, where that is over 48 KiB
+        shared      bytes of dynamic shared memory that launches may ask for, where that and what the kernel
+                    declares are over 48 KiB
         dependent   the kernel calls `wait_for_previous` (common.cuh) before it reads or writes what others do
         all_shared  leave it no more L1 than must be: kernels overlap on a multiprocessor only where its
                     memory is divided as both want it. Costs bandwidth, since loads land in L1: with it for
                     all kernels a step of 1,024 sequences takes 4.7 ms, not 4.4 (Qwen2.5-0.5B, H200)
+        cluster     blocks along z, at most 8, that run at the same time and reach each other's shared memory;
+                    divides the grid. Needs compute capability 9.0 where it is not 1
         """
         driver, doing = self._driver, f"looking for the kernel {name} in {self.name}"
         function = self._check(driver.cuModuleGetFunction(self._module, name.encode()), doing)
-        if shared > _PLAIN_SHARED:
+        if shared:
             attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             self._check(driver.cuFuncSetAttribute(function, attribute, shared), doing)
         if all_shared:
             attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
             self._check(driver.cuFuncSetAttribute(function, attribute, _ALL_SHARED), doing)
-        return Function(self._device, function, name, arguments, dependent)
+        return Function(self._device, function, name, arguments, dependent, cluster)
 
     def _unload(self) -> None:
         self._driver.cuModuleUnload(self._module)
@@ -66,7 +68,9 @@ class Module:
 class Function:
     """A kernel that can be launched on the device's stream."""
 
-    def __init__(self, device: Device, function: Any, name: str, arguments: str, dependent: bool) -> None:
+    def __init__(
+        self, device: Device, function: Any, name: str, arguments: str, dependent: bool, cluster: int
+    ) -> None:
         driver = bindings()
         self.name = name
         self._device = device
@@ -83,13 +87,21 @@ class Function:
         self._parameters = ctypes.addressof(self._pointers)
         self._config = driver.CUlaunchConfig()
         self._config.hStream = driver.CUstream(device.stream_handle)
+        attributes = []
         if dependent and device.compute_capability >= _FIRST_DEPENDENT:
             attribute, value = driver.CUlaunchAttribute(), driver.CUlaunchAttributeValue()
             attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
             value.programmaticStreamSerializationAllowed = 1
             attribute.value = value
-            self._config.attrs = [attribute]
-            self._config.numAttrs = 1
+            attributes.append(attribute)
+        if cluster > 1:
+            attribute, value = driver.CUlaunchAttribute(), driver.CUlaunchAttributeValue()
+            attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+            value.clusterDim.x, value.clusterDim.y, value.clusterDim.z = 1, 1, cluster
+            attribute.value = value
+            attributes.append(attribute)
+        self._config.attrs = attributes
+        self._config.numAttrs = len(attributes)
 
     def __call__(
         self,

@@ -28,6 +28,7 @@ PAGE = 16  # tokens in a KV page
 TENSOR_CORE_HEADS = (64, 128)  # head sizes of the fast attention kernels
 _TILE_ROWS = 128  # (token, query head) pairs in a tile of prefill attention
 _MAX_SEGMENTS = 128  # of a context, in decode attention
+_MAX_CLUSTER = 8  # blocks, on every Hopper
 _BLOCK = (256, 1, 1)
 _SAMPLE_BLOCKS = 4  # blocks of `sample` that a multiprocessor holds
 _BEST_BYTES = 12
@@ -87,9 +88,9 @@ class Kernels:
         self._fast = config.head_dim in TENSOR_CORE_HEADS
         self._hopper = is_hopper(device) and not portable
         self._scale = config.head_dim**-0.5 * _LOG2_E
+        self._plan_decode()
         self._load()
         self._rope_table = device.allocate(max_context * config.head_dim * 4, "the rotation table")
-        self._plan_decode()
         self._sample_blocks = _SAMPLE_BLOCKS * device.multiprocessors
         # A call has at most max(R, _sample_blocks + R) blocks.
         partial = _BEST_BYTES * (max_sample_rows + self._sample_blocks)
@@ -113,13 +114,14 @@ class Kernels:
             name: Module(self._device, cubin, name) for name, cubin in zip(sources, cubins, strict=True)
         }
 
-        def function(module: str, name: str, arguments: str, shared: int = 0) -> Function:
+        def function(module: str, name: str, arguments: str, shared: int = 0, cluster: int = 1) -> Function:
             return modules[module].function(
                 name,
                 arguments,
                 shared=shared,
                 dependent=module != "attention_any" and name != "rope_table",
                 all_shared=module == "split_attention",
+                cluster=cluster,
             )
 
         self._embed = function("embedding", "embed", "PPPiii")
@@ -133,10 +135,11 @@ class Kernels:
         self._sample = function("sample", "sample", "PiPPP" + slots + "PPPP")
         self._sample_filtered = function("sample_filtered", "sample_filtered", "PiPPP" + slots + "PP")
         if self._fast:
-            rows = 8 if self._group <= 8 else 16
+            rows = self._decode_rows
             self._decode = function("decode_attention", f"decode_attention_{rows}", "PPPPiPPPPiiif")
-            self._split = function("split_attention", f"split_attention_{rows}", "PPPPiPPPPPPPiiiif")
-            self._decode_blocks = self._config.kv_heads * -(-self._group // rows)  # a sequence
+            split = ("split_attention", f"split_attention_{rows}", "PPPPiPPPPPPPiiiif")
+            self._split = function(*split)
+            self._split_in_clusters = function(*split, self._sent, self._cluster)
             self._prefill_threads = 256 if prefill == "hopper_attention" or config.head_dim == 128 else 128
             rows = 4 * 64 if prefill == "prefill_attention" else 128 + 3 * 128  # of D halves in shared memory
             self._prefill_shared = rows * config.head_dim * 2 + 1024
@@ -151,10 +154,15 @@ class Kernels:
         if not self._fast:
             return
         config = self._config
+        self._decode_rows = rows = 8 if self._group <= 8 else 16
+        self._decode_blocks = config.kv_heads * -(-self._group // rows)  # a sequence
         self._segment_pages = 16
         while -(-self._max_context // (self._segment_pages * PAGE)) > _MAX_SEGMENTS:
             self._segment_pages *= 2
         self._segments = -(-self._max_context // (self._segment_pages * PAGE))
+        self._cluster = 1 << (min(self._segments, _MAX_CLUSTER) - 1).bit_length() if self._hopper else 1
+        # What the first block of a cluster is sent: o, and m and l of each of the 128 threads.
+        self._sent = 4 * (self._cluster - 1) * (rows * config.head_dim + 2 * 128)
         self._full_chip = 3 * self._device.multiprocessors
         most = -(-self._full_chip // self._decode_blocks)  # sequences that are split
         parts = most * config.heads * self._segments
@@ -256,9 +264,16 @@ class Kernels:
             )
             return
         segments = min(self._segments, -(-table_stride // self._segment_pages))
-        self._split(
+        split, shared = self._split, 0
+        # A cluster starts only where one GPC has room for all of it. None should wait for that while blocks
+        # with work have a multiprocessor each; with more, the latency of a merge in global memory hides.
+        busy = self._decode_blocks * count * self._cluster
+        if segments > 1 and self._cluster > 1 and busy <= self._device.multiprocessors:
+            split, shared = self._split_in_clusters, self._sent
+            segments = -(-segments // self._cluster) * self._cluster
+        split(
             (self._decode_blocks, count, segments), (128, 1, 1), *inputs, sequences, out, self._partials,
-            self._sums, self._split_counters, *sizes, self._segments, self._scale,
+            self._sums, self._split_counters, *sizes, self._segments, self._scale, shared=shared,
         )  # fmt: skip
 
     def prefill_attention(
