@@ -1,8 +1,8 @@
-// Decode attention of too few sequences to fill the chip: as `decode_attention.cu`, to the same bits, with every segment
-// in a block of its own.
+// Decode attention of too few sequences to fill the chip: as `decode_attention.cu`, to the same bits, with the segments
+// shared out among blocks.
 //
-// Arguments as there; counters (S, G * head tiles), zero before and after. The grid is (G * head tiles, S, segments
-// of the longest context). A warp asks for AHEAD pages at once, in place of one after the other, and for those that
+// Arguments as there; counters (S, G * head tiles), zero before and after. The grid is (G * head tiles, S, Z), Z at most the
+// segments of the longest context: block z takes segments z, z + Z, ... A warp asks for AHEAD pages at once, in place of one after the other, and for those that
 // hold no token of this step before it waits for the kernel ahead; their scores do not wait for each other. The last
 // block of a sequence and KV head to finish merges the segments, in order, from `partials` [S][H][segments][D] and
 // `sums` [S][H][segments][2].
@@ -68,7 +68,8 @@ static __device__ __forceinline__ void decode_split(const __half* qkv, const __h
     if (sequence < 0) return;
     const int length = lengths[sequence], pages = (length + PAGE - 1) / PAGE;
     const int segments = (pages + segment_pages - 1) / segment_pages;
-    const int segment = blockIdx.z, blocks = cluster_blocks(), rank = segment & (blocks - 1);
+    int segment = blockIdx.z;
+    const int blocks = cluster_blocks(), rank = segment & (blocks - 1);
     if (segment - rank >= segments) return;  // all blocks of the cluster do
     Sent<ROWS>* inbox = reinterpret_cast<Sent<ROWS>*>(shared);
     const uint32_t barrier = shared_address(&all_sent);
@@ -87,9 +88,9 @@ static __device__ __forceinline__ void decode_split(const __half* qkv, const __h
     const int group = heads / kv_heads, tiles = (group + ROWS - 1) / ROWS;
     const int kv_head = blockIdx.x / tiles, first_head = blockIdx.x % tiles * ROWS;
     const int head = kv_head * group + first_head, shared_heads = min(ROWS, group - first_head);
-    const int first = segment * segment_pages, end = min(first + segment_pages, pages);
-    const Cache cache{k_cache, v_cache, tables + static_cast<int64_t>(sequence) * table_stride,
-                      kv_heads, kv_head, min(length, end * PAGE)};
+    int first = segment * segment_pages, end = min(first + segment_pages, pages);
+    Cache cache{k_cache, v_cache, tables + static_cast<int64_t>(sequence) * table_stride,
+                kv_heads, kv_head, min(length, end * PAGE)};
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int g = lane / 4, t = lane % 4;
 
@@ -120,60 +121,72 @@ static __device__ __forceinline__ void decode_split(const __half* qkv, const __h
     uint32_t qa[2 * K_LOADS][4];
     load_queries<ROWS>(qa, qkv + (row * (heads + 2 * kv_heads) + head) * D, shared_heads, g, t);
     load(true);
-    Running<ROWS> running;
-    for (int begin = first; begin < end; begin += STEP) {
-        const int next = begin + STEP;
-        if (next < end) find(next);
-        float s[AHEAD][2][4] = {}, largest[AHEAD][2];
-#pragma unroll
-        for (int i = 0; i < AHEAD; ++i) running.score(s[i], qa, tile[i]);
-#pragma unroll
-        for (int i = 0; i < AHEAD; ++i) {
-            largest[i][0] = largest[i][1] = negative_infinity();
-            running.hide(largest[i], s[i], (begin + i * WARPS + warp) * PAGE, cache.length, scale, t);
-        }
-        if (next < end) {
-#pragma unroll
-            for (int i = 0; i < AHEAD; ++i) load_keys(tile[i], cache, offset[i], next + i * WARPS + warp, g, t);
-        }
-#pragma unroll
-        for (int i = 0; i < AHEAD; ++i) {
-#pragma unroll
-            for (int half = 0; half < Running<ROWS>::HALVES; ++half)
-                running.rescale(half, fmaxf(running.m[half], largest[i][half]));
-            uint32_t pa[4] = {};
-            running.weigh(pa, s[i]);
-            running.mix(pa, tile[i]);
-        }
-        if (next < end) {
-#pragma unroll
-            for (int i = 0; i < AHEAD; ++i) load_values(tile[i], cache, offset[i], next + i * WARPS + warp, g, t);
-        }
-    }
-    const Segment<ROWS> mine = merge_warps(running);
     const bool own = Segment<ROWS>::row() < shared_heads;
     out += (row * heads + head) * D;
     Segment<ROWS> kept{negative_infinity(), 0.0f, {}};
-    if (segments <= blocks) {
-        if (blocks > 1 && segment > 0) {
-            inbox[segment - 1].send(mine, barrier);
+    const int64_t part = (static_cast<int64_t>(blockIdx.y) * heads + head) * max_segments;
+    int done = 0;
+    while (true) {
+        Running<ROWS> running;
+        for (int begin = first; begin < end; begin += STEP) {
+            const int next = begin + STEP;
+            if (next < end) find(next);
+            float s[AHEAD][2][4] = {}, largest[AHEAD][2];
+#pragma unroll
+            for (int i = 0; i < AHEAD; ++i) running.score(s[i], qa, tile[i]);
+#pragma unroll
+            for (int i = 0; i < AHEAD; ++i) {
+                largest[i][0] = largest[i][1] = negative_infinity();
+                running.hide(largest[i], s[i], (begin + i * WARPS + warp) * PAGE, cache.length, scale, t);
+            }
+            if (next < end) {
+#pragma unroll
+                for (int i = 0; i < AHEAD; ++i) load_keys(tile[i], cache, offset[i], next + i * WARPS + warp, g, t);
+            }
+#pragma unroll
+            for (int i = 0; i < AHEAD; ++i) {
+#pragma unroll
+                for (int half = 0; half < Running<ROWS>::HALVES; ++half)
+                    running.rescale(half, fmaxf(running.m[half], largest[i][half]));
+                uint32_t pa[4] = {};
+                running.weigh(pa, s[i]);
+                running.mix(pa, tile[i]);
+            }
+            if (next < end) {
+#pragma unroll
+                for (int i = 0; i < AHEAD; ++i) load_values(tile[i], cache, offset[i], next + i * WARPS + warp, g, t);
+            }
+        }
+        const Segment<ROWS> mine = merge_warps(running);
+        if (segments <= blocks) {
+            if (blocks > 1 && segment > 0) {
+                inbox[segment - 1].send(mine, barrier);
+                return;
+            }
+            merge_segment(kept, mine);
+            if (blocks > 1 && segments > 1) {
+                if (threadIdx.x == 0) barrier_expect(barrier, (segments - 1) * Sent<ROWS>::BYTES);
+                barrier_wait_for_cluster(barrier, 0);
+                for (int other = 1; other < segments; ++other) merge_segment(kept, inbox[other - 1].received());
+            }
+            if (own) store_result(kept, out);
             return;
         }
-        merge_segment(kept, mine);
-        if (blocks > 1 && segments > 1) {
-            if (threadIdx.x == 0) barrier_expect(barrier, (segments - 1) * Sent<ROWS>::BYTES);
-            barrier_wait_for_cluster(barrier, 0);
-            for (int other = 1; other < segments; ++other) merge_segment(kept, inbox[other - 1].received());
-        }
-        if (own) store_result(kept, out);
-        return;
+        if (own) store_partial(mine, partials + part * D, sums + part * 2, segment, max_segments);
+        ++done;
+        segment += gridDim.z;
+        if (segment >= segments) break;
+        first = segment * segment_pages, end = min(first + segment_pages, pages);
+        cache.length = min(length, end * PAGE);
+        __syncthreads();  // what `merge_warps` has in shared memory was read
+        find(first);
+        load(false);
+        load(true);
     }
-    const int64_t part = (static_cast<int64_t>(blockIdx.y) * heads + head) * max_segments;
-    if (own) store_partial(mine, partials + part * D, sums + part * 2, segment, max_segments);
     __threadfence();
     __syncthreads();
     unsigned* counter = counters + blockIdx.y * gridDim.x + blockIdx.x;
-    if (threadIdx.x == 0) last = atomicAdd(counter, 1u) == static_cast<unsigned>(segments - 1);
+    if (threadIdx.x == 0) last = atomicAdd(counter, done) == static_cast<unsigned>(segments - done);
     __syncthreads();
     if (!last) return;
     __threadfence();

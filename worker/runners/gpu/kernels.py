@@ -28,6 +28,8 @@ PAGE = 16  # tokens in a KV page
 TENSOR_CORE_HEADS = (64, 128)  # head sizes of the fast attention kernels
 _TILE_ROWS = 128  # (token, query head) pairs in a tile of prefill attention
 _MAX_SEGMENTS = 128  # of a context, in decode attention
+_WHOLE_BLOCKS = 1.4  # a multiprocessor, from which on contexts are not split
+_SPLIT_BLOCKS = 4  # a multiprocessor, of split attention
 _MAX_CLUSTER = 8  # blocks, on every Hopper
 _BLOCK = (256, 1, 1)
 _SAMPLE_BLOCKS = 4  # blocks of `sample` that a multiprocessor holds
@@ -120,7 +122,7 @@ class Kernels:
                 arguments,
                 shared=shared,
                 dependent=module != "attention_any" and name != "rope_table",
-                all_shared=module == "split_attention",
+                all_shared=module != "decode_attention",
                 cluster=cluster,
             )
 
@@ -150,7 +152,7 @@ class Kernels:
             self._prefill = function("attention_any", "prefill_attention_any", "PPPPiPPPPiif")
 
     def _plan_decode(self) -> None:
-        """Room for split attention: where there are too few sequences for three blocks a processor."""
+        """Room for split attention: where too few sequences give each multiprocessor work."""
         if not self._fast:
             return
         config = self._config
@@ -163,7 +165,7 @@ class Kernels:
         self._cluster = 1 << (min(self._segments, _MAX_CLUSTER) - 1).bit_length() if self._hopper else 1
         # What the first block of a cluster is sent: o, and m and l of each of the 128 threads.
         self._sent = 4 * (self._cluster - 1) * (rows * config.head_dim + 2 * 128)
-        self._full_chip = 3 * self._device.multiprocessors
+        self._full_chip = int(_WHOLE_BLOCKS * self._device.multiprocessors)
         most = -(-self._full_chip // self._decode_blocks)  # sequences that are split
         parts = most * config.heads * self._segments
         self._partials = self._device.allocate(4 * parts * config.head_dim, "split attention")
@@ -271,6 +273,9 @@ class Kernels:
         if segments > 1 and self._cluster > 1 and busy <= self._device.multiprocessors:
             split, shared = self._split_in_clusters, self._sent
             segments = -(-segments // self._cluster) * self._cluster
+        # Contexts are mostly shorter than they may be: no more blocks than keep the chip busy.
+        enough = -(-_SPLIT_BLOCKS * self._device.multiprocessors // (self._decode_blocks * count))
+        segments = min(segments, max(_MAX_CLUSTER, -(-enough // _MAX_CLUSTER) * _MAX_CLUSTER))
         split(
             (self._decode_blocks, count, segments), (128, 1, 1), *inputs, sequences, out, self._partials,
             self._sums, self._split_counters, *sizes, self._segments, self._scale, shared=shared,

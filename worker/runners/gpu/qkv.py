@@ -1,6 +1,6 @@
 """Queries, keys and values of a layer: one launch on Hopper, or a product and the kernel after it."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from worker.model.config import ModelConfig
@@ -62,13 +62,12 @@ class Qkv:
             return
         self._device.fill(numbers, 0xFF, 4 * rows)  # no row of the pages, and of positions the first
 
-        def seconds(tile: Tile | None) -> float:
+        def runs(tile: Tile | None) -> Callable[[int], None]:
             run = partial(self._run, tile, x)
-            return self._gemm.seconds(
-                lambda turn: run(layers[turn % len(layers)], numbers, numbers, qkv, keys, values, rows)
-            )
+            return lambda turn: run(layers[turn % len(layers)], numbers, numbers, qkv, keys, values, rows)
 
-        self._tuned[padded_rows(rows)] = min((None, *self._fused.tiles), key=seconds)
+        ways = (None, *self._fused.tiles)
+        self._tuned[padded_rows(rows)] = ways[self._gemm.fastest([runs(tile) for tile in ways])]
 
     def _choice(self, tokens: int) -> Tile | None:
         """For many rows, what was fastest at the nearest number that was tried."""
