@@ -9,7 +9,8 @@
 //
 // A block of 4 warps takes one sequence and one KV head with up to 16 (ROWS: 8) of the query heads that share it;
 // the grid is (G * head tiles, S). Bound by memory: 4 D bytes a key and KV head, each read once. A warp
-// takes every fourth page (`decode_page.cuh`); the loads of the next one are issued before the present one is used up.
+// takes every fourth page (`decode_page.cuh`); the loads of the next one are issued before the present one is used up, those
+// of the first before the block waits for the kernel ahead. Tables, lengths and starts are there before the step starts.
 //
 // The context is cut into segments of `segment_pages`. Within one, warps merge in order; then segments merge in order.
 // `split_attention.cu` does the same with a block for each segment, to the same bits: a result depends neither on which
@@ -23,20 +24,22 @@ static __device__ __forceinline__ void decode(const __half* q, const Cache& cach
                                               float scale, __half* out) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int g = lane / 4, t = lane % 4;
-    uint32_t qa[2 * K_LOADS][4];
-    load_queries<ROWS>(qa, q, shared_heads, g, t);
-
     const int pages = (cache.length + PAGE - 1) / PAGE;
     const int segments = (pages + segment_pages - 1) / segment_pages;
     Segment<ROWS> kept{negative_infinity(), 0.0f, {}};
 
     Page tile;
     int page = warp;
-    if (page < pages) {
-        const int64_t offset = page_offset(cache, page);
+    const int64_t offset = page < pages ? page_offset(cache, page) : 0;
+    auto load = [&]() {
         load_keys(tile, cache, offset, page, g, t);
         load_values(tile, cache, offset, page, g, t);
-    }
+    };
+    if (page < pages - 1) load();
+    wait_for_previous(q);
+    if (page == pages - 1) load();  // it gets a token in this step
+    uint32_t qa[2 * K_LOADS][4];
+    load_queries<ROWS>(qa, q, shared_heads, g, t);
     for (int segment = 0; segment < segments; ++segment) {
         const int segment_end = min((segment + 1) * segment_pages, pages);
         Running<ROWS> running;
@@ -70,7 +73,6 @@ static __device__ __forceinline__ void decode(const __half* q, const Cache& cach
                                 const int* listed, __half* out, int heads, int kv_heads, int segment_pages,       \
                                 float scale) {                                                                    \
         launch_next();                                                                                            \
-        wait_for_previous(qkv);                                                                                   \
         const int sequence = sequence_of(listed, lengths, blockIdx.y);                                            \
         if (sequence < 0) return;                                                                                 \
         const int group = heads / kv_heads, tiles = (group + ROWS - 1) / ROWS;                                    \

@@ -35,6 +35,11 @@ static __device__ __forceinline__ void barrier_wait(uint32_t barrier, int parity
         : "memory");
 }
 
+// Brings a map close before its first use.
+static __device__ __forceinline__ void prefetch_map(const TensorMap* map) {
+    asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
 // A box of the tensor at (column, row) to shared memory; `barrier` counts its bytes.
 static __device__ __forceinline__ void load_box(uint32_t target, const TensorMap* map, uint32_t barrier, int column,
                                                 int row) {

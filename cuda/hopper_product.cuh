@@ -95,9 +95,10 @@ static __device__ __forceinline__ void multiply(const TensorMap* x_map, const Te
         cluster_sync();
     else
         __syncthreads();
-    launch_next();
 
     if (warp == 4 * GROUPS && lane == 0) {
+        prefetch_map(w_map);
+        prefetch_map(x_map);
         auto load_w = [&](int stage, int step, int column) {
             barrier_expect(full + 8 * stage, X_BYTES + W_BYTES);
             const int upper = SIDES == 2 ? outputs + column : column + BN / 2;
@@ -126,6 +127,7 @@ static __device__ __forceinline__ void multiply(const TensorMap* x_map, const Te
                 load_box(x_tile(stage), x_map, full + 8 * stage, step * DEPTH, row);
             }
         }
+        launch_next();  // earlier, its blocks would be in the way
     }
     if (warp == 4 * GROUPS) {
         __syncwarp();

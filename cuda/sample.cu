@@ -24,6 +24,12 @@ static constexpr int BLOCKS = 3;  // of a multiprocessor
 static constexpr int BLOCKS = 2;
 #endif
 
+static __device__ __forceinline__ float power_of_two(float x) {
+    float result;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+    return result;
+}
+
 static __device__ __forceinline__ Best scored(float x, float temperature, float noise, int token) {
     const float quotient = __fdiv_rn(x, temperature);
     const float rest = __fdiv_rn(__fmaf_rn(-quotient, temperature, x), temperature);
@@ -40,7 +46,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
            Best* __restrict__ partial, unsigned* __restrict__ counters, int* __restrict__ out_tokens,
            int* __restrict__ bad_flag) {
     __shared__ Best scratch[32];
+    __shared__ volatile float reached;  // by a thread of the block: a lower bound of the best score
     launch_next();
+    if (threadIdx.x == 0) reached = negative_infinity();
+    __syncthreads();
     wait_for_previous(logits);
     const int row = blockIdx.y;
     const int slot = sample_slots[row];
@@ -57,31 +66,36 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     if (temperature > 0.0f) {
         const unsigned position = static_cast<unsigned>(positions[sample_rows[row]] + 1);
         const unsigned long long seed = seeds[slot];
-        const float inverse = 1.0f / temperature;
-        float bar = negative_infinity();  // what a lane of the warp has reached, less the error of estimates
+        const float inverse = 1.0f / temperature, scale = inverse * LOG2_E;
         for (int base = first; base < end; base += THREADS) {
             const int block = base + threadIdx.x;
+            // What has been reached, less the error of estimates.
+            const float bar = reached - (1e-3f + 1e-6f * fabsf(reached));
             bool improved = false;
             if (block < end) {
                 float x[4];
                 load_logits(source, block, x);
-                bad |= not_finite(x[0]) || not_finite(x[1]) || not_finite(x[2]) || not_finite(x[3]);
+                if (not_finite((x[0] + x[1]) + (x[2] + x[3])))
+                    bad |= not_finite(x[0]) || not_finite(x[1]) || not_finite(x[2]) || not_finite(x[3]);
                 const float largest = fmaxf(fmaxf(x[0], x[1]), fmaxf(x[2], x[3])) * inverse;
-                if (largest + LARGEST_NOISE >= bar) {
+                if (!(largest + LARGEST_NOISE < bar)) {
                     const uint4 words4 = philox(block, position, seed);
                     const unsigned word[4] = {words4.x, words4.y, words4.z, words4.w};
+                    bool may_win = false;
 #pragma unroll
-                    for (int i = 0; i < 4; ++i) {
-                        const float v = __uint2float_rn(word[i]) * 0x1p-32f;
-                        if (v * 0.9999f > __expf(x[i] * inverse - bar) || x[i] == negative_infinity()) continue;
+                    for (int i = 0; i < 4; ++i)
+                        may_win |= __uint2float_rn(word[i]) * (0.9999f * 0x1p-32f) <=
+                                   power_of_two(__fmaf_rn(x[i], scale, -bar * LOG2_E));
+                    for (int i = 0; may_win && i < 4; ++i) {
+                        if (x[i] == negative_infinity()) continue;
                         const Best candidate = scored(x[i], temperature, gumbel(word[i]), block * 4 + i);
                         if (beats(candidate, best)) best = candidate, improved = true;
                     }
                 }
             }
             if (__any_sync(0xffffffffu, improved)) {
-                const float reached = warp_max(best.high);
-                bar = reached - (1e-3f + 1e-6f * fabsf(reached));
+                const float highest = warp_max(best.high);  // a lower bound, too, where another warp writes after
+                if (threadIdx.x % 32 == 0 && highest > reached) reached = highest;
             }
         }
     } else {
