@@ -148,6 +148,7 @@ static __device__ __forceinline__ void wgmma_keep(float (&acc)[COUNT]) {
 #define HOPPER_R16(a, i) HOPPER_R8(a, i), HOPPER_R8(a, i + 8)
 #define HOPPER_R32(a, i) HOPPER_R16(a, i), HOPPER_R16(a, i + 16)
 #define HOPPER_R64(a, i) HOPPER_R32(a, i), HOPPER_R32(a, i + 32)
+#define HOPPER_T8 "%0, %1, %2, %3, %4, %5, %6, %7"
 #define HOPPER_T16 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
 #define HOPPER_T32                                                                                                \
     HOPPER_T16 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
@@ -170,6 +171,9 @@ static __device__ __forceinline__ void wgmma_keep(float (&acc)[COUNT]) {
                  : "l"(a), "l"(b), "r"(more))
 
 // acc (64 x N) += A B; `more` = 0: acc = A B. The shape follows from the number of accumulators, N / 2.
+static __device__ __forceinline__ void wgmma(float (&acc)[8], uint64_t a, uint64_t b, int more) {
+    HOPPER_WGMMA(16, HOPPER_T8, "%8", "%9", "%10", HOPPER_R8(acc, 0));
+}
 static __device__ __forceinline__ void wgmma(float (&acc)[16], uint64_t a, uint64_t b, int more) {
     HOPPER_WGMMA(32, HOPPER_T16, "%16", "%17", "%18", HOPPER_R16(acc, 0));
 }

@@ -141,10 +141,10 @@ static __device__ __forceinline__ void qkv_product(const TensorMap* x_map, const
 
 QKV_KERNEL(2, 256, 4, 2)
 QKV_KERNEL(2, 256, 4, 1)
-QKV_KERNEL(2, 128, 4, 2)
-QKV_KERNEL(2, 128, 4, 1)
-QKV_KERNEL(1, 128, 5, 1)
+QKV_KERNEL(2, 128, 6, 2)
+QKV_KERNEL(2, 128, 6, 1)
+QKV_KERNEL(1, 128, 8, 1)
 #if HEAD_DIM == 64
-QKV_KERNEL(1, 64, 6, 2)
+QKV_KERNEL(1, 64, 12, 1)
 QKV_KERNEL(1, 64, 6, 1)
 #endif

@@ -40,8 +40,7 @@ class Module:
                     declares are over 48 KiB
         dependent   the kernel calls `wait_for_previous` (common.cuh) before it reads or writes what others do
         all_shared  leave it no more L1 than must be: kernels overlap on a multiprocessor only where its
-                    memory is divided as both want it. Costs bandwidth, since loads land in L1: with it for
-                    all kernels a step of 1,024 sequences takes 4.7 ms, not 4.4 (Qwen2.5-0.5B, H200)
+                    memory is divided as both want it. Costs bandwidth, since loads land in L1
         cluster     blocks along z, at most 8, that run at the same time and reach each other's shared memory;
                     divides the grid. Needs compute capability 9.0 where it is not 1
         """

@@ -49,33 +49,38 @@ class Tile:
 
 # The best for many rows first.
 TILES = {
-    Kind.HALF: (Tile(1, 64, 6), Tile(1, 32, 8)),
+    Kind.HALF: (Tile(1, 64, 12), Tile(1, 32, 14), Tile(1, 32, 8)),
     Kind.FLOAT: (),
     Kind.SWIGLU: (
         Tile(2, 256, 4, 2),
         Tile(2, 256, 4),
         Tile(2, 160, 5, 2),
         Tile(2, 160, 5),
-        Tile(1, 160, 4, 2),
-        Tile(1, 160, 4),
+        Tile(1, 160, 7, 2),
+        Tile(1, 160, 7),
+        Tile(1, 128, 8),
         Tile(1, 128, 4),
+        Tile(1, 64, 13),
         Tile(1, 64, 6),
     ),
     Kind.RESIDUAL: (
         Tile(2, 256, 4, 2),
-        Tile(2, 128, 3),
-        Tile(2, 64, 4),
+        Tile(2, 128, 6),
+        Tile(2, 64, 8),
+        Tile(1, 64, 12),
         Tile(1, 64, 6),
+        Tile(1, 32, 16),
         Tile(1, 32, 8),
+        Tile(1, 16, 20),
     ),
 }
 QKV_TILES = (
     Tile(2, 256, 4, 2),
     Tile(2, 256, 4),
-    Tile(2, 128, 4, 2),
-    Tile(2, 128, 4),
-    Tile(1, 128, 5),
-    Tile(1, 64, 6, 2),
+    Tile(2, 128, 6, 2),
+    Tile(2, 128, 6),
+    Tile(1, 128, 8),
+    Tile(1, 64, 12),
     Tile(1, 64, 6),
 )
 

@@ -7,6 +7,7 @@ the number of tokens, S of sequences, R of rows that draw, H and G of query and 
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -31,6 +32,7 @@ _MAX_SEGMENTS = 128  # of a context, in decode attention
 _WHOLE_BLOCKS = 1.4  # a multiprocessor, from which on contexts are not split
 _SPLIT_BLOCKS = 4  # a multiprocessor, of split attention
 _MAX_CLUSTER = 8  # blocks, on every Hopper
+_FEW_ROWS = 320
 _BLOCK = (256, 1, 1)
 _SAMPLE_BLOCKS = 4  # blocks of `sample` that a multiprocessor holds
 _BEST_BYTES = 12
@@ -63,6 +65,22 @@ def prefill_tiles(sequence_starts: IntArray, heads_per_kv_head: int) -> IntArray
     place = np.arange(len(sequences), dtype=np.int32) - np.repeat(ends - pieces, pieces).astype(np.int32)
     tiles = np.stack([sequences, place], axis=1).astype(np.int32)
     return np.ascontiguousarray(tiles[np.argsort(-place, kind="stable")])
+
+
+@dataclass(frozen=True, slots=True)
+class _Kernel:
+    """A kernel, twice.
+
+    few   for steps of few rows: leaves L1 no more than must be, so that kernels overlap (`Module.function`)
+    many  with L1 as the driver divides it: from some hundred rows on, bandwidth counts for more. Steps of 256
+          sequences took 1.54 and 1.64 ms, of 512 2.54 and 2.40, of 1,024 4.53 and 4.22 (Qwen2.5-0.5B, H200)
+    """
+
+    few: Function
+    many: Function
+
+    def of(self, rows: int) -> Function:
+        return self.few if rows <= _FEW_ROWS else self.many
 
 
 class Kernels:
@@ -112,18 +130,24 @@ class Kernels:
         }  # fmt: skip
         paths = [(Path(kernel_directory(), f"{name}.cu"), options) for name, options in sources.items()]
         cubins = compile_all(paths, self._device.architecture)
-        modules = {
-            name: Module(self._device, cubin, name) for name, cubin in zip(sources, cubins, strict=True)
-        }
+        few, many = (
+            {name: Module(self._device, cubin, name) for name, cubin in zip(sources, cubins, strict=True)}
+            for _ in range(2)
+        )
 
-        def function(module: str, name: str, arguments: str, shared: int = 0, cluster: int = 1) -> Function:
-            return modules[module].function(
-                name,
-                arguments,
-                shared=shared,
-                dependent=module != "attention_any" and name != "rope_table",
-                all_shared=module != "decode_attention",
-                cluster=cluster,
+        def function(module: str, name: str, arguments: str, shared: int = 0, cluster: int = 1) -> _Kernel:
+            return _Kernel(
+                *(
+                    modules[module].function(
+                        name,
+                        arguments,
+                        shared=shared,
+                        dependent=module != "attention_any" and name != "rope_table",
+                        all_shared=modules is few,
+                        cluster=cluster,
+                    )
+                    for modules in (few, many)
+                )
             )
 
         self._embed = function("embedding", "embed", "PPPiii")
@@ -186,7 +210,7 @@ class Kernels:
             raise RunnerError(f"{half} rotation frequencies were expected, not {frequencies.shape}")
         address = self._device.upload(frequencies.astype(np.float64), "rotation frequencies")
         grid = (_blocks(self._max_context * half), 1, 1)
-        self._fill_rope_table(grid, _BLOCK, address, magnitude, self._rope_table, self._max_context)
+        self._fill_rope_table.many(grid, _BLOCK, address, magnitude, self._rope_table, self._max_context)
         self._device.synchronize()
         self._device.free(address)
 
@@ -261,17 +285,17 @@ class Kernels:
             return
         sizes = (config.heads, config.kv_heads, self._segment_pages)
         if self._decode_blocks * count >= self._full_chip:
-            self._decode(
+            self._decode.of(count)(
                 (self._decode_blocks, count, 1), (128, 1, 1), *inputs, sequences, out, *sizes, self._scale
             )
             return
         segments = min(self._segments, -(-table_stride // self._segment_pages))
-        split, shared = self._split, 0
+        split, shared = self._split.few, 0
         # A cluster starts only where one GPC has room for all of it. None should wait for that while blocks
         # with work have a multiprocessor each; with more, the latency of a merge in global memory hides.
         busy = self._decode_blocks * count * self._cluster
         if segments > 1 and self._cluster > 1 and busy <= self._device.multiprocessors:
-            split, shared = self._split_in_clusters, self._sent
+            split, shared = self._split_in_clusters.few, self._sent
             segments = -(-segments // self._cluster) * self._cluster
         # Contexts are mostly shorter than they may be: no more blocks than keep the chip busy.
         enough = -(-_SPLIT_BLOCKS * self._device.multiprocessors // (self._decode_blocks * count))
@@ -325,12 +349,12 @@ class Kernels:
         inputs = (logits, vocab, sample_slots, sample_rows, positions, *state)
         # A block has 512 threads of 4 tokens: more blocks than that have nothing to do.
         blocks = min(-(-self._sample_blocks // count), -(-vocab // 2048))
-        self._sample(
+        self._sample.of(count)(
             (blocks, count, 1), (512, 1, 1), *inputs, self._partial_best, self._sample_counters, out_tokens,
             bad_flag,
         )  # fmt: skip
         if filtered:
-            self._sample_filtered((count, 1, 1), (1024, 1, 1), *inputs, out_tokens, bad_flag)
+            self._sample_filtered.of(count)((count, 1, 1), (1024, 1, 1), *inputs, out_tokens, bad_flag)
 
 
 def _check_sizes(config: ModelConfig) -> None:
@@ -361,6 +385,6 @@ def _norm_shape(width: int) -> tuple[int, tuple[int, int, int]]:
     return pieces, (-(-chunks // (32 * pieces)) * 32, 1, 1)
 
 
-def _launch(count: int, function: Function, *arguments: Any, shared: int = 0) -> None:
+def _launch(count: int, kernel: _Kernel, *arguments: Any, shared: int = 0) -> None:
     if count:
-        function(*arguments, shared=shared)
+        kernel.of(count)(*arguments, shared=shared)
