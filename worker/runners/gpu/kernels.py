@@ -30,6 +30,7 @@ TENSOR_CORE_HEADS = (64, 128)  # head sizes of the fast attention kernels
 _TILE_ROWS = 128  # (token, query head) pairs in a tile of prefill attention
 _MAX_SEGMENTS = 128  # of a context, in decode attention
 _WHOLE_BLOCKS = 1.4  # a multiprocessor, from which on contexts are not split
+_FAR_BLOCKS = 3  # a multiprocessor, up to which decode attention has two pages a warp under way
 _SPLIT_BLOCKS = 4  # a multiprocessor, of split attention
 _MAX_CLUSTER = 8  # blocks, on every Hopper
 _FEW_ROWS = 320
@@ -162,7 +163,10 @@ class Kernels:
         self._sample_filtered = function("sample_filtered", "sample_filtered", "PiPPP" + slots + "PP")
         if self._fast:
             rows = self._decode_rows
-            self._decode = function("decode_attention", f"decode_attention_{rows}", "PPPPiPPPPiiif")
+            self._decode, self._decode_far = (
+                function("decode_attention", f"decode_attention_{rows}_{ahead}", "PPPPiPPPPiiif")
+                for ahead in (1, 2 if config.head_dim == 64 else 1)  # of 128: no registers for two
+            )
             split = ("split_attention", f"split_attention_{rows}", "PPPPiPPPPPPPiiiif")
             self._split = function(*split)
             self._split_in_clusters = function(*split, self._sent, self._cluster)
@@ -285,7 +289,9 @@ class Kernels:
             return
         sizes = (config.heads, config.kv_heads, self._segment_pages)
         if self._decode_blocks * count >= self._full_chip:
-            self._decode.of(count)(
+            few_blocks = self._decode_blocks * count <= _FAR_BLOCKS * self._device.multiprocessors
+            kernel = self._decode_far if few_blocks else self._decode
+            kernel.of(count)(
                 (self._decode_blocks, count, 1), (128, 1, 1), *inputs, sequences, out, *sizes, self._scale
             )
             return
