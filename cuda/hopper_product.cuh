@@ -21,10 +21,6 @@
 
 static constexpr int DEPTH = 64;  // elements of K in a stage: the width of the swizzle
 static constexpr int GROUP_ROWS = 16;
-#ifndef LEAD
-#define LEAD 2
-#endif
-static_assert(LEAD < 4, "less than the stages of any tile");  // steps that the first group is ahead
 
 static __device__ __forceinline__ float rounded(float value) { return __half2float(__float2half_rn(value)); }
 
@@ -144,9 +140,6 @@ static __device__ __forceinline__ void multiply(const TensorMap* x_map, const Te
         if (CLUSTER == 1 && threadIdx.x % 128 == 0) barrier_arrive(empty + 8 * stage);
         if (CLUSTER > 1 && threadIdx.x % 128 < CLUSTER) barrier_arrive_at(empty + 8 * stage, threadIdx.x % 128);
     };
-    // Groups that take several tiles keep apart, so that one multiplies while another finishes.
-    const bool apart = GROUPS == 2 && LEAD > 0 && tiles > stride;
-    const int lead = min(LEAD, steps);
     int count = 0;
     for (int tile = first_tile; tile < tiles; tile += stride) {
         float acc[BN / 2];
@@ -154,7 +147,6 @@ static __device__ __forceinline__ void multiply(const TensorMap* x_map, const Te
         place(tile, row, column);
         row += group * 64 + warp % 4 * 16 + g;
         const auto ready = prepare(row, column);
-        if (apart && group == 1 && count == 0) asm volatile("bar.sync 1, 256;" ::: "memory");
         for (int step = 0; step < steps; ++step, ++count) {
             const int stage = count % STAGES;
             barrier_wait(full + 8 * stage, count / STAGES & 1);
@@ -166,7 +158,6 @@ static __device__ __forceinline__ void multiply(const TensorMap* x_map, const Te
             wgmma_commit();
             wgmma_wait<1>();
             if (step > 0) release((count - 1) % STAGES);
-            if (apart && group == 0 && count == lead - 1) asm volatile("bar.arrive 1, 256;" ::: "memory");
         }
         wgmma_wait<0>();
         wgmma_keep(acc);

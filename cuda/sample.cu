@@ -46,7 +46,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
            Best* __restrict__ partial, unsigned* __restrict__ counters, int* __restrict__ out_tokens,
            int* __restrict__ bad_flag) {
     __shared__ Best scratch[32];
-    __shared__ volatile float reached;  // by a thread of the block: a lower bound of the best score
+    // By a thread of the block: a lower bound of the best score. Warps read and write it as they come, which `volatile`
+    // makes relaxed accesses (PTX ISA, "ld"): an old value costs time, not the result. racecheck reports them.
+    __shared__ volatile float reached;
     launch_next();
     if (threadIdx.x == 0) reached = negative_infinity();
     __syncthreads();
