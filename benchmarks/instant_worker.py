@@ -13,24 +13,24 @@ import worker.engine_process
 from jobs.settings import Settings
 from worker.commands import worker as worker_command
 from worker.engine.engine import Engine
-from worker.loading import OpenModel
+from worker.loading import OpenModel, max_sequences
 from worker.model.tokenizer import TextStream
 from worker.runners.base import SampledTokens, StepBatch
 
-SEQUENCES = 512
+SEQUENCES = 512  # unless --max-sequences says more
 CONTEXT = 1024
 
 
 class InstantRunner:
     """Draws token 65 for every row at once."""
 
-    kv_blocks = SEQUENCES * CONTEXT // 16
     block_size = 16
-    slots = SEQUENCES
     depth = 1
 
-    def __init__(self, vocab: int) -> None:
+    def __init__(self, vocab: int, slots: int) -> None:
         self.vocab = vocab
+        self.slots = slots
+        self.kv_blocks = slots * CONTEXT // self.block_size
         self._drawn: deque[SampledTokens] = deque()
 
     def launch(self, batch: StepBatch) -> None:
@@ -47,12 +47,13 @@ class InstantRunner:
 
 def build_engine(settings: Settings, model: OpenModel) -> Engine:
     """The real engine, tokenizer and scheduler on the instant runner."""
+    slots = max_sequences(settings)
     return Engine(
-        InstantRunner(model.config.vocab),
+        InstantRunner(model.config.vocab, slots),
         text_stream=lambda: TextStream(model.vocabulary, strip_space=False),
         eos_ids=model.vocabulary.eos_ids,
         context_length=CONTEXT,
-        max_sequences=SEQUENCES,
+        max_sequences=slots,
         token_budget=16384,
     )
 
