@@ -17,6 +17,11 @@ from worker.loading import demo_model
 
 StartWorker = Callable[..., AbstractContextManager[Popen[bytes]]]
 
+# Every start of a worker takes seconds. What a database decides (who claims, gives back, fences, expires) is
+# tried on both; where processes are looked at, on one.
+on_sqlite = pytest.mark.parametrize("server_settings", ["sqlite"], indirect=True)
+on_postgresql = pytest.mark.parametrize("server_settings", ["postgresql"], indirect=True)
+
 
 @pytest.fixture
 def quick(server_settings: Settings) -> Settings:

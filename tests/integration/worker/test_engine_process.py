@@ -8,7 +8,7 @@ import psutil  # type: ignore[import-untyped]
 
 from jobs.client import Client
 from jobs.contract import JobState, StopReason
-from tests.integration.worker.conftest import StartWorker
+from tests.integration.worker.conftest import StartWorker, on_sqlite
 from tests.servers import LONG_TOKENS, wait_until
 
 LONG: dict[str, Any] = {"max_tokens": LONG_TOKENS, "ignore_eos": True, "temperature": 0.8}
@@ -38,6 +38,7 @@ def test_killed_engine_gives_its_jobs_back_and_ends_the_worker(
     assert {job.stop_reason for job in jobs_client.results(ids)} == {StopReason.LENGTH}
 
 
+@on_sqlite
 def test_engine_ends_when_its_worker_is_killed(jobs_client: Client, start_worker: StartWorker) -> None:
     with start_worker("doomed") as process:
         jobs_client.enqueue_many(["Write a haiku about rain"] * 8, **LONG)
@@ -49,6 +50,7 @@ def test_engine_ends_when_its_worker_is_killed(jobs_client: Client, start_worker
     assert not engine.is_running()
 
 
+@on_sqlite
 def test_sigterm_to_every_process_drains_in_order(jobs_client: Client, start_worker: StartWorker) -> None:
     """As a supervisor does that signals a whole control group."""
     with start_worker("a") as process:

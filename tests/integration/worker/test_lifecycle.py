@@ -1,4 +1,4 @@
-"""Workers as processes: killed, drained, cancelled, one beside another; on SQLite and on PostgreSQL."""
+"""Workers as processes: killed, drained, cancelled, side by side; on both databases where SQL decides."""
 
 import signal
 import time
@@ -9,7 +9,7 @@ import pytest
 
 from jobs.client import Client
 from jobs.contract import Job, JobState, StopReason
-from tests.integration.worker.conftest import StartWorker
+from tests.integration.worker.conftest import StartWorker, on_postgresql, on_sqlite
 from tests.servers import LONG_TOKENS, wait_until
 
 # Several seconds of work for the reference runner, so that it can be interrupted.
@@ -63,6 +63,7 @@ def test_killed_worker_loses_no_job_and_repeats_none(jobs_client: Client, start_
             assert (job.attempt, job.failures, job.errors) == (1, 0, [])
 
 
+@on_postgresql
 def test_job_that_kills_every_worker_ends_failed_with_its_history(
     jobs_client: Client, start_worker: StartWorker
 ) -> None:
@@ -101,6 +102,7 @@ def test_sigterm_hands_unfinished_jobs_back_with_no_attempt_lost(
     assert {job.attempt for job in finished} <= {1, 2}
 
 
+@on_sqlite
 def test_sigterm_lets_running_jobs_finish_within_the_drain_time(
     jobs_client: Client, start_worker: StartWorker
 ) -> None:
@@ -131,6 +133,7 @@ def test_cancelled_jobs_stop_and_keep_their_text(jobs_client: Client, start_work
         jobs_client.wait(ids, timeout=PATIENCE)
 
 
+@on_sqlite
 def test_deadline_stops_a_running_job_and_keeps_its_text(
     jobs_client: Client, start_worker: StartWorker
 ) -> None:
@@ -149,6 +152,7 @@ def test_deadline_stops_a_running_job_and_keeps_its_text(
     assert waiting.error == "the deadline passed before a worker began"
 
 
+@on_sqlite
 def test_scheduled_job_runs_when_it_is_due(jobs_client: Client, start_worker: StartWorker) -> None:
     with start_worker("a"):
         job_id = jobs_client.enqueue("Count from 1 to 3", max_tokens=2, scheduled_at=timedelta(seconds=1))
@@ -159,6 +163,7 @@ def test_scheduled_job_runs_when_it_is_due(jobs_client: Client, start_worker: St
     assert job.started_at >= job.scheduled_at
 
 
+@on_sqlite
 def test_bad_jobs_cost_no_other_job_anything(jobs_client: Client, start_worker: StartWorker) -> None:
     good = jobs_client.enqueue_many(["Count from 1 to 3"] * 8, max_tokens=4, temperature=0)
     too_long = jobs_client.enqueue("word " * 2000)
@@ -194,6 +199,7 @@ def test_redelivered_shard_runs_nothing_twice(jobs_client: Client, start_worker:
     assert {job.completion_tokens for job in finished} == {40}
 
 
+@on_sqlite
 def test_worker_serves_the_model_that_jobs_name(jobs_client: Client, start_worker: StartWorker) -> None:
     with start_worker("a", "--name", "alpha"):
         named = jobs_client.enqueue("Count from 1 to 3", model="alpha", max_tokens=2)

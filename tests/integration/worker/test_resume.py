@@ -39,7 +39,11 @@ def saved_tokens(client: Client, ids: list[str]) -> dict[str, int]:
         return {job: len(one.token_ids) for job, one in partials.find(connection, ids).items()}
 
 
-@pytest.mark.parametrize("stop", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize(
+    ("server_settings", "stop"),
+    [("sqlite", signal.SIGTERM), ("postgresql", signal.SIGKILL)],
+    indirect=["server_settings"],
+)
 def test_interrupted_jobs_go_on_from_what_was_saved(
     jobs_client: Client, start_worker: StartWorker, tmp_path: Path, stop: signal.Signals
 ) -> None:

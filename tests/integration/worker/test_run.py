@@ -19,7 +19,7 @@ from jobs.batches import Batch
 from jobs.client import Client
 from jobs.contract import JobState
 from jobs.settings import Settings
-from tests.integration.worker.conftest import StartWorker
+from tests.integration.worker.conftest import StartWorker, on_postgresql, on_sqlite
 from tests.servers import RedisServer, wait_until, worker_env
 from worker.loading import demo_model
 
@@ -27,10 +27,6 @@ PATIENCE = 120.0
 MODEL = "nightmill-demo"
 ROWS = 48
 BAD = {5: "{broken", 20: '{"prompt": "x", "tools": []}'}
-
-
-# Where the process is looked at and the database plays no part.
-on_sqlite = pytest.mark.parametrize("server_settings", ["sqlite"], indirect=True)
 
 
 @pytest.fixture
@@ -108,6 +104,7 @@ def done(client: Client) -> int:
     return sum(batch.status(errors=False).done for batch in batches(client))
 
 
+@on_postgresql
 def test_a_file_becomes_results_and_errors_in_its_order(
     jobs_client: Client, run: Run, prompts: Path, tmp_path: Path
 ) -> None:
@@ -210,6 +207,7 @@ def test_results_are_on_disk_while_it_runs_and_a_torn_line_is_repaired(
     assert len(rows(output)) == ROWS - len(BAD)
 
 
+@on_postgresql
 def test_a_worker_ends_with_the_run_that_started_it_and_hands_its_rows_back(
     quick: Settings, jobs_client: Client, run: Run, prompts: Path
 ) -> None:
@@ -272,6 +270,7 @@ def test_a_worker_that_serves_the_model_is_used_and_left_alone(
         assert len(jobs_client.store.workers()) == 1
 
 
+@on_sqlite
 def test_a_worker_that_dies_in_the_middle_is_replaced(
     jobs_client: Client, run: Run, start_worker: StartWorker, prompts: Path
 ) -> None:
@@ -311,6 +310,7 @@ def test_what_cannot_work_is_one_line_and_nothing_is_queued(
     assert jobs_client.store.workers() == []
 
 
+@on_postgresql
 def test_the_deadline_ends_a_run_with_partial_texts_and_a_code_of_its_own(
     start_worker: StartWorker, run: Run, tmp_path: Path
 ) -> None:

@@ -4,11 +4,12 @@ import re
 from pathlib import Path
 
 from jobs.client import Client
-from tests.integration.worker.conftest import StartWorker
+from tests.integration.worker.conftest import StartWorker, on_sqlite
 
 SYSTEM = "Write as Basho would, in three lines, without a title. " * 8
 
 
+@on_sqlite
 def test_jobs_with_one_system_prompt_share_it_unless_that_is_switched_off(
     jobs_client: Client, start_worker: StartWorker, tmp_path: Path
 ) -> None:
