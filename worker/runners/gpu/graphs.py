@@ -41,7 +41,7 @@ class Graph:
         self._check(driver.cuStreamBeginCapture(self._stream, mode), "starting a capture")
         try:
             record()
-        except BaseException:
+        except BaseException:  # whatever it was goes on up; a stream left capturing could run nothing more
             driver.cuStreamEndCapture(self._stream)
             raise
         graph = self._check(driver.cuStreamEndCapture(self._stream), "ending a capture")

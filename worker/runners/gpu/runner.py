@@ -97,7 +97,7 @@ class CudaRunner:
         self.device = Device(gpu)
         try:
             self._build(file, config, kv_blocks, gpu_memory)
-        except BaseException:
+        except BaseException:  # Ctrl-C too, while it loads: the GPU is given back, and the error goes on up
             self.close()
             raise
         report(
