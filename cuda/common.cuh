@@ -106,9 +106,13 @@ static __device__ __forceinline__ void wait_for_previous(Pointers&... pointers) 
 #endif
 }
 
-// silu(gate) * up; exp(-gate) = inf makes silu 0, its limit.
+// silu(gate) * up; exp(-gate) = inf makes silu 0, its limit. Numbers too small for normal ones are taken as 0, which saves
+// a third of the instructions: next to 1 they are nothing.
 static __device__ __forceinline__ float silu_times(float gate, float up) {
-    return __fmul_rn(__fdividef(gate, 1.0f + __expf(-gate)), up);
+    float power, inverse;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(__fmul_rn(gate, -LOG2_E)));
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(__fadd_rn(power, 1.0f)));
+    return __fmul_rn(__fmul_rn(gate, inverse), up);
 }
 
 static __device__ __forceinline__ uint32_t shared_address(const void* pointer) {

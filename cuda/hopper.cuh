@@ -60,6 +60,32 @@ static __device__ __forceinline__ void load_box_in_both(uint32_t target, const T
         : "memory");
 }
 
+// From shared memory to a box of the tensor at (column, row), clipped to it; or added to what is there, float. The thread
+// that asked waits with `wait_for_reads` before the memory is written again, or the block ends.
+static __device__ __forceinline__ void store_box(const TensorMap* map, uint32_t source, int column, int row) {
+    asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2, %3}], [%1];" ::"l"(map), "r"(source),
+                 "r"(column), "r"(row)
+                 : "memory");
+}
+
+static __device__ __forceinline__ void add_box(const TensorMap* map, uint32_t source, int column, int row) {
+    asm volatile("cp.reduce.async.bulk.tensor.2d.global.shared::cta.add.bulk_group [%0, {%2, %3}], [%1];" ::"l"(map),
+                 "r"(source), "r"(column), "r"(row)
+                 : "memory");
+}
+
+static __device__ __forceinline__ void commit_stores() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+
+static __device__ __forceinline__ void wait_for_reads() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+
+// Writes four tiles of 8 x 8 halves, of which each lane has two neighbours (row lane / 4, columns 2 (lane % 4), + 1):
+// lane 8 i + j gives the address of row j of tile i.
+static __device__ __forceinline__ void store_matrices(uint32_t address, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a), "r"(b),
+                 "r"(c), "r"(d)
+                 : "memory");
+}
+
 static __device__ __forceinline__ uint32_t rank_in_cluster() {
     uint32_t rank;
     asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
@@ -158,6 +184,8 @@ static __device__ __forceinline__ void wgmma_keep(float (&acc)[COUNT]) {
 #define HOPPER_R80(a, i) HOPPER_R64(a, i), HOPPER_R16(a, i + 64)
 #define HOPPER_T80                                                                                                \
     HOPPER_T64 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79"
+#define HOPPER_T96                                                                                                \
+    HOPPER_T80 ", %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
 #define HOPPER_T128                                                                                               \
     HOPPER_T64 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "               \
                "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "                 \
@@ -185,6 +213,10 @@ static __device__ __forceinline__ void wgmma(float (&acc)[64], uint64_t a, uint6
 }
 static __device__ __forceinline__ void wgmma(float (&acc)[80], uint64_t a, uint64_t b, int more) {
     HOPPER_WGMMA(160, HOPPER_T80, "%80", "%81", "%82", HOPPER_R80(acc, 0));
+}
+static __device__ __forceinline__ void wgmma(float (&acc)[96], uint64_t a, uint64_t b, int more) {
+#define HOPPER_R96 HOPPER_R80(acc, 0), HOPPER_R16(acc, 80)
+    HOPPER_WGMMA(192, HOPPER_T96, "%96", "%97", "%98", HOPPER_R96);
 }
 static __device__ __forceinline__ void wgmma(float (&acc)[128], uint64_t a, uint64_t b, int more) {
 #define HOPPER_ALL HOPPER_R64(acc, 0), HOPPER_R64(acc, 64)

@@ -1,12 +1,13 @@
 // Products with weights on Hopper, by the main loop of `hopper_product.cuh`: y = x W^T, alone, with SwiGLU, or added to the
-// residual stream. Kernels are named KIND_GROUPS_BN_STAGES_CLUSTER.
+// residual stream. Kernels are named KIND_GROUPS_BN_STAGES_CLUSTER_BUFFERS.
 //
 //   product_*   y (rows, outputs) half
 //   swiglu_*    W holds F rows of gate, then F of up; y (rows, F) half = silu(gate) * up, gate and up rounded to half
 //               before, as `swiglu.cu` reads them
 //   residual_*  y (rows, outputs) float += x W^T
 //
-// y is written once (residual_*: read, too).
+// y is written once (residual_*: read, too). y_map: its tensor map, with boxes of 64 rows by 128 bytes, where there are
+// BUFFERS; else y is used.
 #include "hopper_product.cuh"
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
@@ -40,67 +41,106 @@ static __device__ __forceinline__ void add_to(float* y, const float (&acc)[BN / 
     }
 }
 
-template <Kind KIND, int GROUPS, int BN, int STAGES, int CLUSTER, typename Result>
-static __device__ __forceinline__ void product(const TensorMap* x_map, const TensorMap* w_map, Result* __restrict__ y,
-                                               int rows, int outputs, int inputs) {
+template <Kind KIND, int GROUPS, int BN, int STAGES, int CLUSTER, int BUFFERS, typename Result>
+static __device__ __forceinline__ void product(const TensorMap* x_map, const TensorMap* w_map, const TensorMap* y_map,
+                                               Result* __restrict__ y, int rows, int outputs, int inputs) {
     constexpr int SIDES = KIND == Kind::SWIGLU ? 2 : 1;
-    auto finish = [&](const float(&acc)[BN / 2], int row, int column, int) {
-        const int t = threadIdx.x % 4;
-        if constexpr (KIND == Kind::RESIDUAL) {
+    auto finish = [&](const float(&acc)[BN / 2], int row, int column, int, const Outbox& outbox) {
+        const int t = threadIdx.x % 4, top = row - threadIdx.x % 128 / 32 * 16 - threadIdx.x % 32 / 4;
+        auto word = [&](int half, int j) {  // of halves
+            float pair[2];
+#pragma unroll
+            for (int e = 0; e < 2; ++e) {
+                pair[e] = acc[4 * j + 2 * half + e];
+                if constexpr (KIND == Kind::SWIGLU) {
+                    const float up = acc[BN / 4 + 4 * j + 2 * half + e];
+                    pair[e] = silu_times(rounded(pair[e]), rounded(up));
+                }
+            }
+            return pack(pair[0], pair[1]);
+        };
+        if constexpr (KIND == Kind::RESIDUAL && BUFFERS > 0) {
+            constexpr int PIECES = BN / 32;
+            static_assert(PIECES % BUFFERS == 0, "the outbox is filled so many times");
+#pragma unroll
+            for (int first = 0; first < PIECES; first += BUFFERS) {
+                outbox.open();
+#pragma unroll
+                for (int i = 0; i < BUFFERS * 8; ++i) {
+                    const int j = first * 4 + i / 2, half = i % 2;
+                    put_floats(outbox.piece(i / 8), half, j % 4, acc[4 * j + 2 * half], acc[4 * j + 2 * half + 1]);
+                }
+                outbox.send([&] {
+                    for (int i = 0; i < BUFFERS; ++i)
+                        if (const int at = column + (first + i) * 32; at < outputs)
+                            add_box(y_map, outbox.piece(i), at, top);
+                });
+            }
+        } else if constexpr (KIND == Kind::RESIDUAL) {
             add_to<BN>(y, acc, row, column, rows, outputs, t);
+        } else if constexpr (BUFFERS > 0) {
+            static_assert(BUFFERS * 64 == BN / SIDES, "a tile's results fill the outbox");
+            outbox.open();
+#pragma unroll
+            for (int i = 0; i < BUFFERS * 4; ++i) {
+                const int half = i % 2, first = i / 2 * 4;
+                const uint32_t words[4] = {word(half, first), word(half, first + 1), word(half, first + 2),
+                                           word(half, first + 3)};
+                put_halves(outbox.piece(first / 8), half, first % 8, words);
+            }
+            outbox.send([&] {
+                for (int i = 0; i < BUFFERS; ++i)
+                    if (const int at = column + i * 64; at < outputs) store_box(y_map, outbox.piece(i), at, top);
+            });
         } else {
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 const int my_row = row + 8 * half;
                 __half* target = y + static_cast<int64_t>(my_row) * outputs + column;
-                store_row<BN / SIDES>(target, my_row < rows, outputs - column, t, [&](int j) {
-                    float pair[2];
-#pragma unroll
-                    for (int e = 0; e < 2; ++e) {
-                        pair[e] = acc[4 * j + 2 * half + e];
-                        if constexpr (KIND == Kind::SWIGLU) {
-                            const float up = acc[BN / 4 + 4 * j + 2 * half + e];
-                            pair[e] = silu_times(rounded(pair[e]), rounded(up));
-                        }
-                    }
-                    return pack(pair[0], pair[1]);
-                });
+                store_row<BN / SIDES>(target, my_row < rows, outputs - column, t,
+                                      [&](int j) { return word(half, j); });
             }
         }
     };
     const auto nothing = [](int, int) { return 0; };
-    multiply<GROUPS, BN, STAGES, CLUSTER, SIDES>(x_map, w_map, rows, outputs, inputs, nothing, finish);
+    multiply<GROUPS, BN, STAGES, CLUSTER, SIDES, BUFFERS>(x_map, w_map, rows, outputs, inputs, nothing, finish);
 }
 
-#define GEMM_KERNEL(NAME, KIND, RESULT, GROUPS, BN, STAGES, CLUSTER)                                               \
+#define GEMM_KERNEL(NAME, KIND, RESULT, GROUPS, BN, STAGES, CLUSTER, BUFFERS)                                      \
     extern "C" __global__ void __launch_bounds__(128 * GROUPS + 32) __cluster_dims__(CLUSTER, 1, 1)                \
-        NAME##_##GROUPS##_##BN##_##STAGES##_##CLUSTER(                                                                \
-            const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w, RESULT* y, int rows,        \
-            int outputs, int inputs) {                                                                            \
-        product<Kind::KIND, GROUPS, BN, STAGES, CLUSTER>(&x, &w, y, rows, outputs, inputs);                        \
+        NAME##_##GROUPS##_##BN##_##STAGES##_##CLUSTER##_##BUFFERS(                                                 \
+            const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w,                             \
+            const __grid_constant__ TensorMap y_map, RESULT* y, int rows, int outputs, int inputs) {              \
+        product<Kind::KIND, GROUPS, BN, STAGES, CLUSTER, BUFFERS>(&x, &w, &y_map, y, rows, outputs, inputs);       \
     }
 #else
-#define GEMM_KERNEL(NAME, KIND, RESULT, GROUPS, BN, STAGES, CLUSTER)
+#define GEMM_KERNEL(NAME, KIND, RESULT, GROUPS, BN, STAGES, CLUSTER, BUFFERS)
 #endif
 
-GEMM_KERNEL(product, PRODUCT, __half, 1, 64, 12, 1)
-GEMM_KERNEL(product, PRODUCT, __half, 1, 32, 14, 1)
-GEMM_KERNEL(product, PRODUCT, __half, 1, 32, 8, 1)
-GEMM_KERNEL(swiglu, SWIGLU, __half, 2, 256, 4, 2)
-GEMM_KERNEL(swiglu, SWIGLU, __half, 2, 256, 4, 1)
-GEMM_KERNEL(swiglu, SWIGLU, __half, 2, 160, 5, 2)
-GEMM_KERNEL(swiglu, SWIGLU, __half, 2, 160, 5, 1)
-GEMM_KERNEL(swiglu, SWIGLU, __half, 1, 160, 7, 2)
-GEMM_KERNEL(swiglu, SWIGLU, __half, 1, 160, 7, 1)
-GEMM_KERNEL(swiglu, SWIGLU, __half, 1, 128, 8, 1)
-GEMM_KERNEL(swiglu, SWIGLU, __half, 1, 128, 4, 1)
-GEMM_KERNEL(swiglu, SWIGLU, __half, 1, 64, 13, 1)
-GEMM_KERNEL(swiglu, SWIGLU, __half, 1, 64, 6, 1)
-GEMM_KERNEL(residual, RESIDUAL, float, 2, 256, 4, 2)
-GEMM_KERNEL(residual, RESIDUAL, float, 2, 128, 6, 1)
-GEMM_KERNEL(residual, RESIDUAL, float, 2, 64, 8, 1)
-GEMM_KERNEL(residual, RESIDUAL, float, 1, 64, 12, 1)
-GEMM_KERNEL(residual, RESIDUAL, float, 1, 64, 6, 1)
-GEMM_KERNEL(residual, RESIDUAL, float, 1, 32, 16, 1)
-GEMM_KERNEL(residual, RESIDUAL, float, 1, 32, 8, 1)
-GEMM_KERNEL(residual, RESIDUAL, float, 1, 16, 20, 1)
+GEMM_KERNEL(product, PRODUCT, __half, 1, 64, 12, 1, 0)
+GEMM_KERNEL(product, PRODUCT, __half, 1, 32, 14, 1, 0)
+GEMM_KERNEL(product, PRODUCT, __half, 1, 32, 8, 1, 0)
+GEMM_KERNEL(swiglu, SWIGLU, __half, 2, 256, 4, 2, 2)
+GEMM_KERNEL(swiglu, SWIGLU, __half, 2, 256, 4, 1, 2)
+GEMM_KERNEL(swiglu, SWIGLU, __half, 2, 256, 4, 2, 0)
+GEMM_KERNEL(swiglu, SWIGLU, __half, 2, 256, 4, 1, 0)
+GEMM_KERNEL(swiglu, SWIGLU, __half, 2, 160, 5, 2, 0)
+GEMM_KERNEL(swiglu, SWIGLU, __half, 2, 160, 5, 1, 0)
+GEMM_KERNEL(swiglu, SWIGLU, __half, 1, 160, 7, 2, 0)
+GEMM_KERNEL(swiglu, SWIGLU, __half, 1, 160, 7, 1, 0)
+GEMM_KERNEL(swiglu, SWIGLU, __half, 1, 128, 8, 1, 0)
+GEMM_KERNEL(swiglu, SWIGLU, __half, 1, 128, 4, 1, 0)
+GEMM_KERNEL(swiglu, SWIGLU, __half, 1, 64, 13, 1, 0)
+GEMM_KERNEL(swiglu, SWIGLU, __half, 1, 64, 6, 1, 0)
+GEMM_KERNEL(residual, RESIDUAL, float, 2, 256, 4, 2, 2)
+GEMM_KERNEL(residual, RESIDUAL, float, 2, 256, 3, 2, 4)
+GEMM_KERNEL(residual, RESIDUAL, float, 2, 128, 5, 2, 4)
+GEMM_KERNEL(residual, RESIDUAL, float, 2, 128, 5, 1, 4)
+GEMM_KERNEL(residual, RESIDUAL, float, 2, 256, 4, 2, 0)
+GEMM_KERNEL(residual, RESIDUAL, float, 2, 128, 6, 1, 0)
+GEMM_KERNEL(residual, RESIDUAL, float, 2, 64, 8, 1, 0)
+GEMM_KERNEL(residual, RESIDUAL, float, 1, 64, 12, 1, 0)
+GEMM_KERNEL(residual, RESIDUAL, float, 1, 64, 6, 1, 0)
+GEMM_KERNEL(residual, RESIDUAL, float, 1, 32, 16, 1, 0)
+GEMM_KERNEL(residual, RESIDUAL, float, 1, 32, 8, 1, 0)
+GEMM_KERNEL(residual, RESIDUAL, float, 1, 16, 20, 1, 0)

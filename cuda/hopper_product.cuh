@@ -12,6 +12,10 @@
 // Blocks go through the tiles with stride gridDim.x, in groups of GROUP_ROWS tiles of rows, so that those running
 // together share weights and rows in L2; copies run ahead into the next tile while the results of one are written. Two
 // blocks of a CLUSTER take two tiles of rows and fetch half of W each, for both: less comes from L2.
+//
+// Results go to memory from registers, or (BUFFERS of a warpgroup: pieces of 64 rows by 128 bytes) by way of shared memory
+// and bulk copies, which run while the next tile is multiplied: all blocks finish tiles at about the same time, and L2
+// cannot take what they then have at the speed at which they have it.
 // FLOPs 2 rows outputs K; bytes: W and x once from memory, if L2 holds a group.
 //
 // The kernel may start before the one ahead of it has ended: weights are fetched at once, x only after that.
@@ -21,6 +25,7 @@
 
 static constexpr int DEPTH = 64;  // elements of K in a stage: the width of the swizzle
 static constexpr int GROUP_ROWS = 16;
+static constexpr int PIECE_BYTES = 64 * 128;
 
 static __device__ __forceinline__ float rounded(float value) { return __half2float(__float2half_rn(value)); }
 
@@ -56,10 +61,48 @@ static __device__ __forceinline__ void store_row(__half* target, bool exists, in
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
-// finish(acc, row, column, ready): a warpgroup's result of the tile whose first column is `column`; this thread has
+// A warpgroup's results on their way through shared memory. All of its threads call these, `open` before the pieces are
+// written, `send` after: there, one thread's `copy` asks for the bulk copies.
+struct Outbox {
+    uint32_t pieces;  // address
+    int group;
+
+    __device__ __forceinline__ uint32_t piece(int index) const { return pieces + index * PIECE_BYTES; }
+    __device__ __forceinline__ void meet() const { asm volatile("bar.sync %0, 128;" ::"r"(1 + group) : "memory"); }
+    __device__ __forceinline__ void open() const {
+        if (threadIdx.x % 128 == 0) wait_for_reads();
+        meet();
+    }
+    template <typename Copy>
+    __device__ __forceinline__ void send(Copy copy) const {
+        publish_to_wgmma();  // to all that is not an ordinary access, bulk copies too
+        meet();
+        if (threadIdx.x % 128 == 0) {
+            copy();
+            commit_stores();
+        }
+    }
+};
+
+// Four words of halves of this thread's row in a piece, column groups `first` .. first + 3 of its eight, swizzled.
+static __device__ __forceinline__ void put_halves(uint32_t piece, int half, int first, const uint32_t (&words)[4]) {
+    const int lane = threadIdx.x % 32, row = threadIdx.x % 128 / 32 * 16 + half * 8 + lane % 8;
+    store_matrices(piece + row * 128 + ((first + lane / 8 ^ row & 7) << 4), words[0], words[1], words[2], words[3]);
+}
+
+// Two floats of this thread's row in a piece, in column group `group` of its four.
+static __device__ __forceinline__ void put_floats(uint32_t piece, int half, int group, float x, float y) {
+    const int lane = threadIdx.x % 32, t = lane % 4, row = threadIdx.x % 128 / 32 * 16 + half * 8 + lane / 4;
+    asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(
+                     piece + row * 128 + ((2 * group + t / 2 ^ row & 7) << 4) + t % 2 * 8),
+                 "f"(x), "f"(y)
+                 : "memory");
+}
+
+// finish(acc, row, column, ready, outbox): a warpgroup's result of the tile whose first column is `column`; this thread has
 // acc[4 j + 2 half + e] = row `row` + 8 half, column 8 j + 2 t + e of the tile (`hopper.cuh`).
 // prepare(row, column): called before the tile is multiplied, for what can be asked for ahead; its result is `ready`.
-template <int GROUPS, int BN, int STAGES, int CLUSTER, int SIDES, typename Prepare, typename Finish>
+template <int GROUPS, int BN, int STAGES, int CLUSTER, int SIDES, int BUFFERS, typename Prepare, typename Finish>
 static __device__ __forceinline__ void multiply(const TensorMap* x_map, const TensorMap* w_map, int rows, int outputs,
                                                 int inputs, Prepare prepare, Finish finish) {
     constexpr int BM = 64 * GROUPS;
@@ -136,6 +179,7 @@ static __device__ __forceinline__ void multiply(const TensorMap* x_map, const Te
     }
 
     const int group = warp / 4, g = lane / 4;
+    const Outbox outbox{x_tile(STAGES) + group * BUFFERS * PIECE_BYTES, group};
     auto release = [&](int stage) {
         if (CLUSTER == 1 && threadIdx.x % 128 == 0) barrier_arrive(empty + 8 * stage);
         if (CLUSTER > 1 && threadIdx.x % 128 < CLUSTER) barrier_arrive_at(empty + 8 * stage, threadIdx.x % 128);
@@ -162,8 +206,9 @@ static __device__ __forceinline__ void multiply(const TensorMap* x_map, const Te
         wgmma_wait<0>();
         wgmma_keep(acc);
         release((count - 1) % STAGES);
-        finish(acc, row, column, ready);
+        finish(acc, row, column, ready, outbox);
     }
+    if (BUFFERS > 0 && threadIdx.x % 128 == 0) wait_for_reads();
     if (CLUSTER > 1) cluster_sync();  // no block ends while the other may write to its memory or barriers
 }
 

@@ -7,9 +7,10 @@
 // after the other, to the same bits. No QK norm.
 //
 // A tile has BN / D heads. What belongs to a pair that is rotated is in one thread: columns c and c + D / 2 of a head, or
-// 2 c and 2 c + 1. Every result is written once, in pieces of 16 bytes.
+// 2 c and 2 c + 1. Every result is written once, in pieces of 16 bytes; where there are BUFFERS, queries by bulk copies
+// (qkv_map: of qkv, with boxes of 64 rows by 128 bytes), keys and values, which belong to pages anywhere, not.
 //
-// Options: -DHEAD_DIM, 64 or 128; -DINTERLEAVED (0). Kernels are named qkv_GROUPS_BN_STAGES_CLUSTER.
+// Options: -DHEAD_DIM, 64 or 128; -DINTERLEAVED (0). Kernels are named qkv_GROUPS_BN_STAGES_CLUSTER_BUFFERS.
 #include "hopper_product.cuh"
 #include "rotation.cuh"
 
@@ -70,10 +71,11 @@ static __device__ __forceinline__ void finish_head(uint32_t (&words)[HEAD_DIM / 
     for (int j = 0; j < GROUPS; ++j) words[j] = pack(v[j][0], v[j][1]);
 }
 
-template <int GROUPS, int BN, int STAGES, int CLUSTER>
-static __device__ __forceinline__ void qkv_product(const TensorMap* x_map, const TensorMap* w_map, const Places& to,
-                                                   int tokens, int width) {
+template <int GROUPS, int BN, int STAGES, int CLUSTER, int BUFFERS>
+static __device__ __forceinline__ void qkv_product(const TensorMap* x_map, const TensorMap* w_map,
+                                                   const TensorMap* qkv_map, const Places& to, int tokens, int width) {
     static_assert(BN % HEAD_DIM == 0, "a tile has whole heads");
+    static_assert(BUFFERS == 0 || BUFFERS * 64 == BN, "a tile's results fill the outbox");
     const int all_heads = to.heads + 2 * to.kv_heads;
     auto prepare = [&](int row, int column) {
         Rows ready;
@@ -94,8 +96,9 @@ static __device__ __forceinline__ void qkv_product(const TensorMap* x_map, const
                 if (column / HEAD_DIM + i < all_heads) touch(to.bias + column + i * HEAD_DIM + part);
         return ready;
     };
-    auto finish = [&](const float(&acc)[BN / 2], int row, int column, const Rows& ready) {
+    auto finish = [&](const float(&acc)[BN / 2], int row, int column, const Rows& ready, const Outbox& outbox) {
         const int t = threadIdx.x % 4;
+        if (BUFFERS > 0) outbox.open();
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const int token = row + 8 * half;
@@ -110,6 +113,15 @@ static __device__ __forceinline__ void qkv_product(const TensorMap* x_map, const
                 uint32_t words[HEAD_DIM / 8];
                 finish_head(words, acc + i * HEAD_DIM / 2, half,
                             to.bias == nullptr ? nullptr : to.bias + head * HEAD_DIM, angles, !is_value, t);
+                if (BUFFERS > 0 && is_query) {
+#pragma unroll
+                    for (int first = 0; first < HEAD_DIM / 8; first += 4) {
+                        const int place = i * (HEAD_DIM / 8) + first;
+                        const uint32_t four[4] = {words[first], words[first + 1], words[first + 2], words[first + 3]};
+                        put_halves(outbox.piece(place / 8), half, place % 8, four);
+                    }
+                    continue;
+                }
                 __half* target = to.qkv + (static_cast<int64_t>(token) * all_heads + head) * HEAD_DIM;
                 if (!is_query) {
                     const int kv_head = (head - to.heads) % to.kv_heads, page = max(cache_row, 0) / PAGE;
@@ -121,30 +133,47 @@ static __device__ __forceinline__ void qkv_product(const TensorMap* x_map, const
                                     [&](int j) { return words[j]; });
             }
         }
+        if (BUFFERS > 0) {
+            const int top = row - threadIdx.x % 128 / 32 * 16 - threadIdx.x % 32 / 4;
+            outbox.send([&] {
+                for (int i = 0; i < BUFFERS; ++i)
+                    if (const int at = column + i * 64; at < to.heads * HEAD_DIM)
+                        store_box(qkv_map, outbox.piece(i), at, top);
+            });
+        }
     };
-    multiply<GROUPS, BN, STAGES, CLUSTER, 1>(x_map, w_map, tokens, all_heads * HEAD_DIM, width, prepare,
-                                                 finish);
+    multiply<GROUPS, BN, STAGES, CLUSTER, 1, BUFFERS>(x_map, w_map, tokens, all_heads * HEAD_DIM, width, prepare,
+                                                      finish);
 }
 
-#define QKV_KERNEL(GROUPS, BN, STAGES, CLUSTER)                                                                    \
+#define QKV_KERNEL(GROUPS, BN, STAGES, CLUSTER, BUFFERS)                                                           \
     extern "C" __global__ void __launch_bounds__(128 * GROUPS + 32) __cluster_dims__(CLUSTER, 1, 1)                \
-        qkv_##GROUPS##_##BN##_##STAGES##_##CLUSTER(                                                                \
-            const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w, const float* bias,          \
-            const int* positions, const int* cache_rows, const float* table, int table_rows, __half* qkv,         \
-            __half* keys, __half* values, int tokens, int heads, int kv_heads, int width) {                       \
+        qkv_##GROUPS##_##BN##_##STAGES##_##CLUSTER##_##BUFFERS(                                                    \
+            const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w,                             \
+            const __grid_constant__ TensorMap qkv_map, const float* bias, const int* positions,                   \
+            const int* cache_rows, const float* table, int table_rows, __half* qkv, __half* keys, __half* values, \
+            int tokens, int heads, int kv_heads, int width) {                                                     \
         const Places to{qkv, keys, values, bias, positions, cache_rows, table, table_rows, heads, kv_heads};      \
-        qkv_product<GROUPS, BN, STAGES, CLUSTER>(&x, &w, to, tokens, width);                                      \
+        qkv_product<GROUPS, BN, STAGES, CLUSTER, BUFFERS>(&x, &w, &qkv_map, to, tokens, width);                   \
     }
 #else
-#define QKV_KERNEL(GROUPS, BN, STAGES, CLUSTER)
+#define QKV_KERNEL(GROUPS, BN, STAGES, CLUSTER, BUFFERS)
 #endif
 
-QKV_KERNEL(2, 256, 4, 2)
-QKV_KERNEL(2, 256, 4, 1)
-QKV_KERNEL(2, 128, 6, 2)
-QKV_KERNEL(2, 128, 6, 1)
-QKV_KERNEL(1, 128, 8, 1)
+QKV_KERNEL(2, 256, 3, 2, 4)
+QKV_KERNEL(2, 256, 3, 1, 4)
+QKV_KERNEL(2, 128, 5, 2, 2)
+QKV_KERNEL(2, 128, 5, 1, 2)
+QKV_KERNEL(2, 256, 4, 2, 0)
+QKV_KERNEL(2, 256, 4, 1, 0)
+QKV_KERNEL(2, 128, 6, 2, 0)
+QKV_KERNEL(2, 128, 6, 1, 0)
+QKV_KERNEL(1, 128, 8, 1, 0)
 #if HEAD_DIM == 64
-QKV_KERNEL(1, 64, 12, 1)
-QKV_KERNEL(1, 64, 6, 1)
+QKV_KERNEL(2, 192, 4, 2, 3)
+QKV_KERNEL(2, 192, 4, 1, 3)
+QKV_KERNEL(2, 192, 5, 2, 0)
+QKV_KERNEL(2, 192, 5, 1, 0)
+QKV_KERNEL(1, 64, 12, 1, 0)
+QKV_KERNEL(1, 64, 6, 1, 0)
 #endif

@@ -13,6 +13,8 @@ __all__ = ["QKV_TILES", "TILES", "HopperProducts", "HopperQkv", "Kind", "Tile", 
 
 _DEPTH = 64  # elements of K in a stage
 _SHARED_ALIGNMENT = 1024
+_PIECE_ROWS, _PIECE_BYTES = 64, 128
+_NO_MAP = bytes(128)
 _QKV_HEADS = (64, 128)
 
 
@@ -29,18 +31,22 @@ class Kind(Enum):
 class Tile:
     """A tile of 64 `groups` rows by `columns` rows of the weight, `stages` copies ahead.
 
-    The blocks of a `cluster` share weights.
+    The blocks of a `cluster` share weights. `buffers`: pieces of 64 rows by 128 bytes that 64 rows have in
+    shared memory for results, which bulk copies take to memory; 0: results go there from registers.
     """
 
     groups: int
     columns: int
     stages: int
     cluster: int = 1
+    buffers: int = 0
 
     @property
     def shared(self) -> int:
         """Bytes of dynamic shared memory."""
-        return self.stages * (64 * self.groups + self.columns) * _DEPTH * 2 + _SHARED_ALIGNMENT
+        stage = (64 * self.groups + self.columns) * _DEPTH * 2
+        pieces = self.groups * self.buffers
+        return self.stages * stage + pieces * _PIECE_ROWS * _PIECE_BYTES + _SHARED_ALIGNMENT
 
     @property
     def threads(self) -> int:
@@ -52,8 +58,9 @@ TILES = {
     Kind.HALF: (Tile(1, 64, 12), Tile(1, 32, 14), Tile(1, 32, 8)),
     Kind.FLOAT: (),
     Kind.SWIGLU: (
+        Tile(2, 256, 4, 2, 2),
+        Tile(2, 256, 4, 1, 2),
         Tile(2, 256, 4, 2),
-        Tile(2, 256, 4),
         Tile(2, 160, 5, 2),
         Tile(2, 160, 5),
         Tile(1, 160, 7, 2),
@@ -64,6 +71,10 @@ TILES = {
         Tile(1, 64, 6),
     ),
     Kind.RESIDUAL: (
+        Tile(2, 256, 4, 2, 2),
+        Tile(2, 256, 3, 2, 4),
+        Tile(2, 128, 5, 2, 4),
+        Tile(2, 128, 5, 1, 4),
         Tile(2, 256, 4, 2),
         Tile(2, 128, 6),
         Tile(2, 64, 8),
@@ -75,6 +86,14 @@ TILES = {
     ),
 }
 QKV_TILES = (
+    Tile(2, 192, 4, 2, 3),
+    Tile(2, 192, 4, 1, 3),
+    Tile(2, 256, 3, 2, 4),
+    Tile(2, 256, 3, 1, 4),
+    Tile(2, 128, 5, 2, 2),
+    Tile(2, 128, 5, 1, 2),
+    Tile(2, 192, 5, 2),
+    Tile(2, 192, 5),
     Tile(2, 256, 4, 2),
     Tile(2, 256, 4),
     Tile(2, 128, 6, 2),
@@ -102,7 +121,7 @@ class HopperProducts:
         for kind, tiles in TILES.items():
             for tile in tiles:
                 name = f"{kind.value}_{_name(tile)}"
-                function = module.function(name, "128s128sPiii", shared=tile.shared, dependent=True)
+                function = module.function(name, "128s128s128sPiii", shared=tile.shared, dependent=True)
                 self._functions[kind, tile] = function
                 self._blocks[kind, tile] = _blocks_at_once(device, function, tile)
 
@@ -114,9 +133,12 @@ class HopperProducts:
         results = tile.columns // 2 if fused else tile.columns
         x_map = self._maps(x, rows, inputs, 64 * tile.groups)
         weight_map = self._maps(weight, 2 * outputs if fused else outputs, inputs, tile.columns // 2)
+        y_map = (
+            self._maps.of_results(y, rows, outputs, floats=kind is Kind.RESIDUAL) if tile.buffers else _NO_MAP
+        )
         self._functions[kind, tile](
             _grid(tile, rows, -(-outputs // results), self._blocks[kind, tile]), (tile.threads, 1, 1),
-            x_map, weight_map, y, rows, outputs, inputs, shared=tile.shared,
+            x_map, weight_map, y_map, y, rows, outputs, inputs, shared=tile.shared,
         )  # fmt: skip
 
 
@@ -135,7 +157,7 @@ class HopperQkv:
         self._blocks: dict[Tile, int] = {}
         for tile in QKV_TILES:
             if tile.columns % config.head_dim == 0:
-                arguments = "128s128sPPPPiPPPiiii"
+                arguments = "128s128s128sPPPPiPPPiiii"
                 function = module.function(
                     f"qkv_{_name(tile)}", arguments, shared=tile.shared, dependent=True
                 )
@@ -165,15 +187,16 @@ class HopperQkv:
         outputs = (config.heads + 2 * config.kv_heads) * config.head_dim
         x_map = self._maps(x, room, config.width, 64 * tile.groups)
         weight_map = self._maps(weight, outputs, config.width, tile.columns // 2)
+        qkv_map = self._maps.of_results(qkv, rows, outputs) if tile.buffers else _NO_MAP
         self._functions[tile](
             _grid(tile, rows, -(-outputs // tile.columns), self._blocks[tile]), (tile.threads, 1, 1),
-            x_map, weight_map, bias, positions, cache_rows, *self._rope, qkv, keys, values, rows,
+            x_map, weight_map, qkv_map, bias, positions, cache_rows, *self._rope, qkv, keys, values, rows,
             config.heads, config.kv_heads, config.width, shared=tile.shared,
         )  # fmt: skip
 
 
 def _name(tile: Tile) -> str:
-    return f"{tile.groups}_{tile.columns}_{tile.stages}_{tile.cluster}"
+    return f"{tile.groups}_{tile.columns}_{tile.stages}_{tile.cluster}_{tile.buffers}"
 
 
 def _blocks_at_once(device: Device, function: Function, tile: Tile) -> int:
@@ -193,18 +216,27 @@ class _TensorMaps:
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self._known: dict[tuple[int, int, int, int], bytes] = {}
+        self._known: dict[tuple[int, int, int, int, bool], bytes] = {}
 
     def __call__(self, address: int, rows: int, columns: int, box: int) -> bytes:
         """The tensor map of a row-major half matrix, with boxes of 64 columns and `box` rows."""
-        key = (address, rows, columns, box)
+        return self._map(address, rows, columns, box, floats=False)
+
+    def of_results(self, address: int, rows: int, columns: int, *, floats: bool = False) -> bytes:
+        """The tensor map of a row-major matrix, half or float, with boxes of 64 rows by 128 bytes."""
+        return self._map(address, rows, columns, _PIECE_ROWS, floats=floats)
+
+    def _map(self, address: int, rows: int, columns: int, box: int, *, floats: bool) -> bytes:
+        key = (address, rows, columns, box, floats)
         if (known := self._known.get(key)) is not None:
             return known
         driver = bindings()
+        types, size = driver.CUtensorMapDataType, 4 if floats else 2
         status, made = driver.cuTensorMapEncodeTiled(
-            driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 2, address,
-            [driver.cuuint64_t(columns), driver.cuuint64_t(rows)], [driver.cuuint64_t(columns * 2)],
-            [driver.cuuint32_t(_DEPTH), driver.cuuint32_t(box)], [driver.cuuint32_t(1)] * 2,
+            types.CU_TENSOR_MAP_DATA_TYPE_FLOAT32 if floats else types.CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 2,
+            address, [driver.cuuint64_t(columns), driver.cuuint64_t(rows)],
+            [driver.cuuint64_t(columns * size)],
+            [driver.cuuint32_t(_PIECE_BYTES // size), driver.cuuint32_t(box)], [driver.cuuint32_t(1)] * 2,
             driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
             driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
             driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
