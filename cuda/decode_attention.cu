@@ -8,65 +8,145 @@
 // listed: null, or (S,) the sequences to compute, negative ones skipped. A length of 0 is skipped too.
 //
 // A block of 4 warps takes one sequence and one KV head with up to 16 (ROWS: 8) of the query heads that share it;
-// the grid is (G * head tiles, S). Bound by memory: 4 D bytes a key and KV head, each read once. A warp
-// takes every fourth page (`decode_page.cuh`) and has AHEAD pages in registers or on their way: the loads of the one after
-// those are issued before the present one is used up, those of the first before the block waits for the kernel ahead.
-// More are ahead where few blocks share a multiprocessor. Tables, lengths and starts are there before the step starts.
+// the grid is (G * head tiles, S). Bound by memory: 4 D bytes a key and KV head, each read once. A warp takes every
+// fourth page (`decode_page.cuh`). Pages come by cp.async to a ring of AHEAD places in shared memory, of each warp its own,
+// those of the first round before the block waits for the kernel ahead: what is on its way needs neither registers nor
+// L1. Tables, lengths and starts are there before the step starts.
 //
 // The context is cut into segments of `segment_pages`. Within one, warps merge in order; then segments merge in order.
 // `split_attention.cu` does the same with a block for each segment, to the same bits: a result depends neither on which
 // of the two computed it nor on the other sequences.
 //
-// Options: -DHEAD_DIM, 64 or 128.
+// Options: -DHEAD_DIM, 64 or 128. Dynamic shared memory: 4 warps of AHEAD pages of 64 D bytes.
 #include "decode_page.cuh"
+
+static constexpr int CHUNKS = D / 8;                 // 16-byte pieces of a key's row
+static constexpr int HALF_BYTES = PAGE * D * 2;      // keys, or values, of a page
+static constexpr int PAGE_BYTES = 2 * HALF_BYTES;
+
+static constexpr int ROW_BYTES = 2 * D;
+static constexpr int OTHER_HALF = 64;  // of 128 bytes
+
+// Byte offset of a piece of a row. The order within each 128 bytes is such that eight lanes which read 16 bytes each, of two
+// rows of keys or of four rows of values, reach all banks. Rows that are 4 apart, or 1 apart and the upper one odd, have
+// OTHER_HALF exclusive-or between them; rows that are 8 apart have the same order.
+static __device__ __forceinline__ uint32_t place(int row, int chunk) {
+    const int turn = (row & 6) ^ (row & 1) << 2;
+    return static_cast<uint32_t>(row * ROW_BYTES + (chunk ^ turn) * 16);
+}
+
+static __device__ __forceinline__ Half8 load_shared(uint32_t address) {
+    Half8 v;
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.word[0]), "=r"(v.word[1]), "=r"(v.word[2]), "=r"(v.word[3])
+                 : "r"(address));
+    return v;
+}
+
+// Where a lane's pieces of a page are: all are one of these and a constant.
+struct Places {
+    uint32_t copied;  // row lane / CHUNKS
+    uint32_t key;     // row g, piece t
+    uint32_t value;   // row 2 t, piece g
+
+    __device__ __forceinline__ Places(int lane)
+        : copied(place(lane / CHUNKS, lane % CHUNKS)),
+          key(place(lane / 4, lane % 4)),
+          value(place(lane % 4 * 2, lane / 4)) {}
+
+    // Starts copying a page; keys past the context become zeros: 0 times NaN is NaN.
+    __device__ __forceinline__ void fetch(uint32_t target, const Cache& cache, int entry, int page) const {
+        constexpr int AT_ONCE = 32 / CHUNKS;  // rows
+        const int lane = threadIdx.x % 32;
+        const int64_t offset = (static_cast<int64_t>(entry) * cache.kv_heads + cache.kv_head) * (PAGE * D) + lane * 8;
+        const __half *keys = cache.k + offset, *values = cache.v + offset;
+        const int left = cache.length - page * PAGE - lane / CHUNKS;
+#pragma unroll
+        for (int row = 0; row < PAGE; row += AT_ONCE) {
+            const int turned = (row & 4 ? OTHER_HALF : 0) ^ (row & 2) * 16;
+            const uint32_t at = target + (copied ^ turned) + row * ROW_BYTES;
+            copy_async(at, keys + row * D, row < left);
+            copy_async(at + HALF_BYTES, values + row * D, row < left);
+        }
+    }
+
+    __device__ __forceinline__ void take_keys(Page& tile, uint32_t source) const {
+#pragma unroll
+        for (int j = 0; j < 2; ++j)
+#pragma unroll
+            for (int i = 0; i < K_LOADS; ++i)
+                tile.k[j][i] = load_shared(source + (key ^ i % 2 * OTHER_HALF) + j * 8 * ROW_BYTES + i / 2 * 128);
+    }
+
+    __device__ __forceinline__ void take_values(Page& tile, uint32_t source) const {
+#pragma unroll
+        for (int j = 0; j < 4; ++j)
+#pragma unroll
+            for (int i = 0; i < V_LOADS; ++i)
+                tile.v[j][i] = load_shared(source + HALF_BYTES + (value ^ j % 2 * OTHER_HALF) +
+                                           (j % 2 + j / 2 * 8) * ROW_BYTES + i * 128);
+    }
+};
 
 template <int ROWS, int AHEAD>
 static __device__ __forceinline__ void decode(const __half* q, const Cache& cache, int shared_heads, int segment_pages,
                                               float scale, __half* out) {
-    static_assert(4 % AHEAD == 0, "a warp has a multiple of 4 pages of a whole segment");
+    static_assert((AHEAD & (AHEAD - 1)) == 0, "a power of two");
+    extern __shared__ __align__(16) unsigned char rings[];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int g = lane / 4, t = lane % 4;
     const int pages = (cache.length + PAGE - 1) / PAGE;
     const int segments = (pages + segment_pages - 1) / segment_pages;
+    const uint32_t ring = shared_address(rings) + warp * AHEAD * PAGE_BYTES;
+    const Places places(lane);
     Segment<ROWS> kept{negative_infinity(), 0.0f, {}};
 
-    Page tile[AHEAD];
-    auto load = [&](int i, bool newest) {
-        const int page = warp + i * WARPS;
-        if (page >= pages || (page == pages - 1) != newest) return;
-        const int64_t offset = page_offset(cache, page);
-        load_keys(tile[i], cache, offset, page, g, t);
-        load_values(tile[i], cache, offset, page, g, t);
+    auto start = [&](bool newest) {
+#pragma unroll
+        for (int i = 0; i < AHEAD; ++i) {
+            const int page = warp + i * WARPS;
+            if (page < pages && (page == pages - 1) == newest)
+                places.fetch(ring + i * PAGE_BYTES, cache, cache.table[page], page);
+            if (!newest) commit_copies();
+        }
     };
-#pragma unroll
-    for (int i = 0; i < AHEAD; ++i) load(i, false);
+    start(false);
     wait_for_previous(q);
-#pragma unroll
-    for (int i = 0; i < AHEAD; ++i) load(i, true);  // it gets a token in this step
+    start(true);  // it gets a token in this step
+    commit_copies();
+    const bool all_asked_for = warp + AHEAD * WARPS >= pages;
     uint32_t qa[2 * K_LOADS][4];
     load_queries<ROWS>(qa, q, shared_heads, g, t);
+    int turn = 0, page = warp;
+    int entry = page + AHEAD * WARPS < pages ? cache.table[page + AHEAD * WARPS] : 0;  // of the page to ask for next
     for (int segment = 0; segment < segments; ++segment) {
         const int segment_end = min((segment + 1) * segment_pages, pages);
         Running<ROWS> running;
-        for (int first = segment * segment_pages + warp; first < segment_end; first += AHEAD * WARPS) {
+        for (; page < segment_end; page += WARPS, ++turn) {
+            if (all_asked_for)
+                wait_for_copies<0>();
+            else
+                wait_for_copies<AHEAD - 1>();
+            __syncwarp();  // the other lanes' copies are here too
+            const uint32_t slot = ring + (turn & (AHEAD - 1)) * PAGE_BYTES;
+            Page tile;
+            float s[2][4] = {};
+            places.take_keys(tile, slot);
+            running.score(s, qa, tile);
+            places.take_values(tile, slot);
+            __syncwarp();
+            const int next = page + AHEAD * WARPS;
+            if (next < pages) places.fetch(slot, cache, entry, next);
+            commit_copies();
+            if (next + WARPS < pages) entry = cache.table[next + WARPS];
+            float largest[2] = {running.m[0], running.m[1]};
+            running.hide(largest, s, page * PAGE, cache.length, scale, t);
 #pragma unroll
-            for (int i = 0; i < AHEAD; ++i) {
-                const int page = first + i * WARPS, next = page + AHEAD * WARPS;
-                if (page >= segment_end) break;
-                const int64_t next_offset = next < pages ? page_offset(cache, next) : 0;
-                float s[2][4] = {};
-                running.score(s, qa, tile[i]);
-                if (next < pages) load_keys(tile[i], cache, next_offset, next, g, t);
-                float largest[2] = {running.m[0], running.m[1]};
-                running.hide(largest, s, page * PAGE, cache.length, scale, t);
-#pragma unroll
-                for (int half = 0; half < Running<ROWS>::HALVES; ++half)
-                    if (__any_sync(0xffffffffu, largest[half] > running.m[half])) running.rescale(half, largest[half]);
-                uint32_t pa[4] = {};
-                running.weigh(pa, s);
-                running.mix(pa, tile[i]);
-                if (next < pages) load_values(tile[i], cache, next_offset, next, g, t);
-            }
+            for (int half = 0; half < Running<ROWS>::HALVES; ++half)
+                if (__any_sync(0xffffffffu, largest[half] > running.m[half])) running.rescale(half, largest[half]);
+            uint32_t pa[4] = {};
+            running.weigh(pa, s);
+            running.mix(pa, tile);
         }
         merge_segment(kept, merge_warps(running));
         __syncthreads();
@@ -93,9 +173,7 @@ static __device__ __forceinline__ void decode(const __half* q, const Cache& cach
                      segment_pages, scale, out + (row * heads + head) * D);                                       \
     }
 
-DECODE_KERNEL(8, 1)
-DECODE_KERNEL(16, 1)
-#if HEAD_DIM == 64
 DECODE_KERNEL(8, 2)
 DECODE_KERNEL(16, 2)
-#endif
+DECODE_KERNEL(8, 4)
+DECODE_KERNEL(16, 4)

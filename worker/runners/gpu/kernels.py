@@ -30,7 +30,8 @@ TENSOR_CORE_HEADS = (64, 128)  # head sizes of the fast attention kernels
 _TILE_ROWS = 128  # (token, query head) pairs in a tile of prefill attention
 _MAX_SEGMENTS = 128  # of a context, in decode attention
 _WHOLE_BLOCKS = 1.4  # a multiprocessor, from which on contexts are not split
-_FAR_BLOCKS = 3  # a multiprocessor, up to which decode attention has two pages a warp under way
+_AHEAD, _FAR_AHEAD = 2, 4  # pages that each warp of decode attention has under way
+_FAR_BLOCKS = 3  # a multiprocessor, up to which these are more
 _SPLIT_BLOCKS = 4  # a multiprocessor, of split attention
 _MAX_CLUSTER = 8  # blocks, on every Hopper
 _FEW_ROWS = 320  # of a step, up to which kernels had better overlap (`_Kernel`)
@@ -164,8 +165,10 @@ class Kernels:
         if self._fast:
             rows = self._decode_rows
             self._decode, self._decode_far = (
-                function("decode_attention", f"decode_attention_{rows}_{ahead}", "PPPPiPPPPiiif")
-                for ahead in (1, 2 if config.head_dim == 64 else 1)  # of 128: no registers for two
+                function(
+                    "decode_attention", f"decode_attention_{rows}_{ahead}", "PPPPiPPPPiiif", self._ring(ahead)
+                )
+                for ahead in (_AHEAD, self._far)
             )
             split = ("split_attention", f"split_attention_{rows}", "PPPPiPPPPPPPiiiif")
             self._split = function(*split)
@@ -184,6 +187,7 @@ class Kernels:
         if not self._fast:
             return
         config = self._config
+        self._far = _FAR_AHEAD if config.head_dim == 64 else _AHEAD
         self._decode_rows = rows = 8 if self._group <= 8 else 16
         self._decode_blocks = config.kv_heads * -(-self._group // rows)  # a sequence
         self._segment_pages = 16
@@ -201,6 +205,10 @@ class Kernels:
         counters = 4 * most * self._decode_blocks
         self._split_counters = self._device.allocate(counters, "split attention")
         self._device.fill(self._split_counters, 0, counters)
+
+    def _ring(self, ahead: int) -> int:
+        """Bytes of shared memory for pages of keys and values, so many for each of four warps."""
+        return 4 * ahead * 4 * PAGE * self._config.head_dim
 
     @property
     def rope_table(self) -> int:
@@ -290,10 +298,11 @@ class Kernels:
         sizes = (config.heads, config.kv_heads, self._segment_pages)
         if self._decode_blocks * count >= self._full_chip:
             few_blocks = self._decode_blocks * count <= _FAR_BLOCKS * self._device.multiprocessors
-            kernel = self._decode_far if few_blocks else self._decode
+            kernel, ahead = (self._decode_far, self._far) if few_blocks else (self._decode, _AHEAD)
             kernel.of(count)(
-                (self._decode_blocks, count, 1), (128, 1, 1), *inputs, sequences, out, *sizes, self._scale
-            )
+                (self._decode_blocks, count, 1), (128, 1, 1), *inputs, sequences, out, *sizes, self._scale,
+                shared=self._ring(ahead),
+            )  # fmt: skip
             return
         segments = min(self._segments, -(-table_stride // self._segment_pages))
         split, shared = self._split.few, 0
