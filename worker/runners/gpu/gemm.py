@@ -11,6 +11,7 @@ written to them means nothing.
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import numpy as np
 
@@ -20,14 +21,17 @@ from worker.runners.gpu.functions import Function, Module
 from worker.runners.gpu.hopper import TILES, HopperProducts, Kind, Tile, is_hopper
 from worker.runners.gpu.library import Algorithm, Library, Product, Way
 
-__all__ = ["MANY_ROWS", "Gemm", "padded_rows"]
+__all__ = ["MANY_ROWS", "Gemm", "Shortlist", "nothing", "padded_rows"]
 
 log = logging.getLogger(__name__)
 
+Tried = TypeVar("Tried")
+
 MAX_GEMV_ROWS = 8
 MANY_ROWS = 1024  # above, shapes are too many to try each: they take what was best at the nearest size tried
-_TIMED_RUNS = 6
-_FINALISTS, _RETRIALS = 3, 2
+_TIMED_RUNS = 8
+_FINALISTS, _RETRIALS = 3, 3
+_SHORTLIST = 6  # the best at the largest size of an octave are tried at its other sizes
 # Rows of the weight a warp _ warps a row; the last needs too many registers beyond 4 rows of x.
 _GEMV_VARIANTS = ("1_4", "1_1", "2_1", "4_1")
 _FEW_ROWS = 4
@@ -65,6 +69,26 @@ class _Shape:
         )
 
 
+def nothing() -> None:
+    """Stands beside a product that is timed alone."""
+
+
+class Shortlist(Generic[Tried]):
+    """What is worth trying: of all ways at the largest of some sizes, the best few for those down to half."""
+
+    def __init__(self) -> None:
+        self._rows = 0
+        self._best: list[Tried] = []
+
+    def of(self, rows: int) -> list[Tried]:
+        """The best few ways, best first; none where all have to be tried."""
+        return self._best if self._rows / 2 < rows <= self._rows else []
+
+    def learn(self, rows: int, ranked: Sequence[Tried]) -> None:
+        """Keep what came first when all were tried."""
+        self._rows, self._best = rows, list(ranked[:_SHORTLIST])
+
+
 @dataclass(slots=True)
 class _Plan:
     """How one shape is computed."""
@@ -92,6 +116,7 @@ class Gemm:
         self._hopper = HopperProducts(device) if own_kernels and is_hopper(device) else None
         self._module: Module | None = None
         self._functions: dict[str, Function] = {}
+        self._shortlists: dict[tuple[int, int, Kind], Shortlist[Candidate]] = {}
         self._activate: Callable[[int, int, int, int], None] | None = None
         self._gate_up = 0
         if own_kernels and not reproducible:
@@ -123,10 +148,15 @@ class Gemm:
         """Tell how SwiGLU is computed apart: `Kernels.swiglu`, and room for gate and up, half (rows, 2 F)."""
         self._activate, self._gate_up = activate, gate_up
 
-    def tune(self, x: int, weights: Sequence[int], y: int, shape: tuple[int, int, int, Kind]) -> None:
+    def tune(
+        self, x: int, weights: Sequence[int], y: int, shape: tuple[int, int, int, Kind],
+        beside: Callable[[], None] = nothing,
+    ) -> None:  # fmt: skip
         """Time the candidates for (rows, outputs, inputs, kind) on these operands and keep the fastest.
 
-        weights: several of that size, so that they come from memory as in a step, not from the cache.
+        weights  several of that size, so that they come from memory as in a step, not from the cache
+        beside   queues a kernel as it stands before and after the product in a step (`ranked`)
+
         Waits for the device. What is at `y` is overwritten. A shape is tuned once.
         """
         key = _Shape(padded_rows(shape[0]), *shape[1:])
@@ -137,27 +167,40 @@ class Gemm:
             way = self._bind(candidate, key)
             return lambda turn: way(x, weights[turn % len(weights)], y)
 
-        candidates = self._candidates(key)
-        best = candidates[self.fastest([runs(candidate) for candidate in candidates])]
+        shortlist = self._shortlists.setdefault(shape[1:], Shortlist())
+        candidates = [candidate for candidate in shortlist.of(key.rows) if self._suits(candidate, key)]
+        every = not candidates
+        if every:
+            candidates = self._candidates(key)
+        ranked = self.ranked([runs(candidate) for candidate in candidates], beside)
+        best = candidates[ranked[0]]
+        if every:
+            shortlist.learn(key.rows, [candidates[index] for index in ranked])
         self._plans[key] = _Plan(best, self._bind(best, key), tuned=True)
 
-    def fastest(self, ways: Sequence[Callable[[int], None]]) -> int:
-        """Which of these takes the least time, called with the numbers 0, 1, 2 ... Waits for the device.
+    def ranked(
+        self, ways: Sequence[Callable[[int], None]], beside: Callable[[], None] = nothing
+    ) -> list[int]:
+        """Which of these take the least time, called with the numbers 0, 1, 2 ..., best first; waits.
 
-        The best few are measured again, and each one's least time counts: clocks change, and hosts pause.
+        `beside` is queued between the calls, since a way's time is not all that it costs: kernels of ours
+        overlap with what is before and after them, the library's do not. The best few are measured again,
+        and each one's least time counts: clocks change, and hosts pause.
         """
-        times = [self._seconds(way) for way in ways]
+        times = [self._seconds(way, beside) for way in ways]
         for _ in range(_RETRIALS):
             for index in np.argsort(times)[:_FINALISTS]:
-                times[index] = min(times[index], self._seconds(ways[index]))
-        return int(np.argmin(times))
+                times[index] = min(times[index], self._seconds(ways[index], beside))
+        return [int(index) for index in np.argsort(times)]
 
-    def _seconds(self, run: Callable[[int], None]) -> float:
+    def _seconds(self, run: Callable[[int], None], beside: Callable[[], None] = nothing) -> float:
         run(0)
         self._library.occupy()
         self._started.record(self._device.stream)
         for turn in range(_TIMED_RUNS):
+            beside()
             run(turn)
+        beside()
         self._ended.record(self._device.stream)
         self._device.wait(self._ended, "a product being timed")
         return float(self._started.time_till(self._ended)) * 1e-3 / _TIMED_RUNS
@@ -186,9 +229,11 @@ class Gemm:
         if not tried:
             return None
         candidate = min(tried, key=lambda pair: pair[0])[1]
-        if isinstance(candidate, Tile | str) or self._library.suits(candidate, shape.product):
-            return candidate
-        return None
+        return candidate if self._suits(candidate, shape) else None
+
+    def _suits(self, candidate: Candidate, shape: _Shape) -> bool:
+        """Whether what was found for more rows or fewer can compute this shape."""
+        return isinstance(candidate, Tile | str) or self._library.suits(candidate, shape.product)
 
     def _candidates(self, shape: _Shape) -> list[Candidate]:
         """Everything that can compute this shape, the best guess first."""

@@ -77,16 +77,25 @@ class Model:
         """
         config, layers, at = self._config, self._weights.layers, self._at
         width, ffn = config.width, config.ffn_width
-        tune = self._gemm.tune
+
+        def norm() -> None:
+            self._kernels.rms_norm(at["x"], layers[0].attn_norm, at["normed"], rows, width, config.norm_eps)
+
+        def tune(x: int, weights: list[int], y: int, shape: tuple[int, int, int, Kind]) -> None:
+            self._gemm.tune(x, weights, y, shape, norm)
+
+        head_rows = min(draws, LOGIT_ROWS)
+        tune(at["normed"], [self._weights.head], at["logits"], (head_rows, config.vocab, width, Kind.FLOAT))
+        if self._few is not None and rows <= MAX_ROWS:
+            return
         self._qkv.tune(
-            at["normed"], layers, at["qkv"], self._cache.keys[0], self._cache.values[0], at["resolved"], rows
-        )
+            at["normed"], layers, at["qkv"], self._cache.keys[0], self._cache.values[0], at["resolved"], rows,
+            norm,
+        )  # fmt: skip
         output, down = [w.attn_output for w in layers], [w.ffn_down for w in layers]
         tune(at["mixed"], output, at["x"], (rows, width, self._queries, Kind.RESIDUAL))
         tune(at["normed"], [w.gate_up for w in layers], at["activated"], (rows, ffn, width, Kind.SWIGLU))
         tune(at["activated"], down, at["x"], (rows, width, ffn, Kind.RESIDUAL))
-        head_rows = min(draws, LOGIT_ROWS)
-        tune(at["normed"], [self._weights.head], at["logits"], (head_rows, config.vocab, width, Kind.FLOAT))
 
     def forward(self, inputs: StepInputs, shape: StepShape) -> None:
         """Queue a step: all layers over all tokens, then a token drawn for each of the rows that sample."""

@@ -5,7 +5,7 @@ from functools import partial
 
 from worker.model.config import ModelConfig
 from worker.runners.gpu.device import Device
-from worker.runners.gpu.gemm import MANY_ROWS, Gemm, padded_rows
+from worker.runners.gpu.gemm import MANY_ROWS, Gemm, Shortlist, nothing, padded_rows
 from worker.runners.gpu.hopper import HopperQkv, Kind, Tile
 from worker.runners.gpu.kernels import Kernels
 from worker.runners.gpu.steps import StepInputs
@@ -30,6 +30,7 @@ class Qkv:
             if HopperQkv.suits(device, config)
             else None
         )
+        self._shortlist: Shortlist[Tile | None] = Shortlist()
         self._tuned: dict[int, Tile | None] = {}
         """By padded rows: the tile, or None for two launches."""
 
@@ -51,13 +52,17 @@ class Qkv:
         values: int,
         numbers: int,
         rows: int,
+        beside: Callable[[], None] = nothing,
     ) -> None:
         """Time the ways for so many rows and keep the fastest; waits for the device.
 
-        numbers: room for an int32 a row. What is at `qkv` and there is overwritten; the pages are not.
+        numbers  room for an int32 a row
+        beside   as for `Gemm.tune`
+
+        What is at `qkv` and `numbers` is overwritten; the pages are not.
         """
         weights = [layer.qkv for layer in layers]
-        self._gemm.tune(x, weights, qkv, (rows, self._outputs, self._config.width, Kind.HALF))
+        self._gemm.tune(x, weights, qkv, (rows, self._outputs, self._config.width, Kind.HALF), beside)
         if self._fused is None or padded_rows(rows) in self._tuned:
             return
         self._device.fill(numbers, 0xFF, 4 * rows)  # no row of the pages, and of positions the first
@@ -66,8 +71,12 @@ class Qkv:
             run = partial(self._run, tile, x)
             return lambda turn: run(layers[turn % len(layers)], numbers, numbers, qkv, keys, values, rows)
 
-        ways = (None, *self._fused.tiles)
-        self._tuned[padded_rows(rows)] = ways[self._gemm.fastest([runs(tile) for tile in ways])]
+        few = self._shortlist.of(rows)
+        ways = few or [None, *self._fused.tiles]
+        ranked = self._gemm.ranked([runs(tile) for tile in ways], beside)
+        if not few:
+            self._shortlist.learn(rows, [ways[index] for index in ranked])
+        self._tuned[padded_rows(rows)] = ways[ranked[0]]
 
     def _choice(self, tokens: int) -> Tile | None:
         """For many rows, what was fastest at the nearest number that was tried."""
