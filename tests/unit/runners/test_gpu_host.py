@@ -6,8 +6,8 @@ import pytest
 
 from worker.runners.gpu.device import NoDeviceError
 from worker.runners.gpu.functions import bindings
-from worker.runners.gpu.gemm import MANY_ROWS, padded_rows
-from worker.runners.gpu.hopper import TILES, Kind
+from worker.runners.gpu.gemm import MANY_ROWS, Shortlist, padded_rows
+from worker.runners.gpu.hopper import QKV_TILES, TILES, Kind, Tile
 
 SHARED_OF_A_BLOCK = 227 << 10  # on Hopper
 
@@ -18,14 +18,29 @@ def test_missing_bindings_name_the_package_to_install(monkeypatch: pytest.Monkey
         bindings()
 
 
-@pytest.mark.parametrize("kind", list(Kind))
-def test_every_tile_fits_a_block_and_the_swizzle(kind: Kind) -> None:
-    for tile in TILES[kind]:
+@pytest.mark.parametrize("tiles", [*TILES.values(), QKV_TILES])
+def test_every_tile_fits_a_block_and_the_swizzle(tiles: tuple[Tile, ...]) -> None:
+    for tile in tiles:
         assert tile.shared <= SHARED_OF_A_BLOCK
         assert (
             tile.columns // 2 % 8 == 0
         )  # both halves of a tile of weights begin where 8 rows of 128 bytes do
         assert tile.threads == 32 * (4 * tile.groups + 1)
+
+
+@pytest.mark.parametrize(("kind", "row_bytes"), [(Kind.SWIGLU, 2), (Kind.RESIDUAL, 4)])
+def test_results_of_a_tile_fill_its_buffers_a_whole_number_of_times(kind: Kind, row_bytes: int) -> None:
+    for tile in TILES[kind]:
+        results = tile.columns // 2 if kind is Kind.SWIGLU else tile.columns
+        assert not tile.buffers or results * row_bytes % (128 * tile.buffers) == 0
+
+
+def test_a_shortlist_holds_the_best_few_for_sizes_down_to_half() -> None:
+    shortlist: Shortlist[int] = Shortlist()
+    assert shortlist.of(256) == []
+    shortlist.learn(256, range(20, 0, -1))
+    assert shortlist.of(256) == shortlist.of(129) == [20, 19, 18, 17, 16, 15]
+    assert shortlist.of(128) == shortlist.of(257) == []
 
 
 def test_rows_are_padded_to_few_sizes_and_never_by_more_than_a_step() -> None:
