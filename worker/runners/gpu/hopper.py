@@ -1,6 +1,7 @@
-"""Products by `hopper_gemm.cu` and `hopper_qkv.cu`: their tile shapes, tensor maps and launches."""
+"""Products by `hopper_gemm.cu` and `hopper_qkv.cu`: tile shapes and launches; tensor maps, also of others."""
 
 import ctypes
+import math
 from dataclasses import dataclass
 from enum import Enum
 
@@ -9,7 +10,7 @@ from worker.runners.gpu.compiler import compile_kernels, kernel_directory
 from worker.runners.gpu.device import CudaError, Device
 from worker.runners.gpu.functions import Function, Module, bindings, error_text
 
-__all__ = ["QKV_TILES", "TILES", "HopperProducts", "HopperQkv", "Kind", "Tile", "is_hopper"]
+__all__ = ["QKV_TILES", "TILES", "HopperProducts", "HopperQkv", "Kind", "TensorMaps", "Tile", "is_hopper"]
 
 _DEPTH = 64  # elements of K in a stage
 _SHARED_ALIGNMENT = 1024
@@ -96,7 +97,7 @@ class HopperProducts:
     def __init__(self, device: Device) -> None:
         source = kernel_directory() / "hopper_gemm.cu"
         module = Module(device, compile_kernels(source, (), device.architecture), source.name)
-        self._maps = _TensorMaps(device)
+        self._maps = TensorMaps(device)
         self._functions: dict[tuple[Kind, Tile], Function] = {}
         self._blocks: dict[tuple[Kind, Tile], int] = {}
         for kind, tiles in TILES.items():
@@ -130,7 +131,7 @@ class HopperQkv:
         module = Module(device, compile_kernels(source, options, device.architecture), source.name)
         self._config = config
         self._rope = (rope_table, max_context)
-        self._maps = _TensorMaps(device)
+        self._maps = TensorMaps(device)
         self._functions: dict[Tile, Function] = {}
         self._blocks: dict[Tile, int] = {}
         for tile in QKV_TILES:
@@ -188,31 +189,41 @@ def _grid(tile: Tile, rows: int, column_tiles: int, at_once: int) -> tuple[int, 
     return min(tiles * tile.cluster, at_once), 1, 1
 
 
-class _TensorMaps:
-    """What bulk tensor copies must know of matrices, kept."""
+class TensorMaps:
+    """What bulk tensor copies must know of matrices and tensors of half, kept."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self._known: dict[tuple[int, int, int, int], bytes] = {}
+        self._known: dict[tuple[int, ...], bytes] = {}
 
     def __call__(self, address: int, rows: int, columns: int, box: int) -> bytes:
-        """The tensor map of a row-major half matrix, with boxes of 64 columns and `box` rows."""
+        """The tensor map of a row-major matrix, with boxes of 64 columns and `box` rows."""
         key = (address, rows, columns, box)
-        if (known := self._known.get(key)) is not None:
-            return known
+        if (known := self._known.get(key)) is None:
+            known = self._known[key] = self._encode(address, (columns, rows), (_DEPTH, box))
+        return known
+
+    def of_three(self, address: int, sizes: tuple[int, int, int], box: tuple[int, int]) -> bytes:
+        """The map of a tensor of (planes, rows, columns), with boxes of `box` planes and rows, 64 columns."""
+        key = (address, *sizes, *box)
+        if (known := self._known.get(key)) is None:
+            known = self._known[key] = self._encode(address, sizes[::-1], (_DEPTH, *box[::-1]))
+        return known
+
+    def _encode(self, address: int, sizes: tuple[int, ...], box: tuple[int, ...]) -> bytes:
+        """Sizes and box: fastest dimension first."""
         driver = bindings()
+        strides = [2 * math.prod(sizes[:count]) for count in range(1, len(sizes))]
         status, made = driver.cuTensorMapEncodeTiled(
-            driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 2, address,
-            [driver.cuuint64_t(columns), driver.cuuint64_t(rows)], [driver.cuuint64_t(columns * 2)],
-            [driver.cuuint32_t(_DEPTH), driver.cuuint32_t(box)], [driver.cuuint32_t(1)] * 2,
+            driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_FLOAT16, len(sizes), address,
+            [driver.cuuint64_t(size) for size in sizes], [driver.cuuint64_t(stride) for stride in strides],
+            [driver.cuuint32_t(size) for size in box], [driver.cuuint32_t(1)] * len(sizes),
             driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
             driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
             driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
             driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
         )  # fmt: skip
         if status != 0:
-            raise self._device.named(
-                CudaError(error_text(status)), f"describing a matrix of {rows} x {columns} at {address:#x}"
-            )
-        self._known[key] = encoded = ctypes.string_at(int(made.getPtr()), 128)
-        return encoded
+            shown = " x ".join(str(size) for size in reversed(sizes))
+            raise self._device.named(CudaError(error_text(status)), f"describing {shown} at {address:#x}")
+        return ctypes.string_at(int(made.getPtr()), 128)
