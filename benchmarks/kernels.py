@@ -222,6 +222,7 @@ def attention_cases(bench: Bench, config: ModelConfig) -> Iterator[Case]:
     for count, length in ((16, 512), (16, 1024), (2, 8192), (1, 32_000)):
         starts = np.arange(count + 1) * length
         tiles = kernels.prefill_tiles(starts.astype(np.int32))
+        rows = count * length
         need = -(-length // 16)
         tables, contexts = (
             bench.ints(bench.rng.permutation(pages)[: count * need]),
@@ -234,7 +235,7 @@ def attention_cases(bench: Bench, config: ModelConfig) -> Iterator[Case]:
             "prefill_attention",
             f"{config.name} {count}x{length}",
             lambda i: kernels.prefill_attention(
-                qkv, *caches, tables, where, contexts, out, pieces, len(tiles), need
+                qkv, *caches, tables, where, contexts, out, pieces, len(tiles), need, rows=rows, pages=pages
             ),
             1,
             0,

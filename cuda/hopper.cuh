@@ -50,7 +50,17 @@ static __device__ __forceinline__ void load_box(uint32_t target, const TensorMap
         : "memory");
 }
 
-// The same, to this place in both blocks of a cluster; each block's barrier counts the bytes.
+// The same of a tensor of three dimensions.
+static __device__ __forceinline__ void load_box(uint32_t target, const TensorMap* map, uint32_t barrier, int x, int y,
+                                                int z) {
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], "
+        "[%2];" ::"r"(target),
+        "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z)
+        : "memory");
+}
+
+// A box, to this place in both blocks of a cluster; each block's barrier counts the bytes.
 static __device__ __forceinline__ void load_box_in_both(uint32_t target, const TensorMap* map, uint32_t barrier,
                                                         int column, int row) {
     asm volatile(
@@ -223,8 +233,16 @@ static __device__ __forceinline__ void wgmma(float (&acc)[128], uint64_t a, uint
     HOPPER_WGMMA(256, HOPPER_T128, "%128", "%129", "%130", HOPPER_ALL);
 }
 
-// acc += A B with A (64 x 16) in registers, as m16n8k16 has it for each warp's 16 rows, and B row-major in K: N columns
-// side by side in shared memory, 64 to a swizzled tile.
+// The same with A (64 x 16) in registers, as m16n8k16 has it for each warp's 16 rows.
+static __device__ __forceinline__ void wgmma(float (&acc)[32], const uint32_t (&a)[4], uint64_t b, int more) {
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %37, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {" HOPPER_T32
+                 "}, {%32, %33, %34, %35}, %36, p, 1, 1, 0;\n}\n"
+                 : HOPPER_R32(acc, 0)
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(more));
+}
+
+// acc += A B with A in registers and B row-major in K: N columns side by side in shared memory, 64 to a swizzled tile.
 static __device__ __forceinline__ void wgmma_rows(float (&acc)[32], const uint32_t (&a)[4], uint64_t b) {
     asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {" HOPPER_T32
                  "}, {%32, %33, %34, %35}, %36, 1, 1, 1, 1;\n"
@@ -241,4 +259,34 @@ static __device__ __forceinline__ void wgmma_rows(float (&acc)[64], const uint32
 // Shared memory that this thread wrote, cp.async included, becomes visible to wgmma after the next barrier.
 static __device__ __forceinline__ void publish_to_wgmma() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// Four words a lane, word i of which belongs to column group i: afterwards lane t of each four has group t whole.
+static __device__ __forceinline__ uint4 transposed(uint32_t a, uint32_t b, uint32_t c, uint32_t d, int t) {
+    const bool odd = t & 1, high = t & 2;
+    uint32_t give = odd ? a : b, keep = odd ? b : a;
+    uint32_t got = __shfl_xor_sync(0xffffffffu, give, 1);
+    const uint32_t p0 = odd ? got : keep, p1 = odd ? keep : got;
+    give = odd ? c : d, keep = odd ? d : c;
+    got = __shfl_xor_sync(0xffffffffu, give, 1);
+    const uint32_t q0 = odd ? got : keep, q1 = odd ? keep : got;
+    const uint32_t r0 = __shfl_xor_sync(0xffffffffu, high ? p0 : q0, 2);
+    const uint32_t r1 = __shfl_xor_sync(0xffffffffu, high ? p1 : q1, 2);
+    return high ? make_uint4(r0, r1, q0, q1) : make_uint4(p0, p1, r0, r1);
+}
+
+// Writes COLUMNS halves of a row that four lanes have between them, lane t the words `word(i)` of column groups i
+// (columns 8 i + 2 t, + 1): those groups that begin before `limit`. All lanes of the warp call it.
+template <int COLUMNS, typename Word>
+static __device__ __forceinline__ void store_row(__half* target, bool exists, int limit, int t, Word word) {
+#pragma unroll
+    for (int i = 0; i < COLUMNS / 8; i += 4) {
+        uint32_t words[4];
+#pragma unroll
+        for (int j = 0; j < 4; ++j) words[j] = i + j < COLUMNS / 8 ? word(i + j) : 0;
+        const uint4 eight = transposed(words[0], words[1], words[2], words[3], t);
+        const int group = i + t;
+        if (exists && group < COLUMNS / 8 && group * 8 < limit)
+            *reinterpret_cast<uint4*>(target + group * 8) = eight;
+    }
 }

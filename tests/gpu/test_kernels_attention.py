@@ -8,7 +8,7 @@ import pytest
 from tests.gpu.oracles import ATTENTION, Paged, assert_close, attention_oracle, make_config, make_paged
 from worker.runners.gpu.device import Device
 from worker.runners.gpu.graphs import Graph
-from worker.runners.gpu.kernels import Kernels, prefill_tiles
+from worker.runners.gpu.kernels import Kernels
 
 # query heads, KV heads, head size
 SHAPES = [(14, 2, 64), (16, 8, 128), (4, 4, 64), (32, 2, 128), (12, 1, 64), (20, 1, 64)]
@@ -153,16 +153,32 @@ def run_prefill(
     chunks: list[int],
 ) -> np.ndarray:  # fmt: skip
     starts = np.cumsum([0, *chunks]).astype(np.int32)
-    tiles = prefill_tiles(starts, config.heads // config.kv_heads)
+    tiles = kernels.prefill_tiles(starts, np.array(lengths, dtype=np.int32))
     tiles = np.concatenate([tiles, [[-1, 0]]]).astype(np.int32)  # a padding tile
     out = device.upload(np.full((starts[-1], config.heads, config.head_dim), np.nan, dtype=np.float16))
     kernels.prefill_attention(
         device.upload(qkv), device.upload(paged.k_cache), device.upload(paged.v_cache),
         device.upload(paged.tables), device.upload(starts),
         device.upload(np.array(lengths, dtype=np.int32)), out, device.upload(tiles), len(tiles),
-        paged.tables.shape[1],
+        paged.tables.shape[1], rows=len(qkv), pages=len(paged.k_cache),
     )  # fmt: skip
     return device.download(out, (starts[-1], config.heads, config.head_dim), np.float16)
+
+
+def prefill_oracle(
+    config: Any, qkv: np.ndarray, paged: Paged, lengths: list[int], chunks: list[int]
+) -> np.ndarray:
+    ends = np.cumsum(chunks)
+    return np.concatenate(
+        [
+            attention_oracle(
+                qkv[end - chunk : end, : config.heads], keys, values, length - chunk + np.arange(chunk) + 1
+            )
+            for end, chunk, length, keys, values in zip(
+                ends, chunks, lengths, paged.keys, paged.values, strict=True
+            )
+        ]
+    )
 
 
 @pytest.mark.parametrize("portable", [False, True], ids=["best", "portable"])
@@ -225,6 +241,71 @@ def test_prefill_in_chunks_gives_the_bits_of_prefill_in_one_piece(
         first += chunk
         piece = run_prefill(device, kernels, config, qkv[part], paged, [first], [chunk])
         np.testing.assert_array_equal(piece, whole[part])
+
+
+@pytest.mark.parametrize("shape", [(14, 2, 64), (16, 8, 128), (4, 4, 64), (32, 1, 128)])
+def test_prefill_of_more_tiles_than_blocks(device: Device, shape: tuple[int, int, int]) -> None:
+    config = make_config(heads=shape[0], kv_heads=shape[1], head_dim=shape[2])
+    kernels = Kernels(device, config, max_context=LONG)
+    rng = np.random.default_rng(13)
+    chunks = [int(chunk) for chunk in rng.integers(2, 200, 150)]
+    lengths = [chunk + int(earlier) for chunk, earlier in zip(chunks, rng.integers(0, 150, 150), strict=True)]
+    paged = make_paged(rng, lengths, config.kv_heads, config.head_dim)
+    qkv = make_queries(rng, sum(chunks), config)
+    actual = run_prefill(device, kernels, config, qkv, paged, lengths, chunks)
+    assert_close(actual, prefill_oracle(config, qkv, paged, lengths, chunks), ATTENTION)
+    again = run_prefill(device, kernels, config, qkv, paged, lengths, chunks)
+    np.testing.assert_array_equal(again, actual)
+
+
+def make_rising(rng: np.random.Generator, config: Any, length: int) -> tuple[np.ndarray, Paged]:
+    """Queries, and keys whose first element grows with their position, by leaps after 300 and 400.
+
+    Heads take it with factors 0, 4, -4 and 1: maxima that stay, that rise in every tile, that are the first.
+    """
+    paged = make_paged(rng, [length], config.kv_heads, config.head_dim)
+    places = np.arange(length)
+    rising = places * 0.5 + 1000.0 * (places > 300) + 29_000.0 * (places > 400)
+    paged.keys[0][..., 0] = rising[:, None]
+    paged.k_cache[paged.tables[0][places // 16], :, places % 16] = paged.keys[0]
+    qkv = make_queries(rng, length, config)
+    qkv[:, : config.heads, 0] = np.resize([0.0, 4.0, -4.0, 1.0], config.heads)
+    return qkv, paged
+
+
+@pytest.mark.parametrize("portable", [False, True], ids=["best", "portable"])
+@pytest.mark.parametrize("shape", SHAPES[:2])
+def test_prefill_where_later_scores_are_much_larger(
+    device: Device, shape: tuple[int, int, int], portable: bool
+) -> None:
+    config = make_config(heads=shape[0], kv_heads=shape[1], head_dim=shape[2])
+    kernels = Kernels(device, config, max_context=4096, portable=portable)
+    qkv, paged = make_rising(np.random.default_rng(14), config, 600)
+    whole = run_prefill(device, kernels, config, qkv, paged, [600], [600])
+    expected = prefill_oracle(config, qkv, paged, [600], [600])
+    for head in range(config.heads):
+        assert_close(whole[:, head], expected[:, head], ATTENTION)
+    first = 0
+    for chunk in (100, 2, 37, 461):
+        part = slice(first, first + chunk)
+        first += chunk
+        piece = run_prefill(device, kernels, config, qkv[part], paged, [first], [chunk])
+        np.testing.assert_array_equal(piece, whole[part])
+
+
+@pytest.mark.parametrize("portable", [False, True], ids=["best", "portable"])
+@pytest.mark.parametrize("shape", SHAPES[:2])
+def test_rising_scores_of_some_rows_leave_the_bits_of_others(
+    device: Device, shape: tuple[int, int, int], portable: bool
+) -> None:
+    config = make_config(heads=shape[0], kv_heads=shape[1], head_dim=shape[2])
+    kernels = Kernels(device, config, max_context=4096, portable=portable)
+    qkv, paged = make_rising(np.random.default_rng(15), config, 600)
+    mixed = run_prefill(device, kernels, config, qkv, paged, [600], [600])
+    qkv[:, 1 : config.heads : 4, 0] = 0.0
+    plain = run_prefill(device, kernels, config, qkv, paged, [600], [600])
+    others = np.delete(np.arange(config.heads), np.arange(1, config.heads, 4))
+    np.testing.assert_array_equal(mixed[:, others], plain[:, others])
 
 
 def test_scores_far_beyond_half_precision_are_fine(device: Device) -> None:

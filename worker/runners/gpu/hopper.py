@@ -1,6 +1,7 @@
-"""Products by `hopper_gemm.cu` and `hopper_qkv.cu`: their tile shapes, tensor maps and launches."""
+"""Products by `hopper_gemm.cu` and `hopper_qkv.cu`: tile shapes and launches; tensor maps, also of others."""
 
 import ctypes
+import math
 from dataclasses import dataclass
 from enum import Enum
 
@@ -9,7 +10,7 @@ from worker.runners.gpu.compiler import compile_kernels, kernel_directory
 from worker.runners.gpu.device import CudaError, Device
 from worker.runners.gpu.functions import Function, Module, bindings, error_text
 
-__all__ = ["QKV_TILES", "TILES", "HopperProducts", "HopperQkv", "Kind", "Tile", "is_hopper"]
+__all__ = ["QKV_TILES", "TILES", "HopperProducts", "HopperQkv", "Kind", "TensorMaps", "Tile", "is_hopper"]
 
 _DEPTH = 64  # elements of K in a stage
 _SHARED_ALIGNMENT = 1024
@@ -115,7 +116,7 @@ class HopperProducts:
     def __init__(self, device: Device) -> None:
         source = kernel_directory() / "hopper_gemm.cu"
         module = Module(device, compile_kernels(source, (), device.architecture), source.name)
-        self._maps = _TensorMaps(device)
+        self._maps = TensorMaps(device)
         self._functions: dict[tuple[Kind, Tile], Function] = {}
         self._blocks: dict[tuple[Kind, Tile], int] = {}
         for kind, tiles in TILES.items():
@@ -152,7 +153,7 @@ class HopperQkv:
         module = Module(device, compile_kernels(source, options, device.architecture), source.name)
         self._config = config
         self._rope = (rope_table, max_context)
-        self._maps = _TensorMaps(device)
+        self._maps = TensorMaps(device)
         self._functions: dict[Tile, Function] = {}
         self._blocks: dict[Tile, int] = {}
         for tile in QKV_TILES:
@@ -211,40 +212,46 @@ def _grid(tile: Tile, rows: int, column_tiles: int, at_once: int) -> tuple[int, 
     return min(tiles * tile.cluster, at_once), 1, 1
 
 
-class _TensorMaps:
-    """What bulk tensor copies must know of matrices, kept."""
+class TensorMaps:
+    """What bulk tensor copies must know of matrices and tensors of half, kept."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self._known: dict[tuple[int, int, int, int, bool], bytes] = {}
+        self._known: dict[tuple[int, ...], bytes] = {}
 
     def __call__(self, address: int, rows: int, columns: int, box: int) -> bytes:
         """The tensor map of a row-major half matrix, with boxes of 64 columns and `box` rows."""
-        return self._map(address, rows, columns, box, floats=False)
+        return self._map(address, (columns, rows), (_DEPTH, box))
+
+    def of_three(self, address: int, sizes: tuple[int, int, int], box: tuple[int, int]) -> bytes:
+        """The map of a half tensor (planes, rows, columns); boxes of `box` planes and rows, 64 columns."""
+        return self._map(address, sizes[::-1], (_DEPTH, *box[::-1]))
 
     def of_results(self, address: int, rows: int, columns: int, *, floats: bool = False) -> bytes:
         """The tensor map of a row-major matrix, half or float, with boxes of 64 rows by 128 bytes."""
-        return self._map(address, rows, columns, _PIECE_ROWS, floats=floats)
+        size = 4 if floats else 2
+        return self._map(address, (columns, rows), (_PIECE_BYTES // size, _PIECE_ROWS), size)
 
-    def _map(self, address: int, rows: int, columns: int, box: int, *, floats: bool) -> bytes:
-        key = (address, rows, columns, box, floats)
+    def _map(self, address: int, sizes: tuple[int, ...], box: tuple[int, ...], itemsize: int = 2) -> bytes:
+        """Sizes and box: fastest dimension first."""
+        key = (address, itemsize, *sizes, *box)
         if (known := self._known.get(key)) is not None:
             return known
         driver = bindings()
-        types, size = driver.CUtensorMapDataType, 4 if floats else 2
+        types = driver.CUtensorMapDataType
+        strides = [itemsize * math.prod(sizes[:count]) for count in range(1, len(sizes))]
         status, made = driver.cuTensorMapEncodeTiled(
-            types.CU_TENSOR_MAP_DATA_TYPE_FLOAT32 if floats else types.CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 2,
-            address, [driver.cuuint64_t(columns), driver.cuuint64_t(rows)],
-            [driver.cuuint64_t(columns * size)],
-            [driver.cuuint32_t(_PIECE_BYTES // size), driver.cuuint32_t(box)], [driver.cuuint32_t(1)] * 2,
+            types.CU_TENSOR_MAP_DATA_TYPE_FLOAT16 if itemsize == 2 else types.CU_TENSOR_MAP_DATA_TYPE_FLOAT32,
+            len(sizes), address,
+            [driver.cuuint64_t(size) for size in sizes], [driver.cuuint64_t(stride) for stride in strides],
+            [driver.cuuint32_t(size) for size in box], [driver.cuuint32_t(1)] * len(sizes),
             driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
             driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
             driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
             driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
         )  # fmt: skip
         if status != 0:
-            raise self._device.named(
-                CudaError(error_text(status)), f"describing a matrix of {rows} x {columns} at {address:#x}"
-            )
+            shown = " x ".join(str(size) for size in reversed(sizes))
+            raise self._device.named(CudaError(error_text(status)), f"describing {shown} at {address:#x}")
         self._known[key] = encoded = ctypes.string_at(int(made.getPtr()), 128)
         return encoded

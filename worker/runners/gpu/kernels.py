@@ -20,14 +20,14 @@ from worker.runners.gpu.compiler import compile_all, kernel_directory
 from worker.runners.gpu.device import Device
 from worker.runners.gpu.functions import Function, Module
 from worker.runners.gpu.hopper import is_hopper
+from worker.runners.gpu.prefill import TILE_ROWS, HopperPrefill, prefill_tiles
 
-__all__ = ["Kernels", "Slots", "prefill_tiles"]
+__all__ = ["Kernels", "Slots"]
 
 IntArray = npt.NDArray[np.int32]
 
 PAGE = 16  # tokens in a KV page
 TENSOR_CORE_HEADS = (64, 128)  # head sizes of the fast attention kernels
-_TILE_ROWS = 128  # (token, query head) pairs in a tile of prefill attention
 _MAX_SEGMENTS = 128  # of a context, in decode attention
 _WHOLE_BLOCKS = 0.9  # a multiprocessor, from which on contexts are not split
 _AHEAD, _FAR_AHEAD = 2, 4  # pages that each warp of decode attention has under way
@@ -53,20 +53,6 @@ class Slots(Protocol):
     last_token: int
     seen: int
     words: int
-
-
-def prefill_tiles(sequence_starts: IntArray, heads_per_kv_head: int) -> IntArray:
-    """Pieces (n, 2) of the chunks longer than one token, as (sequence, piece), the last pieces first.
-
-    A piece is 128 // heads_per_kv_head tokens. Late pieces see most keys: they start first, for an even end.
-    """
-    lengths = np.diff(sequence_starts)
-    pieces = np.where(lengths > 1, -(-lengths // (_TILE_ROWS // heads_per_kv_head)), 0)
-    sequences = np.repeat(np.arange(len(lengths), dtype=np.int32), pieces)
-    ends = np.cumsum(pieces)
-    place = np.arange(len(sequences), dtype=np.int32) - np.repeat(ends - pieces, pieces).astype(np.int32)
-    tiles = np.stack([sequences, place], axis=1).astype(np.int32)
-    return np.ascontiguousarray(tiles[np.argsort(-place, kind="stable")])
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +95,7 @@ class Kernels:
         self._max_sample_rows = max_sample_rows
         self._fast = config.head_dim in TENSOR_CORE_HEADS
         self._hopper = is_hopper(device) and not portable
+        self._hopper_prefill: HopperPrefill | None = None
         self._scale = config.head_dim**-0.5 * _LOG2_E
         self._plan_decode()
         self._load()
@@ -173,10 +160,15 @@ class Kernels:
             split = ("split_attention", f"split_attention_{rows}", "PPPPiPPPPPPPiiiif")
             self._split = function(*split)
             self._split_in_clusters = function(*split, self._sent, self._cluster)
-            self._prefill_threads = 256 if prefill == "hopper_attention" or config.head_dim == 128 else 128
-            rows = 4 * 64 if prefill == "prefill_attention" else 128 + 3 * 128  # of D halves in shared memory
-            self._prefill_shared = rows * config.head_dim * 2 + 1024
-            self._prefill = function(prefill, prefill, "PPPPiPPPPiif", self._prefill_shared)
+            self._prefill_threads = 256 if config.head_dim == 128 else 128
+            self._prefill_shared = 4 * 64 * config.head_dim * 2
+            if self._hopper:
+                shared = HopperPrefill.shared(config)
+                self._hopper_prefill = HopperPrefill(
+                    self._device, config, function(prefill, prefill, HopperPrefill.ARGUMENTS, shared).many
+                )
+            else:
+                self._prefill = function(prefill, prefill, "PPPPiPPPPiif", self._prefill_shared)
         else:
             self._prefill_threads, self._prefill_shared = 128, 0
             self._decode = function("attention_any", "decode_attention_any", "PPPPiPPPPiif")
@@ -228,7 +220,8 @@ class Kernels:
 
     def prefill_tiles(self, sequence_starts: IntArray, context_lengths: IntArray | None = None) -> IntArray:
         """`prefill_tiles` for this model, on the host."""
-        return prefill_tiles(sequence_starts, self._group)
+        rows = TILE_ROWS if self._hopper_prefill is None else HopperPrefill.ROWS
+        return prefill_tiles(sequence_starts, self._group, context_lengths, rows)
 
     def embed(self, tokens: int, table: int, out: int, count: int) -> None:
         """Rows of the embedding table (V, width) half for tokens (T,) -> out (T, width) float."""
@@ -322,9 +315,21 @@ class Kernels:
 
     def prefill_attention(
         self, qkv: int, k_cache: int, v_cache: int, block_tables: int, sequence_starts: int,
-        context_lengths: int, out: int, tiles: int, tile_count: int, table_stride: int,
+        context_lengths: int, out: int, tiles: int, tile_count: int, table_stride: int, *, rows: int,
+        pages: int,
     ) -> None:  # fmt: skip
-        """Causal attention of the chunks in `tiles` (n, 2), from `prefill_tiles` -> out (T, H D) half."""
+        """Causal attention of the chunks in `tiles` (n, 2), from `prefill_tiles` -> out (T, H D) half.
+
+        rows   of qkv that may be read, at least T and of few different numbers
+        pages  of the caches
+        """
+        if self._hopper_prefill is not None:
+            if tile_count:
+                self._hopper_prefill.run(
+                    qkv, k_cache, v_cache, block_tables, sequence_starts, context_lengths, out, tiles,
+                    tile_count, table_stride, self._scale, rows, pages,
+                )  # fmt: skip
+            return
         config = self._config
         grid = (config.kv_heads if self._fast else config.heads, tile_count, 1)
         _launch(
@@ -380,7 +385,7 @@ def _check_sizes(config: ModelConfig) -> None:
         (config.ffn_width % 8, f"an FFN width of {config.ffn_width} (multiples of 8)"),
         (head % 4 or head > 512 or (head > 128 and head % 16), f"a head size of {head} (see Kernels)"),
         (config.heads * head % 8 or config.kv_heads * head % 8, f"heads of {head} elements in odd numbers"),
-        (group > _TILE_ROWS, f"{group} query heads to a KV head (at most {_TILE_ROWS})"),
+        (group > TILE_ROWS, f"{group} query heads to a KV head (at most {TILE_ROWS})"),
     ]
     for wrong, what in problems:
         if wrong:

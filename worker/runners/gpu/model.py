@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from worker.model.config import ModelConfig
 from worker.runners.gpu.device import Arena
 from worker.runners.gpu.few_rows import MAX_ROWS, FewRows
-from worker.runners.gpu.gemm import Gemm
+from worker.runners.gpu.gemm import Gemm, padded_rows
 from worker.runners.gpu.hopper import Kind
 from worker.runners.gpu.kernels import Kernels
 from worker.runners.gpu.memory import DRAWN_HEADER, LOGIT_ROWS
@@ -30,6 +30,7 @@ class Cache:
 
     keys: tuple[int, ...]
     values: tuple[int, ...]
+    pages: int
 
 
 class Model:
@@ -134,6 +135,7 @@ class Model:
             kernels.prefill_attention(
                 at["qkv"], keys, values, inputs.block_tables, inputs.sequence_starts,
                 inputs.context_lengths, at["mixed"], inputs.tiles, shape.tiles, self._table_width,
+                rows=padded_rows(tokens), pages=self._cache.pages,
             )  # fmt: skip
         gemm.residual(at["mixed"], layer.attn_output, at["x"], tokens, width, self._queries)
         kernels.rms_norm(at["x"], layer.ffn_norm, at["normed"], tokens, width, eps)

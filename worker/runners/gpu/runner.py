@@ -159,11 +159,12 @@ class CudaRunner:
 
     def _take_cache(self, config: ModelConfig) -> Cache:
         """Allocate the pages, one more for padding, zeroed: what is behind a context must be finite."""
-        size = page_bytes(config, self.block_size) // (2 * config.layers) * (self.kv_blocks + 1)
+        pages = self.kv_blocks + 1
+        size = page_bytes(config, self.block_size) // (2 * config.layers) * pages
         arena = Arena(self.device, 2 * config.layers * aligned(size), "the KV cache")
         addresses = [arena.take(size) for _ in range(2 * config.layers)]
         self.device.fill(addresses[0], 0, arena.size)
-        return Cache(tuple(addresses[::2]), tuple(addresses[1::2]))
+        return Cache(tuple(addresses[::2]), tuple(addresses[1::2]), pages)
 
     def launch(self, batch: StepBatch) -> None:
         """Queue a step. Raises RunnerError where it is too large or the GPU refuses."""

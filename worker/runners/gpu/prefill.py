@@ -1,0 +1,78 @@
+"""Prefill attention: how chunks of prompts are cut into tiles, and the launch of `hopper_attention.cu`."""
+
+import numpy as np
+import numpy.typing as npt
+
+from worker.model.config import ModelConfig
+from worker.runners.gpu.device import Device
+from worker.runners.gpu.functions import Function
+from worker.runners.gpu.hopper import TensorMaps
+
+__all__ = ["TILE_ROWS", "HopperPrefill", "prefill_tiles"]
+
+IntArray = npt.NDArray[np.int32]
+
+TILE_ROWS = 128  # (token, query head) pairs in a tile, but for `hopper_attention.cu`
+_PAGE = 16  # tokens in a KV page
+
+
+def prefill_tiles(
+    sequence_starts: IntArray, heads_per_kv_head: int, context_lengths: IntArray | None = None,
+    rows: int = TILE_ROWS,
+) -> IntArray:  # fmt: skip
+    """Pieces (n, 2) of the chunks longer than one token, as (sequence, piece).
+
+    A piece is rows // heads_per_kv_head tokens. Those that see most keys come first, for an even end;
+    without `context_lengths`, chunks are taken for whole prompts.
+    """
+    lengths = np.diff(sequence_starts)
+    tokens = rows // heads_per_kv_head
+    pieces = np.where(lengths > 1, -(-lengths // tokens), 0)
+    sequences = np.repeat(np.arange(len(lengths), dtype=np.int32), pieces)
+    ends = np.cumsum(pieces)
+    place = np.arange(len(sequences), dtype=np.int32) - np.repeat(ends - pieces, pieces).astype(np.int32)
+    keys = np.minimum((place + 1) * tokens, lengths[sequences])
+    if context_lengths is not None:
+        keys = keys + (context_lengths - lengths)[sequences]
+    tiles = np.stack([sequences, place], axis=1).astype(np.int32)
+    return np.ascontiguousarray(tiles[np.argsort(-keys, kind="stable")])
+
+
+class HopperPrefill:
+    """Launches `hopper_attention.cu`."""
+
+    ARGUMENTS = "128s128s128sPiPPPPiiif"
+    ROWS = 192  # (token, query head) pairs in a tile
+    THREADS = 512
+
+    def __init__(self, device: Device, config: ModelConfig, function: Function) -> None:
+        self._config = config
+        self._function = function
+        self._maps = TensorMaps(device)
+        self._shared = self.shared(config)
+        self._blocks = function.blocks_at_once(self.THREADS, self._shared) * device.multiprocessors
+
+    @classmethod
+    def shared(cls, config: ModelConfig) -> int:
+        """Bytes of dynamic shared memory: queries twice, stages of 64 keys and values."""
+        stages = 4 if config.head_dim == 64 else 3
+        return (2 * cls.ROWS + stages * 2 * 64) * config.head_dim * 2 + 1024
+
+    def run(
+        self, qkv: int, k_cache: int, v_cache: int, block_tables: int, sequence_starts: int,
+        context_lengths: int, out: int, tiles: int, tile_count: int, table_stride: int, scale: float,
+        rows: int, pages: int,
+    ) -> None:  # fmt: skip
+        """Queue it; see `Kernels.prefill_attention`."""
+        config = self._config
+        heads, kv_heads, head = config.heads, config.kv_heads, config.head_dim
+        group = heads // kv_heads
+        queries = self._maps.of_three(qkv, (rows, heads + 2 * kv_heads, head), (self.ROWS // group, group))
+        keys, values = (
+            self._maps(cache, pages * kv_heads * _PAGE, head, _PAGE) for cache in (k_cache, v_cache)
+        )
+        self._function(
+            (min(tile_count * kv_heads, self._blocks), 1, 1), (self.THREADS, 1, 1), queries, keys, values,
+            block_tables, table_stride, context_lengths, sequence_starts, tiles, out, tile_count, heads,
+            kv_heads, scale, shared=self._shared,
+        )  # fmt: skip
