@@ -235,9 +235,10 @@ def main() -> None:
     file = GgufFile.open(options.model)
     config = ModelConfig.from_gguf(file)
     longest = max(PROMPT, options.context + 1)
+    sequences = max([*options.batch, options.prefill // PROMPT])  # --batch may name none
     runner = CudaRunner(
-        file, config, slots=max(*options.batch, options.prefill // PROMPT), context=longest,
-        kv_blocks=max(*options.batch, options.prefill // PROMPT) * -(-longest // PAGE),
+        file, config, slots=sequences, context=longest,
+        kv_blocks=sequences * -(-longest // PAGE),
         max_tokens=max(options.prefill, FILL), graphs=False, report=lambda line: print(line, file=sys.stderr),
     )  # fmt: skip
     rates = options.bytes_per_s, options.flops

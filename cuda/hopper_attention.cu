@@ -21,7 +21,7 @@
 // values set to zero, since P = 0 times NaN is NaN.
 //
 // Options: -DHEAD_DIM, 64 or 128. Dynamic shared memory: (2 * 192 + STAGES * 128) * D halves, and 1,024 bytes.
-// 512 threads. Needs no more blocks than the device holds, nor than tiles times KV heads.
+// 512 threads; as many blocks as the device holds, or tiles times KV heads where those are fewer.
 #include "attention.cuh"
 #include "hopper.cuh"
 
