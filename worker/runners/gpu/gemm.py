@@ -19,6 +19,7 @@ from worker.runners.gpu.device import CudaError, Device
 from worker.runners.gpu.functions import Function, Module
 from worker.runners.gpu.hopper import TILES, HopperProducts, Kind, Tile, is_hopper
 from worker.runners.gpu.library import Algorithm, Library, Product, Way
+from worker.runners.gpu.relay import HopperRelay, Relay, relays
 
 __all__ = ["MANY_ROWS", "Gemm", "padded_rows"]
 
@@ -32,8 +33,8 @@ _FINALISTS, _RETRIALS = 3, 2
 _GEMV_VARIANTS = ("1_4", "1_1", "2_1", "4_1")
 _FEW_ROWS = 4
 
-Candidate = Algorithm | Tile | str
-"""An algorithm of the library, a tile of the Hopper kernels, or a variant of `gemv.cu`.
+Candidate = Algorithm | Tile | Relay | str
+"""An algorithm of the library, a tile of the Hopper kernels, blocks that share K, or a variant of `gemv.cu`.
 
 For SWIGLU, an algorithm is followed by the kernel that does nothing else.
 """
@@ -89,7 +90,9 @@ class Gemm:
         self._device = device
         self._plans: dict[_Shape, _Plan] = {}
         self._library = Library(device, reproducible=reproducible)
-        self._hopper = HopperProducts(device) if own_kernels and is_hopper(device) else None
+        own_kernels_on_hopper = own_kernels and is_hopper(device)
+        self._hopper = HopperProducts(device) if own_kernels_on_hopper else None
+        self._relay = HopperRelay(device) if own_kernels_on_hopper else None
         self._module: Module | None = None
         self._functions: dict[str, Function] = {}
         self._activate: Callable[[int, int, int, int], None] | None = None
@@ -186,7 +189,7 @@ class Gemm:
         if not tried:
             return None
         candidate = min(tried, key=lambda pair: pair[0])[1]
-        if isinstance(candidate, Tile | str) or self._library.suits(candidate, shape.product):
+        if isinstance(candidate, Tile | Relay | str) or self._library.suits(candidate, shape.product):
             return candidate
         return None
 
@@ -196,6 +199,8 @@ class Gemm:
         aligned = shape.inputs % 8 == 0 and shape.outputs % 8 == 0
         if self._hopper is not None and aligned:
             found += TILES[shape.kind]
+            if shape.kind is Kind.RESIDUAL:
+                found += relays(shape.rows, shape.inputs)
         if shape.kind is not Kind.SWIGLU or self._activate is not None:
             library = self._library.algorithms(shape.product)
             found = [*found, *library] if shape.kind is Kind.SWIGLU else [*library, *found]
@@ -214,6 +219,10 @@ class Gemm:
             assert self._hopper is not None
             run = self._hopper.run
             return lambda x, weight, y: run(kind, candidate, x, weight, y, *sizes)
+        if isinstance(candidate, Relay):
+            assert self._relay is not None
+            relay = self._relay.run
+            return lambda x, weight, y: relay(candidate, x, weight, y, *sizes)
         if isinstance(candidate, str):
             return self._gemv(candidate, shape)
         way = self._library.way(candidate, shape.product)

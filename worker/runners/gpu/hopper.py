@@ -9,7 +9,7 @@ from worker.runners.gpu.compiler import compile_kernels, kernel_directory
 from worker.runners.gpu.device import CudaError, Device
 from worker.runners.gpu.functions import Function, Module, bindings, error_text
 
-__all__ = ["QKV_TILES", "TILES", "HopperProducts", "HopperQkv", "Kind", "Tile", "is_hopper"]
+__all__ = ["QKV_TILES", "TILES", "HopperProducts", "HopperQkv", "Kind", "TensorMaps", "Tile", "is_hopper"]
 
 _DEPTH = 64  # elements of K in a stage
 _SHARED_ALIGNMENT = 1024
@@ -96,7 +96,7 @@ class HopperProducts:
     def __init__(self, device: Device) -> None:
         source = kernel_directory() / "hopper_gemm.cu"
         module = Module(device, compile_kernels(source, (), device.architecture), source.name)
-        self._maps = _TensorMaps(device)
+        self._maps = TensorMaps(device)
         self._functions: dict[tuple[Kind, Tile], Function] = {}
         self._blocks: dict[tuple[Kind, Tile], int] = {}
         for kind, tiles in TILES.items():
@@ -130,7 +130,7 @@ class HopperQkv:
         module = Module(device, compile_kernels(source, options, device.architecture), source.name)
         self._config = config
         self._rope = (rope_table, max_context)
-        self._maps = _TensorMaps(device)
+        self._maps = TensorMaps(device)
         self._functions: dict[Tile, Function] = {}
         self._blocks: dict[Tile, int] = {}
         for tile in QKV_TILES:
@@ -188,7 +188,7 @@ def _grid(tile: Tile, rows: int, column_tiles: int, at_once: int) -> tuple[int, 
     return min(tiles * tile.cluster, at_once), 1, 1
 
 
-class _TensorMaps:
+class TensorMaps:
     """What bulk tensor copies must know of matrices, kept."""
 
     def __init__(self, device: Device) -> None:
