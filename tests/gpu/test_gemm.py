@@ -1,5 +1,7 @@
 """Products on the GPU against float64, at sizes that fit no tile, with poison all around."""
 
+from dataclasses import replace
+
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -10,6 +12,7 @@ from worker.runners.gpu.device import Device
 from worker.runners.gpu.gemm import Gemm, padded_rows
 from worker.runners.gpu.hopper import TILES, HopperProducts, Kind, Tile, is_hopper
 from worker.runners.gpu.kernels import Kernels
+from worker.runners.gpu.relay import RELAYS, HopperRelay, Relay, relays
 
 LIMIT = 5e-5
 ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 63, 65, 257, 1000)
@@ -175,6 +178,57 @@ def test_every_hopper_tile_adds_the_librarys_bits(device: Device, hopper: Hopper
             for address in addresses:
                 device.free(address)
     gemm.close()
+
+
+@pytest.mark.parametrize("relay", RELAYS, ids=lambda relay: relay.name)
+def test_blocks_that_share_k_add_the_bits_of_one_that_has_it_all(
+    device: Device, hopper: HopperProducts, relay: Relay
+) -> None:
+    shared_k, tile = HopperRelay(device), TILES[Kind.RESIDUAL][-1]
+    for outputs, inputs in (*ADDED, (48, 4104), (8, 1000)):
+        if relay.steps(inputs) < relay.parts:
+            continue
+        for rows in (1, 9, 16, 33, 65, 130, 200, 257):
+            before, exact, *addresses = residual_operands(device, rows, outputs, inputs)
+            results = []
+            for run, shape in ((shared_k.run, (relay,)), (hopper.run, (Kind.RESIDUAL, tile))):
+                y = with_poison(device, before)
+                run(*shape, *addresses, y, rows, outputs, inputs)
+                results.append(device.download(y, (padded_rows(rows) + 1, outputs), np.float32))
+                device.free(y)
+            np.testing.assert_array_equal(results[0][:rows], results[1][:rows], err_msg=f"{rows} {outputs}")
+            assert nmse(results[0][:rows], exact) < 1e-10
+            assert np.isnan(results[0][rows:]).all(), "wrote past its rows"
+            for address in addresses:
+                device.free(address)
+
+
+@pytest.mark.parametrize(
+    "relay", [relay for relay in RELAYS if relay.parts > 1], ids=lambda relay: relay.name
+)
+def test_bits_do_not_depend_on_where_k_is_cut(device: Device, hopper: HopperProducts, relay: Relay) -> None:
+    shared_k, (rows, outputs, inputs) = HopperRelay(device), (70, 520, 4864)
+    before, exact, *addresses = residual_operands(device, rows, outputs, inputs)
+    expected = None
+    for lead in (0.0, 0.1, 0.3, 0.5, 0.8, 1.0):
+        y = device.upload(before)
+        shared_k.run(replace(relay, lead=lead), *addresses, y, rows, outputs, inputs)
+        result = device.download(y, (rows, outputs), np.float32)
+        expected = result if expected is None else expected
+        np.testing.assert_array_equal(result, expected, err_msg=str(lead))
+        assert nmse(result, exact) < 1e-10
+
+
+def test_a_launch_that_waits_for_the_one_before_sees_its_sums(device: Device, hopper: HopperProducts) -> None:
+    rows, outputs, inputs = 64, 896, 4864
+    before, exact, *addresses = residual_operands(device, rows, outputs, inputs)
+    shared_k, times = HopperRelay(device), 30
+    for relay in relays(rows, inputs):
+        y = device.upload(before)
+        for _ in range(times):
+            shared_k.run(relay, *addresses, y, rows, outputs, inputs)
+        wanted = before + times * (exact - before)
+        assert nmse(device.download(y, (rows, outputs), np.float32), wanted) < 1e-10
 
 
 @pytest.mark.parametrize("kind", [Kind.RESIDUAL, Kind.SWIGLU], ids=str)

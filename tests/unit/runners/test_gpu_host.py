@@ -8,6 +8,7 @@ from worker.runners.gpu.device import NoDeviceError
 from worker.runners.gpu.functions import bindings
 from worker.runners.gpu.gemm import MANY_ROWS, Shortlist, padded_rows
 from worker.runners.gpu.hopper import QKV_TILES, TILES, Kind, Tile
+from worker.runners.gpu.relay import RELAYS, relays
 
 SHARED_OF_A_BLOCK = 227 << 10  # on Hopper
 
@@ -35,12 +36,29 @@ def test_results_of_a_tile_fill_its_buffers_a_whole_number_of_times(kind: Kind, 
         assert not tile.buffers or results * row_bytes % (128 * tile.buffers) == 0
 
 
-def test_a_shortlist_holds_the_best_few_for_sizes_down_to_half() -> None:
+def test_a_shortlist_holds_the_best_few_for_sizes_between_the_same_powers_of_two() -> None:
     shortlist: Shortlist[int] = Shortlist()
-    assert shortlist.of(256) == []
-    shortlist.learn(256, range(20, 0, -1))
-    assert shortlist.of(256) == shortlist.of(129) == [20, 19, 18, 17, 16, 15]
-    assert shortlist.of(128) == shortlist.of(257) == []
+    assert shortlist.of(300) == []
+    shortlist.learn(300, range(20, 0, -1))
+    assert shortlist.of(300) == shortlist.of(257) == shortlist.of(512) == [20, 19, 18, 17, 16, 15]
+    assert shortlist.of(256) == shortlist.of(513) == []
+
+
+def test_every_relay_fits_a_block_and_every_block_of_it_has_work() -> None:
+    for relay in RELAYS:
+        assert relay.shared <= SHARED_OF_A_BLOCK
+        for inputs in (relay.parts * relay.boxes * 64, 896, 4864, 18_944):
+            rest = relay.steps(inputs) - relay.lead_steps(inputs)
+            assert rest >= relay.parts - 1
+            assert relay.lead_steps(inputs) >= 1
+
+
+@pytest.mark.parametrize("rows", [1, 16, 17, 64, 65, 256])
+def test_relays_are_offered_for_few_rows_and_cover_them(rows: int) -> None:
+    offered = relays(rows, 4864)
+    assert offered
+    assert all(relay.rows >= min(rows, 64) for relay in offered)
+    assert not relays(257, 4864)
 
 
 def test_rows_are_padded_to_few_sizes_and_never_by_more_than_a_step() -> None:

@@ -20,6 +20,7 @@ from worker.runners.gpu.device import CudaError, Device
 from worker.runners.gpu.functions import Function, Module
 from worker.runners.gpu.hopper import TILES, HopperProducts, Kind, Tile, is_hopper
 from worker.runners.gpu.library import Algorithm, Library, Product, Way
+from worker.runners.gpu.relay import HopperRelay, Relay, relays
 
 __all__ = ["MANY_ROWS", "Gemm", "Shortlist", "nothing", "padded_rows"]
 
@@ -30,14 +31,14 @@ Tried = TypeVar("Tried")
 MAX_GEMV_ROWS = 8
 MANY_ROWS = 1024  # above, shapes are too many to try each: they take what was best at the nearest size tried
 _TIMED_RUNS = 8
-_FINALISTS, _RETRIALS = 3, 3
-_SHORTLIST = 6  # the best at the largest size of an octave are tried at its other sizes
+_FINALISTS, _RETRIALS = 3, 2
+_SHORTLIST = 6  # ways that are tried at sizes near one where all were
 # Rows of the weight a warp _ warps a row; the last needs too many registers beyond 4 rows of x.
 _GEMV_VARIANTS = ("1_4", "1_1", "2_1", "4_1")
 _FEW_ROWS = 4
 
-Candidate = Algorithm | Tile | str
-"""An algorithm of the library, a tile of the Hopper kernels, or a variant of `gemv.cu`.
+Candidate = Algorithm | Tile | Relay | str
+"""An algorithm of the library, a tile of the Hopper kernels, blocks that share K, or a variant of `gemv.cu`.
 
 For SWIGLU, an algorithm is followed by the kernel that does nothing else.
 """
@@ -74,19 +75,19 @@ def nothing() -> None:
 
 
 class Shortlist(Generic[Tried]):
-    """What is worth trying: of all ways at the largest of some sizes, the best few for those down to half."""
+    """What is worth trying: of all ways at the first of the sizes between two powers of two, the best few."""
 
     def __init__(self) -> None:
-        self._rows = 0
+        self._octave = -1
         self._best: list[Tried] = []
 
     def of(self, rows: int) -> list[Tried]:
         """The best few ways, best first; none where all have to be tried."""
-        return self._best if self._rows / 2 < rows <= self._rows else []
+        return self._best if (rows - 1).bit_length() == self._octave else []
 
     def learn(self, rows: int, ranked: Sequence[Tried]) -> None:
         """Keep what came first when all were tried."""
-        self._rows, self._best = rows, list(ranked[:_SHORTLIST])
+        self._octave, self._best = (rows - 1).bit_length(), list(ranked[:_SHORTLIST])
 
 
 @dataclass(slots=True)
@@ -113,7 +114,9 @@ class Gemm:
         self._device = device
         self._plans: dict[_Shape, _Plan] = {}
         self._library = Library(device, reproducible=reproducible)
-        self._hopper = HopperProducts(device) if own_kernels and is_hopper(device) else None
+        hopper = own_kernels and is_hopper(device)
+        self._hopper = HopperProducts(device) if hopper else None
+        self._relay = HopperRelay(device) if hopper else None
         self._module: Module | None = None
         self._functions: dict[str, Function] = {}
         self._shortlists: dict[tuple[int, int, Kind], Shortlist[Candidate]] = {}
@@ -233,7 +236,7 @@ class Gemm:
 
     def _suits(self, candidate: Candidate, shape: _Shape) -> bool:
         """Whether what was found for more rows or fewer can compute this shape."""
-        return isinstance(candidate, Tile | str) or self._library.suits(candidate, shape.product)
+        return isinstance(candidate, Tile | Relay | str) or self._library.suits(candidate, shape.product)
 
     def _candidates(self, shape: _Shape) -> list[Candidate]:
         """Everything that can compute this shape, the best guess first."""
@@ -241,6 +244,8 @@ class Gemm:
         aligned = shape.inputs % 8 == 0 and shape.outputs % 8 == 0
         if self._hopper is not None and aligned:
             found += TILES[shape.kind]
+            if shape.kind is Kind.RESIDUAL:
+                found += relays(shape.rows, shape.inputs)
         if shape.kind is not Kind.SWIGLU or self._activate is not None:
             library = self._library.algorithms(shape.product)
             found = [*found, *library] if shape.kind is Kind.SWIGLU else [*library, *found]
@@ -259,6 +264,10 @@ class Gemm:
             assert self._hopper is not None
             run = self._hopper.run
             return lambda x, weight, y: run(kind, candidate, x, weight, y, *sizes)
+        if isinstance(candidate, Relay):
+            assert self._relay is not None
+            relay = self._relay.run
+            return lambda x, weight, y: relay(candidate, x, weight, y, *sizes)
         if isinstance(candidate, str):
             return self._gemv(candidate, shape)
         way = self._library.way(candidate, shape.product)
