@@ -19,6 +19,7 @@ VARIANTS = {  # options that the launchers compile a file with; others are compi
     "prefill_attention": (("-DHEAD_DIM=64",), ("-DHEAD_DIM=128",)),
     "hopper_attention": (("-DHEAD_DIM=64",), ("-DHEAD_DIM=128",)),
     "split_attention": (("-DHEAD_DIM=64",), ("-DHEAD_DIM=128",)),
+    "hopper_qkv": (("-DHEAD_DIM=64", "-DINTERLEAVED=0"), ("-DHEAD_DIM=128", "-DINTERLEAVED=1")),
     "few_rows": (("-DHEAD_DIM=64", "-DINTERLEAVED=0"), ("-DHEAD_DIM=128", "-DINTERLEAVED=1")),
 }
 KERNELS = Path(__file__).resolve().parent.parent / "cuda"

@@ -1,0 +1,337 @@
+"""A CUDA driver that computes nothing: what is launched is held against the compiled kernels, and noted.
+
+Stands for PyCUDA, cuda.bindings and nvmath, with as much of them as the GPU runner uses. Kernels are compiled
+by nvcc; what they take is read from their machine code, so a launcher that names another kernel, passes other
+arguments, asks for too much shared memory or describes a matrix that is not in its memory fails here, where
+there is no GPU. What kernels compute is for `tests/gpu`.
+"""
+
+import bisect
+import ctypes
+import itertools
+import re
+import struct
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from worker.runners.gpu import functions
+
+MOST_SHARED = 227 << 10  # of a block; sm_80: 163 KiB, which the launchers stay under there
+UNASKED_SHARED = 48 << 10
+MOST_THREADS = 1024
+_SIZES = {"P": 8, "i": 4, "I": 4, "q": 8, "Q": 8, "f": 4, "d": 8}
+_PARAMETER = 0x17  # EIATTR_KPARAM_INFO
+_MAXIMUM_SHARED = "CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES"
+
+
+class DriverError(RuntimeError):
+    """What PyCUDA raises."""
+
+
+@dataclass
+class Kernel:
+    """A kernel of a cubin: sizes of its parameters, shared memory that it declares and may ask for."""
+
+    name: str
+    parameters: list[int]
+    declared: int
+    most: int = UNASKED_SHARED
+
+
+@dataclass
+class RecordedDriver:
+    """Install it, then use `Device` and all that is built on it.
+
+    launches  how often each kernel was launched; `library`: products by cuBLASLt
+    checked   kernels whose parameters were compared
+    """
+
+    capability: tuple[int, int]
+    launches: Counter[str] = field(default_factory=Counter)
+    checked: set[str] = field(default_factory=set)
+    _starts: list[int] = field(default_factory=list)
+    _ends: list[int] = field(default_factory=list)
+    _ticks: Any = field(default_factory=lambda: itertools.count(1))
+
+    def install(self, patch: pytest.MonkeyPatch) -> None:
+        """Put the modules in place and check every kernel that is looked up."""
+        pycuda, compiler, library = self._pycuda(), _module("pycuda.compiler"), self._library()
+        compiler.compile = _compile
+        for module in (pycuda, compiler, self._bindings(), *library):
+            patch.setitem(sys.modules, module.__name__, module)
+            parent = module.__name__.rpartition(".")[0]
+            for name in (parent.partition(".")[0], parent):
+                if name and name not in sys.modules:
+                    patch.setitem(sys.modules, name, _module(name))
+            if parent:
+                patch.setattr(sys.modules[parent], module.__name__.rpartition(".")[2], module, raising=False)
+        found = functions.Module.function
+
+        def checked(module: Any, name: str, arguments: str = "", **options: Any) -> functions.Function:
+            function = found(module, name, arguments, **options)
+            letters = re.findall(r"\d*[a-zA-Z]", arguments)
+            given = [int(letter[:-1]) if letter[-1] == "s" else _SIZES[letter] for letter in letters]
+            taken = function._function.parameters
+            assert given == taken, f"{name} takes {taken} bytes; the launcher passes {given}"
+            self.checked.add(name)
+            return function
+
+        patch.setattr(functions.Module, "function", checked)
+
+    def allocate(self, size: int) -> SimpleNamespace:
+        """Addresses that nothing else has, with a gap behind."""
+        start = (self._ends[-1] if self._ends else 1 << 40) + 4096 & ~511
+        self._starts.append(start)
+        self._ends.append(start + size)
+        return _Allocation(start)
+
+    def holds(self, address: int, size: int) -> bool:
+        """Whether these bytes are within one allocation."""
+        index = bisect.bisect(self._starts, address) - 1
+        return index >= 0 and address + size <= self._ends[index]
+
+    def _pycuda(self) -> ModuleType:
+        driver = _module("pycuda.driver")
+        driver.Error = driver.MemoryError = driver.CompileError = DriverError
+        context = SimpleNamespace(push=_nothing, pop=_nothing, detach=_nothing)
+        handle = SimpleNamespace(
+            retain_primary_context=lambda: context, name=lambda: "recorded", total_memory=lambda: 140 << 30,
+            compute_capability=lambda: self.capability, get_attribute=lambda attribute: 132,
+        )  # fmt: skip
+
+        class Device:
+            count = staticmethod(lambda: 1)
+
+            def __new__(cls, index: int) -> SimpleNamespace:  # type: ignore[misc]
+                return handle
+
+        class Event:
+            def __init__(self, flags: int) -> None:
+                self.record = self.synchronize = _nothing
+
+            def time_till(self, other: Any) -> float:
+                return 1.0 + next(ticks) * 7919 % 1000 / 1000  # milliseconds; any way may be the fastest
+
+        def download(target: np.ndarray, *source: Any) -> None:
+            target[...] = 0
+
+        ticks = self._ticks
+        driver.init = _nothing
+        driver.Device, driver.Event = Device, Event
+        driver.Stream = lambda: SimpleNamespace(handle=7, synchronize=_nothing)
+        driver.Memcpy2D = _Copy
+        driver.device_attribute = SimpleNamespace(MULTIPROCESSOR_COUNT=16)
+        driver.event_flags = SimpleNamespace(DEFAULT=0, DISABLE_TIMING=2)
+        driver.mem_get_info = lambda: (130 << 30, 140 << 30)
+        driver.mem_alloc = self.allocate
+        driver.pagelocked_zeros = np.zeros
+        driver.memcpy_htod = driver.memcpy_htod_async = driver.memset_d8_async = _nothing
+        driver.memcpy_dtoh = driver.memcpy_dtoh_async = download
+        return driver
+
+    def _bindings(self) -> ModuleType:
+        driver = _module("cuda.bindings.driver")
+        for name in ("CUlaunchConfig", "CUstream", "CUlaunchAttribute", "CUlaunchAttributeValue"):
+            setattr(driver, name, _Structure)
+        for name in ("cuuint32_t", "cuuint64_t"):
+            setattr(driver, name, int)
+        for name in (
+            "CUfunction_attribute", "CUlaunchAttributeID", "CUtensorMapDataType", "CUtensorMapInterleave",
+            "CUtensorMapSwizzle", "CUtensorMapL2promotion", "CUtensorMapFloatOOBfill", "CUstreamCaptureMode",
+        ):  # fmt: skip
+            setattr(driver, name, _Names())
+        driver.cuGetErrorString = lambda status: (0, b"not found")
+        driver.cuModuleLoadData = lambda cubin: (0, read_kernels(cubin))
+        driver.cuModuleGetFunction = _find
+        driver.cuFuncSetAttribute = _set_attribute
+        driver.cuOccupancyMaxActiveBlocksPerMultiprocessor = lambda kernel, threads, shared: (0, 1)
+        driver.cuLaunchKernelEx = self._launch
+        driver.cuTensorMapEncodeTiled = self._encode
+        driver.cuStreamEndCapture = lambda stream: (0, "graph")
+        driver.cuGraphGetNodes = lambda graph, most: (0, [], 1)
+        driver.cuGraphInstantiate = lambda graph, flags: (0, "executable")
+        for name in (
+            "cuModuleUnload", "cuStreamBeginCapture", "cuGraphDestroy", "cuGraphExecDestroy", "cuGraphLaunch",
+        ):  # fmt: skip
+            setattr(driver, name, lambda *arguments: (0,))
+        return driver
+
+    def _library(self) -> tuple[ModuleType, ModuleType]:
+        cublas, lt = _module("nvmath.bindings.cublas"), _module("nvmath.bindings.cublasLt")
+        cublas.ComputeType = cublas.Operation = lt.MatmulDescAttribute = _Numbers()
+        lt.MatmulPreferenceAttribute = _Numbers()
+        lt.cuBLASLtError = DriverError
+        lt.matmul_heuristic_result_dtype = np.dtype([("algo", "u8", 8), ("workspace_size", "u8")])
+        for name in ("create", "matmul_desc_create", "matmul_preference_create", "matrix_layout_create"):
+            setattr(lt, name, lambda *arguments: 1)
+        for name in ("matmul_desc_set_attribute", "matmul_preference_set_attribute", "matmul_algo_check"):
+            setattr(lt, name, _nothing)
+        lt.destroy = _nothing
+
+        def heuristic(*arguments: Any) -> None:
+            ctypes.c_int32.from_address(arguments[-1]).value = 2
+
+        lt.matmul_algo_get_heuristic = heuristic
+        lt.matmul = lambda *arguments: self.launches.update(library=1)
+        return cublas, lt
+
+    def _launch(self, config: Any, kernel: Kernel, parameters: int, extra: int) -> tuple[int]:
+        grid = (config.gridDimX, config.gridDimY, config.gridDimZ)
+        threads = config.blockDimX * config.blockDimY * config.blockDimZ
+        assert min(grid) > 0, f"{kernel.name}: a grid of {grid}"
+        assert max(grid[1:]) < 65536, f"{kernel.name}: a grid of {grid}"
+        assert 0 < threads <= MOST_THREADS, f"{kernel.name}: {threads} threads"
+        shared = config.sharedMemBytes
+        assert shared <= kernel.most, f"{kernel.name}: {shared} bytes of {kernel.most}"
+        self.launches[kernel.name] += 1
+        return (0,)
+
+    def _encode(
+        self, kind: str, rank: int, address: int, sizes: Sequence[int], strides: Sequence[int],
+        box: Sequence[int], steps: Sequence[int], *_: Any,
+    ) -> tuple[int, Any]:  # fmt: skip
+        item = 2 if kind.endswith("FLOAT16") else 4
+        assert len(sizes) == len(box) == len(steps) == len(strides) + 1 == rank
+        assert address % 16 == 0
+        assert all(stride % 16 == 0 for stride in strides)
+        assert box[0] * item == 128, "a row of a box is as wide as the swizzle"
+        assert all(1 <= count <= 256 for count in box)
+        assert all(count > 0 for count in sizes)
+        assert self.holds(address, sizes[-1] * strides[-1]), (
+            f"{sizes} at {address:#x} is not in one allocation"
+        )
+        room = ctypes.create_string_buffer(128)
+        return 0, SimpleNamespace(getPtr=lambda: ctypes.addressof(room), room=room)
+
+
+class _Allocation:
+    def __init__(self, start: int) -> None:
+        self._start = start
+        self.free = _nothing
+
+    def __int__(self) -> int:
+        return self._start
+
+
+class _Copy:
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return _nothing
+
+    def __call__(self, stream: Any) -> None:
+        pass
+
+
+class _Structure:
+    """Of the driver; members are made where they are named."""
+
+    def __init__(self, *values: Any) -> None:
+        pass
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        member = _Structure()
+        setattr(self, name, member)
+        return member
+
+
+class _Names:
+    """An enumeration whose members are their names."""
+
+    def __getattr__(self, name: str) -> str:
+        return name
+
+
+class _Numbers:
+    """An enumeration whose members are 1."""
+
+    def __getattr__(self, name: str) -> int:
+        return 1
+
+    __getitem__ = __getattr__
+
+
+def _nothing(*arguments: Any) -> None:
+    pass
+
+
+def _module(name: str) -> Any:
+    return ModuleType(name)
+
+
+def _find(kernels: dict[str, Kernel], name: bytes) -> tuple[int, Kernel | None]:
+    kernel = kernels.get(name.decode())
+    return (500, None) if kernel is None else (0, kernel)
+
+
+def _set_attribute(kernel: Kernel, attribute: str, value: int) -> tuple[int]:
+    if attribute == _MAXIMUM_SHARED:
+        assert value + kernel.declared <= MOST_SHARED, f"{kernel.name}: {value} + {kernel.declared} bytes"
+        kernel.most = max(kernel.most, value)
+    return (0,)
+
+
+def _compile(
+    text: str, nvcc: str, options: Sequence[str], no_extern_c: bool, arch: str, cache_dir: bool,
+    include_dirs: Sequence[str],
+) -> bytes:  # fmt: skip
+    """As `pycuda.compiler.compile`; ptxas need not try hard."""
+    wanted = [option for option in options if option not in ("-O3", "-lineinfo")]
+    include = [f"-I{place}" for place in include_dirs]
+    command = [nvcc, "-cubin", f"-arch={arch}", "-Xptxas", "-O1", *wanted, *include]
+    command += ["-x", "cu", "-o", "/dev/stdout", "-"]
+    done = subprocess.run(command, input=text.encode(), capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr.decode()
+    return done.stdout
+
+
+def read_kernels(cubin: bytes) -> dict[str, Kernel]:
+    """The kernels of a cubin (ELF), by sections .nv.info.NAME (parameters) and .nv.shared.NAME."""
+    (table,) = struct.unpack_from("<Q", cubin, 0x28)
+    size, count, named = struct.unpack_from("<HHH", cubin, 0x3A)
+    sections = [struct.unpack_from("<IIQQQQ", cubin, table + index * size) for index in range(count)]
+    texts = sections[named][4]
+    found: dict[str, list[int]] = {}
+    shared: dict[str, int] = {}
+    for name_at, _, _, _, start, length in sections:
+        name = cubin[texts + name_at : cubin.index(b"\0", texts + name_at)].decode()
+        if name.startswith(".nv.info."):
+            found[name.removeprefix(".nv.info.")] = _parameters(cubin[start : start + length])
+        elif name.startswith(".nv.shared."):
+            shared[name.removeprefix(".nv.shared.")] = length
+    return {name: Kernel(name, sizes, shared.get(name, 0)) for name, sizes in found.items()}
+
+
+def _parameters(info: bytes) -> list[int]:
+    """Bytes of each, in order."""
+    sizes: dict[int, int] = {}
+    at = 0
+    while at < len(info):
+        form, attribute, length = struct.unpack_from("<BBH", info, at)
+        at += 4
+        if form != 4:  # only form 4 has its value behind the header
+            continue
+        if attribute == _PARAMETER:
+            _, ordinal, _, packed = struct.unpack_from("<IHHI", info, at)
+            sizes[ordinal] = packed >> 18
+        at += length
+    return [sizes[ordinal] for ordinal in sorted(sizes)]
+
+
+def nvcc_is_there() -> bool:
+    """Where kernels can be compiled."""
+    from worker.runners.gpu.compiler import CompilerMissingError, find_nvcc
+
+    try:
+        return Path(find_nvcc()).exists()
+    except CompilerMissingError:
+        return False

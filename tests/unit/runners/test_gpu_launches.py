@@ -1,0 +1,111 @@
+"""The GPU runner's launches against the compiled kernels, where nvcc is; a GPU is not needed."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.gpu.driving import Chunk, Pages
+from tests.gpu.oracles import make_config
+from tests.unit.runners.recorded_cuda import RecordedDriver, nvcc_is_there
+from worker.model.config import ModelConfig
+from worker.model.gguf_file import GgufFile
+from worker.runners.base import FROM_SLOT
+from worker.runners.gpu.device import Device
+from worker.runners.gpu.few_rows import MAX_ROWS
+from worker.runners.gpu.gemm import Gemm, padded_rows
+from worker.runners.gpu.hopper import Kind
+from worker.runners.gpu.kernels import Kernels
+from worker.runners.gpu.runner import CudaRunner
+
+MODEL = Path(__file__).parents[3] / "models" / "nightmill-demo.gguf"
+HOPPER, AMPERE = (9, 0), (8, 0)
+SLOTS, CONTEXT = 96, 128
+ANYWHERE = {"embed", "gather_tokens", "gather_rows", "rms_norm_1", "sample", "sample_filtered", "library"}
+ATTENTION = {"decode_attention_8_4", "split_attention_8"}
+PER_KIND = {
+    HOPPER: {"hopper_attention", "few_qkv", "few_residual", "few_swiglu"},
+    AMPERE: {"prefill_attention", "qkv_rope_write", "swiglu"},
+}
+
+pytestmark = pytest.mark.skipif(not nvcc_is_there(), reason="no nvcc to compile kernels with")
+
+
+@pytest.fixture(scope="module")
+def cubins(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cubins")
+
+
+@pytest.fixture(params=[HOPPER, AMPERE], ids=["hopper", "ampere"])
+def driver(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, cubins: Path
+) -> Iterator[RecordedDriver]:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cubins))
+    recorded = RecordedDriver(request.param)
+    recorded.install(monkeypatch)
+    return recorded
+
+
+def test_steps_of_all_sizes_launch_kernels_as_they_were_compiled(driver: RecordedDriver) -> None:
+    file = GgufFile.open(MODEL)
+    config = ModelConfig.from_gguf(file)
+    runner = CudaRunner(
+        file, config, slots=SLOTS, context=CONTEXT, kv_blocks=SLOTS * CONTEXT // 16, max_tokens=2048
+    )
+    pages = Pages(SLOTS, CONTEXT // 16)
+    tokens = [1] * CONTEXT
+    prompts = [Chunk(slot, tokens, 0, 9 + slot) for slot in range(40)]
+    runner.launch(pages.batch(prompts, admit=True))
+    mixed = [Chunk(0, tokens, 9, 1), Chunk(1, tokens, 10, 1), Chunk(50, tokens, 0, 100)]
+    runner.launch(pages.batch(mixed, admit=False))
+    assert [len(runner.collect().tokens) for _ in range(2)] == [40, 3]  # type: ignore[union-attr]
+    fed_back = [FROM_SLOT] * CONTEXT
+    for count in (1, 3, MAX_ROWS + 1, 40, SLOTS):
+        step = pages.batch([Chunk(slot, fed_back, 60, 1) for slot in range(count)], admit=False)
+        runner.launch(step)
+        assert len(runner.collect().tokens) == count  # type: ignore[union-attr]
+    expected = ANYWHERE | ATTENTION | PER_KIND[driver.capability]
+    assert expected <= driver.launches.keys()
+    assert driver.launches.keys() - {"library"} <= driver.checked
+    runner.close()
+
+
+@pytest.mark.parametrize("kind", [Kind.HALF, Kind.FLOAT, Kind.SWIGLU, Kind.RESIDUAL], ids=str)
+def test_every_way_of_a_product_can_be_launched(driver: RecordedDriver, kind: Kind) -> None:
+    with Device() as device:
+        gemm = Gemm(device, reproducible=driver.capability == HOPPER)
+        kernels = Kernels(device, make_config(), max_context=64)
+        gemm.separate_swiglu(kernels.swiglu, device.allocate(2048 * 4 * 4864))
+        for rows in (1, 8, 17, 64, 200, 256, 300, 2048):
+            for outputs, inputs in ((896, 4864), (1152, 896), (520, 72)):
+                room = padded_rows(rows)
+                x, weight = device.allocate(room * inputs * 2), device.allocate(2 * outputs * inputs * 2)
+                y = device.allocate(room * outputs * 4)
+                gemm.tune(x, [weight], y, (rows, outputs, inputs, kind))
+                before = driver.launches.total()
+                call = {Kind.SWIGLU: gemm.swiglu, Kind.RESIDUAL: gemm.residual}.get(kind)
+                if call is not None:
+                    call(x, weight, y, rows, outputs, inputs)
+                else:
+                    gemm(x, weight, y, rows, outputs, inputs, floats=kind is Kind.FLOAT)
+                assert driver.launches.total() > before
+        gemm.close()
+
+
+@pytest.mark.parametrize("heads", [(14, 2, 64), (16, 8, 128), (20, 1, 64), (4, 2, 16), (2, 1, 256)], ids=str)
+def test_attention_of_all_shapes_is_launched_as_it_was_compiled(
+    driver: RecordedDriver, heads: tuple[int, int, int]
+) -> None:
+    config = make_config(heads=heads[0], kv_heads=heads[1], head_dim=heads[2])
+    with Device() as device:
+        kernels = Kernels(device, config, max_context=4096)
+        pages, rows = 64, 128
+        cache = [device.allocate(pages * 16 * config.kv_heads * config.head_dim * 2) for _ in range(2)]
+        qkv = device.allocate(rows * (config.heads + 2 * config.kv_heads) * config.head_dim * 2)
+        numbers, out = device.allocate(4096), device.allocate(rows * config.heads * config.head_dim * 2)
+        for count in (1, 20, 128):
+            kernels.decode_attention(qkv, *cache, numbers, numbers, out, count, 256)
+        kernels.prefill_attention(
+            qkv, *cache, numbers, numbers, numbers, out, numbers, 7, 256, rows=rows, pages=pages
+        )
+    assert sum("attention" in name for name in driver.launches) >= 2
