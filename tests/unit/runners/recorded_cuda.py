@@ -28,6 +28,7 @@ from worker.runners.gpu import functions
 MOST_SHARED = 227 << 10  # of a block; sm_80: 163 KiB, which the launchers stay under there
 UNASKED_SHARED = 48 << 10
 MOST_THREADS = 1024
+MULTIPROCESSORS = 16
 _SIZES = {"P": 8, "i": 4, "I": 4, "q": 8, "Q": 8, "f": 4, "d": 8}
 _PARAMETER = 0x17  # EIATTR_KPARAM_INFO
 _MAXIMUM_SHARED = "CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES"
@@ -105,7 +106,7 @@ class RecordedDriver:
         context = SimpleNamespace(push=_nothing, pop=_nothing, detach=_nothing)
         handle = SimpleNamespace(
             retain_primary_context=lambda: context, name=lambda: "recorded", total_memory=lambda: 140 << 30,
-            compute_capability=lambda: self.capability, get_attribute=lambda attribute: 132,
+            compute_capability=lambda: self.capability, get_attribute=lambda attribute: attribute,
         )  # fmt: skip
 
         class Device:
@@ -129,7 +130,7 @@ class RecordedDriver:
         driver.Device, driver.Event = Device, Event
         driver.Stream = lambda: SimpleNamespace(handle=7, synchronize=_nothing)
         driver.Memcpy2D = _Copy
-        driver.device_attribute = SimpleNamespace(MULTIPROCESSOR_COUNT=16)
+        driver.device_attribute = SimpleNamespace(MULTIPROCESSOR_COUNT=MULTIPROCESSORS)
         driver.event_flags = SimpleNamespace(DEFAULT=0, DISABLE_TIMING=2)
         driver.mem_get_info = lambda: (130 << 30, 140 << 30)
         driver.mem_alloc = self.allocate
