@@ -35,6 +35,11 @@ static __device__ __forceinline__ void barrier_wait(uint32_t barrier, int parity
         : "memory");
 }
 
+// Waits until the 128 threads of a warpgroup are here.
+static __device__ __forceinline__ void group_sync(int group) {
+    asm volatile("bar.sync %0, 128;" ::"r"(group + 1) : "memory");
+}
+
 // Brings a map close before its first use.
 static __device__ __forceinline__ void prefetch_map(const TensorMap* map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
@@ -60,13 +65,13 @@ static __device__ __forceinline__ void load_box(uint32_t target, const TensorMap
         : "memory");
 }
 
-// A box, to this place in both blocks of a cluster; each block's barrier counts the bytes.
-static __device__ __forceinline__ void load_box_in_both(uint32_t target, const TensorMap* map, uint32_t barrier,
-                                                        int column, int row) {
+// A box, to this place in those blocks of the cluster that `mask` says; each one's barrier counts the bytes.
+static __device__ __forceinline__ void load_box_in(uint32_t target, const TensorMap* map, uint32_t barrier, int column,
+                                                   int row, int mask) {
     asm volatile(
         "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
         "[%0], [%1, {%3, %4}], [%2], %5;" ::"r"(target),
-        "l"(map), "r"(barrier), "r"(column), "r"(row), "h"(static_cast<uint16_t>(3))
+        "l"(map), "r"(barrier), "r"(column), "r"(row), "h"(static_cast<uint16_t>(mask))
         : "memory");
 }
 

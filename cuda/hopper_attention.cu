@@ -70,10 +70,6 @@ static __device__ __forceinline__ uint64_t with_low_word(uint32_t low) {
     return (tile_descriptor(0, 0) & ~uint64_t(0xffffffff)) | low;
 }
 
-static __device__ __forceinline__ void group_sync(int group) {  // among the 128 threads of a warpgroup
-    asm volatile("bar.sync %0, 128;" ::"r"(group + 1) : "memory");
-}
-
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     hopper_attention(const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,
                      const __grid_constant__ TensorMap v_map, const int* __restrict__ tables, int table_stride,

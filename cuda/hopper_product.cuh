@@ -38,15 +38,14 @@ struct Outbox {
     int group;
 
     __device__ __forceinline__ uint32_t piece(int index) const { return pieces + index * PIECE_BYTES; }
-    __device__ __forceinline__ void meet() const { asm volatile("bar.sync %0, 128;" ::"r"(1 + group) : "memory"); }
     __device__ __forceinline__ void open() const {
         if (threadIdx.x % 128 == 0) wait_for_reads();
-        meet();
+        group_sync(group);
     }
     template <typename Copy>
     __device__ __forceinline__ void send(Copy copy) const {
         publish_to_wgmma();  // to all that is not an ordinary access, bulk copies too
-        meet();
+        group_sync(group);
         if (threadIdx.x % 128 == 0) {
             copy();
             commit_stores();
@@ -117,8 +116,8 @@ static __device__ __forceinline__ void multiply(const TensorMap* x_map, const Te
             const int upper = SIDES == 2 ? outputs + column : column + BN / 2;
             const int depth = step * DEPTH;
             if (CLUSTER > 1) {
-                load_box_in_both(w_tile(stage) + rank * (W_BYTES / 2), w_map, full + 8 * stage, depth,
-                                 rank ? upper : column);
+                load_box_in(w_tile(stage) + rank * (W_BYTES / 2), w_map, full + 8 * stage, depth,
+                            rank ? upper : column, 3);
             } else {
                 load_box(w_tile(stage), w_map, full + 8 * stage, depth, column);
                 load_box(w_tile(stage) + W_BYTES / 2, w_map, full + 8 * stage, depth, upper);

@@ -28,17 +28,6 @@ static constexpr int WIDTH = 64;     // elements of K in a box: the width of the
 static constexpr int UNDER_WAY = 2;  // steps being multiplied while the next is looked for
 static constexpr int EARLY = 2;      // steps of a first block whose weights are asked for before x: x waits behind more
 
-// A box of the tensor at (column, row), to this place in those blocks of the cluster that `mask` says; each one's
-// barrier counts the bytes.
-static __device__ __forceinline__ void load_box_in(uint32_t target, const TensorMap* map, uint32_t barrier, int column,
-                                                   int row, int mask) {
-    asm volatile(
-        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
-        "[%0], [%1, {%3, %4}], [%2], %5;" ::"r"(target),
-        "l"(map), "r"(barrier), "r"(column), "r"(row), "h"(static_cast<uint16_t>(mask))
-        : "memory");
-}
-
 // Stores four floats in a block of the cluster, whose barrier counts their 16 bytes (addresses: `address_in`).
 static __device__ __forceinline__ void store_async(uint32_t target, uint32_t barrier, const float* four) {
     asm volatile(
