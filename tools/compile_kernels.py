@@ -12,7 +12,6 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-ARCHITECTURES = ("sm_80", "sm_90a", "sm_100")
 VARIANTS = {  # options that the launchers compile a file with; others are compiled once, with their defaults
     "decode_attention": (("-DHEAD_DIM=64",), ("-DHEAD_DIM=128",)),
     "qkv_rope": (("-DHEAD_DIM=64", "-DINTERLEAVED=0"), ("-DHEAD_DIM=128", "-DINTERLEAVED=1")),
@@ -22,6 +21,9 @@ VARIANTS = {  # options that the launchers compile a file with; others are compi
     "hopper_qkv": (("-DHEAD_DIM=64", "-DINTERLEAVED=0"), ("-DHEAD_DIM=128", "-DINTERLEAVED=1")),
     "few_rows": (("-DHEAD_DIM=64", "-DINTERLEAVED=0"), ("-DHEAD_DIM=128", "-DINTERLEAVED=1")),
 }
+HOPPER = "sm_90a"
+ARCHITECTURES = ("sm_80", HOPPER, "sm_100")
+HOPPER_ONLY = ("hopper_", "few_rows")  # how the names of files begin that no other architecture runs
 KERNELS = Path(__file__).resolve().parent.parent / "cuda"
 
 
@@ -36,7 +38,7 @@ def main() -> int:
         (source, option, architecture)
         for source in sources
         for option in VARIANTS.get(source.stem, ((),))
-        for architecture in ARCHITECTURES
+        for architecture in ((HOPPER,) if source.stem.startswith(HOPPER_ONLY) else ARCHITECTURES)
     ]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         said = list(pool.map(lambda job: compile_one(nvcc, *job), jobs))

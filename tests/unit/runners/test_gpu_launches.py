@@ -92,7 +92,7 @@ def test_every_way_of_a_product_can_be_launched(driver: RecordedDriver, kind: Ki
         gemm.close()
 
 
-@pytest.mark.parametrize("heads", [(14, 2, 64), (16, 8, 128), (20, 1, 64), (4, 2, 16), (2, 1, 256)], ids=str)
+@pytest.mark.parametrize("heads", [(14, 2, 64), (16, 8, 128), (2, 1, 256)], ids=str)
 def test_attention_of_all_shapes_is_launched_as_it_was_compiled(
     driver: RecordedDriver, heads: tuple[int, int, int]
 ) -> None:
