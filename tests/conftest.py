@@ -33,11 +33,32 @@ from tests.servers import (
 # Products of test size are not worth a second BLAS thread, which waits by spinning on a busy machine.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
+LONG = Path(__file__).parent / "integration" / "worker"  # tests that start workers
+
 REDIS_URL = os.environ.get("NIGHTMILL_TEST_REDIS_URL")
 DATABASE_URL = os.environ.get("NIGHTMILL_TEST_DATABASE_URL")
 
 hypothesis.settings.register_profile("nightmill", deadline=None, database=None, print_blob=True)
 hypothesis.settings.load_profile("nightmill")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of several test processes each begins with its share of the long tests, so that all end together.
+
+    pytest-xdist gives each an equal, connected part of the list, of which idle ones then take from the end.
+    """
+    processes = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    if processes == 1:
+        return
+    long = [item for item in items if LONG in item.path.parents]
+    short = [item for item in items if LONG not in item.path.parents]
+    ordered: list[pytest.Item] = []
+    for process in range(processes):
+        share = long[process::processes]
+        end = len(items) * (process + 1) // processes - len(ordered) - len(share)
+        ordered += share + short[:end]
+        del short[:end]
+    items[:] = ordered + short
 
 
 @pytest.fixture(autouse=True)
