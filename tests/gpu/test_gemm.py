@@ -1,6 +1,8 @@
 """Products on the GPU against float64, at sizes that fit no tile, with poison all around."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -157,26 +159,34 @@ def with_poison(device: Device, before: npt.NDArray[np.float32]) -> int:
     return device.upload(y)
 
 
+Adds = Callable[[int, int, int, int, int, int], None]  # x, weight, y, rows, outputs, inputs
+
+
+def assert_they_add_the_same_bits(
+    device: Device, ways: tuple[Adds, Adds], rows: int, outputs: int, inputs: int
+) -> None:
+    """And the right ones; the first writes nothing but its rows."""
+    before, exact, *addresses = residual_operands(device, rows, outputs, inputs)
+    results = []
+    for add in ways:
+        y = with_poison(device, before)
+        add(*addresses, y, rows, outputs, inputs)
+        results.append(device.download(y, (padded_rows(rows) + 1, outputs), np.float32))
+        device.free(y)
+    np.testing.assert_array_equal(results[0][:rows], results[1][:rows], err_msg=f"{rows} {outputs}")
+    assert nmse(results[0][:rows], exact) < 1e-10
+    assert np.isnan(results[0][rows:]).all(), "wrote past its rows"
+    for address in addresses:
+        device.free(address)
+
+
 @pytest.mark.parametrize("tile", TILES[Kind.RESIDUAL], ids=str)
 def test_every_hopper_tile_adds_the_librarys_bits(device: Device, hopper: HopperProducts, tile: Tile) -> None:
     gemm = Gemm(device, own_kernels=False, reproducible=True)
+    own = partial(hopper.run, Kind.RESIDUAL, tile)
     for outputs, inputs in ADDED:
         for rows in (1, 7, 63, 65, 257, 1000):
-            before, exact, *addresses = residual_operands(device, rows, outputs, inputs)
-            results = []
-            for own in (True, False):
-                y = with_poison(device, before)
-                if own:
-                    hopper.run(Kind.RESIDUAL, tile, *addresses, y, rows, outputs, inputs)
-                else:
-                    gemm.residual(*addresses, y, rows, outputs, inputs)
-                results.append(device.download(y, (padded_rows(rows) + 1, outputs), np.float32))
-                device.free(y)
-            np.testing.assert_array_equal(results[0][:rows], results[1][:rows], err_msg=f"{rows} {outputs}")
-            assert nmse(results[0][:rows], exact) < 1e-10
-            assert np.isnan(results[0][rows:]).all(), "wrote past its rows"
-            for address in addresses:
-                device.free(address)
+            assert_they_add_the_same_bits(device, (own, gemm.residual), rows, outputs, inputs)
     gemm.close()
 
 
@@ -184,23 +194,15 @@ def test_every_hopper_tile_adds_the_librarys_bits(device: Device, hopper: Hopper
 def test_blocks_that_share_k_add_the_bits_of_one_that_has_it_all(
     device: Device, hopper: HopperProducts, relay: Relay
 ) -> None:
-    shared_k, tile = HopperRelay(device), TILES[Kind.RESIDUAL][-1]
+    ways = (
+        partial(HopperRelay(device).run, relay),
+        partial(hopper.run, Kind.RESIDUAL, TILES[Kind.RESIDUAL][-1]),
+    )
     for outputs, inputs in (*ADDED, (48, 4104), (8, 1000)):
         if relay.steps(inputs) < relay.parts:
             continue
         for rows in (1, 9, 16, 33, 65, 130, 200, 257):
-            before, exact, *addresses = residual_operands(device, rows, outputs, inputs)
-            results = []
-            for run, shape in ((shared_k.run, (relay,)), (hopper.run, (Kind.RESIDUAL, tile))):
-                y = with_poison(device, before)
-                run(*shape, *addresses, y, rows, outputs, inputs)
-                results.append(device.download(y, (padded_rows(rows) + 1, outputs), np.float32))
-                device.free(y)
-            np.testing.assert_array_equal(results[0][:rows], results[1][:rows], err_msg=f"{rows} {outputs}")
-            assert nmse(results[0][:rows], exact) < 1e-10
-            assert np.isnan(results[0][rows:]).all(), "wrote past its rows"
-            for address in addresses:
-                device.free(address)
+            assert_they_add_the_same_bits(device, ways, rows, outputs, inputs)
 
 
 @pytest.mark.parametrize(

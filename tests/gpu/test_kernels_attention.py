@@ -258,31 +258,39 @@ def test_prefill_of_more_tiles_than_blocks(device: Device, shape: tuple[int, int
     np.testing.assert_array_equal(again, actual)
 
 
-def make_rising(rng: np.random.Generator, config: Any, length: int) -> tuple[np.ndarray, Paged]:
+RISING = 600  # tokens
+
+
+@pytest.fixture(params=[False, True], ids=["best", "portable"])
+def rising(
+    device: Device, request: pytest.FixtureRequest, shape: tuple[int, int, int]
+) -> tuple[Any, Kernels, np.ndarray, Paged]:
     """Queries, and keys whose first element grows with their position, by leaps after 300 and 400.
 
     Heads take it with factors 0, 4, -4 and 1: maxima that stay, that rise in every tile, that are the first.
     """
-    paged = make_paged(rng, [length], config.kv_heads, config.head_dim)
-    places = np.arange(length)
-    rising = places * 0.5 + 1000.0 * (places > 300) + 29_000.0 * (places > 400)
-    paged.keys[0][..., 0] = rising[:, None]
+    config = make_config(heads=shape[0], kv_heads=shape[1], head_dim=shape[2])
+    kernels, rng = (
+        Kernels(device, config, max_context=4096, portable=request.param),
+        np.random.default_rng(14),
+    )
+    paged = make_paged(rng, [RISING], config.kv_heads, config.head_dim)
+    places = np.arange(RISING)
+    growing = places * 0.5 + 1000.0 * (places > 300) + 29_000.0 * (places > 400)
+    paged.keys[0][..., 0] = growing[:, None]
     paged.k_cache[paged.tables[0][places // 16], :, places % 16] = paged.keys[0]
-    qkv = make_queries(rng, length, config)
+    qkv = make_queries(rng, RISING, config)
     qkv[:, : config.heads, 0] = np.resize([0.0, 4.0, -4.0, 1.0], config.heads)
-    return qkv, paged
+    return config, kernels, qkv, paged
 
 
-@pytest.mark.parametrize("portable", [False, True], ids=["best", "portable"])
 @pytest.mark.parametrize("shape", SHAPES[:2])
 def test_prefill_where_later_scores_are_much_larger(
-    device: Device, shape: tuple[int, int, int], portable: bool
+    device: Device, rising: tuple[Any, Kernels, np.ndarray, Paged]
 ) -> None:
-    config = make_config(heads=shape[0], kv_heads=shape[1], head_dim=shape[2])
-    kernels = Kernels(device, config, max_context=4096, portable=portable)
-    qkv, paged = make_rising(np.random.default_rng(14), config, 600)
-    whole = run_prefill(device, kernels, config, qkv, paged, [600], [600])
-    expected = prefill_oracle(config, qkv, paged, [600], [600])
+    config, kernels, qkv, paged = rising
+    whole = run_prefill(device, kernels, config, qkv, paged, [RISING], [RISING])
+    expected = prefill_oracle(config, qkv, paged, [RISING], [RISING])
     for head in range(config.heads):
         assert_close(whole[:, head], expected[:, head], ATTENTION)
     first = 0
@@ -293,17 +301,14 @@ def test_prefill_where_later_scores_are_much_larger(
         np.testing.assert_array_equal(piece, whole[part])
 
 
-@pytest.mark.parametrize("portable", [False, True], ids=["best", "portable"])
 @pytest.mark.parametrize("shape", SHAPES[:2])
 def test_rising_scores_of_some_rows_leave_the_bits_of_others(
-    device: Device, shape: tuple[int, int, int], portable: bool
+    device: Device, rising: tuple[Any, Kernels, np.ndarray, Paged]
 ) -> None:
-    config = make_config(heads=shape[0], kv_heads=shape[1], head_dim=shape[2])
-    kernels = Kernels(device, config, max_context=4096, portable=portable)
-    qkv, paged = make_rising(np.random.default_rng(15), config, 600)
-    mixed = run_prefill(device, kernels, config, qkv, paged, [600], [600])
+    config, kernels, qkv, paged = rising
+    mixed = run_prefill(device, kernels, config, qkv, paged, [RISING], [RISING])
     qkv[:, 1 : config.heads : 4, 0] = 0.0
-    plain = run_prefill(device, kernels, config, qkv, paged, [600], [600])
+    plain = run_prefill(device, kernels, config, qkv, paged, [RISING], [RISING])
     others = np.delete(np.arange(config.heads), np.arange(1, config.heads, 4))
     np.testing.assert_array_equal(mixed[:, others], plain[:, others])
 

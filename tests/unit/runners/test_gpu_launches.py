@@ -1,4 +1,4 @@
-"""The GPU runner's launches against the compiled kernels, where nvcc is; a GPU is not needed."""
+"""The GPU runner's launches, without a GPU: against the compiled kernels where nvcc is."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ import pytest
 
 from tests.gpu.driving import Chunk, Pages
 from tests.gpu.oracles import make_config
-from tests.unit.runners.recorded_cuda import RecordedDriver, nvcc_is_there
+from tests.unit.runners.recorded_cuda import RecordedDriver
 from worker.model.config import ModelConfig
 from worker.model.gguf_file import GgufFile
 from worker.runners.base import FROM_SLOT
@@ -26,8 +26,6 @@ PER_KIND = {
     HOPPER: {"hopper_attention", "few_qkv", "few_residual", "few_swiglu"},
     AMPERE: {"prefill_attention", "qkv_rope_write", "swiglu"},
 }
-
-pytestmark = pytest.mark.skipif(not nvcc_is_there(), reason="no nvcc to compile kernels with")
 
 
 def record(capability: tuple[int, int], patch: pytest.MonkeyPatch, cubins: Path) -> RecordedDriver:

@@ -21,6 +21,7 @@ from worker.runners.gpu.device import Device
 from worker.runners.gpu.functions import Function, Module
 from worker.runners.gpu.hopper import is_hopper
 from worker.runners.gpu.prefill import TILE_ROWS, HopperPrefill, prefill_tiles
+from worker.runners.gpu.sizes import check_sizes
 
 __all__ = ["Kernels", "Slots"]
 
@@ -87,7 +88,7 @@ class Kernels:
         self, device: Device, config: ModelConfig, *, max_context: int, max_sample_rows: int = 512,
         portable: bool = False,
     ) -> None:  # fmt: skip
-        _check_sizes(config)
+        check_sizes(config)
         self._device = device
         self._config = config
         self._group = config.heads // config.kv_heads
@@ -375,21 +376,6 @@ class Kernels:
         )  # fmt: skip
         if filtered:
             self._sample_filtered.of(count)((count, 1, 1), (1024, 1, 1), *inputs, out_tokens, bad_flag)
-
-
-def _check_sizes(config: ModelConfig) -> None:
-    group = config.heads // config.kv_heads
-    head = config.head_dim
-    problems = [
-        (config.width % 8 or config.width > 32768, f"a width of {config.width} (multiples of 8 up to 32768)"),
-        (config.ffn_width % 8, f"an FFN width of {config.ffn_width} (multiples of 8)"),
-        (head % 4 or head > 512 or (head > 128 and head % 16), f"a head size of {head} (see Kernels)"),
-        (config.heads * head % 8 or config.kv_heads * head % 8, f"heads of {head} elements in odd numbers"),
-        (group > TILE_ROWS, f"{group} query heads to a KV head (at most {TILE_ROWS})"),
-    ]
-    for wrong, what in problems:
-        if wrong:
-            raise RunnerError(f"the CUDA kernels do not take {what}; `--reference` generates without a GPU")
 
 
 def _blocks(threads: int) -> int:
