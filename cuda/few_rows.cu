@@ -10,9 +10,12 @@
 // of `hopper_gemm.cu`, `qkv_rope_write` and `swiglu` one after the other, to the same bits: sums go through K in order,
 // 16 elements at a time (m16n8k16 with the tokens as rows), from one accumulator.
 //
-// Bytes: the weights once. A block of 4 warps has 8 rows of W (few_swiglu: 8 of gate and 8 of up), which it asks for
+// Bytes: the weights once. A block has 8 rows of W (few_swiglu: `groups` of 8 of gate and 8 of up), which it asks for
 // all at once, by cp.async, before it waits for the kernel ahead of it: the chip has a whole matrix in flight, and
-// one warp multiplies when inputs and weights are there. Latency is that of K / 16 dependent products.
+// a warp for each group multiplies when inputs and weights are there. Latency is that of K / 16 dependent products.
+//
+// Blocks that take little of a multiprocessor let those of the kernels behind them in early, and with them their
+// weights: registers are spared, and blocks of few_swiglu are few enough to run all at once.
 //
 // Options: -DHEAD_DIM (64), -DINTERLEAVED (0). Dynamic shared memory: `few_rows_shared` in the launcher.
 #include "common.cuh"
@@ -26,8 +29,8 @@
 #endif
 static_assert(HEAD_DIM % 8 == 0, "a block has whole pairs of one head");
 
-static constexpr int THREADS = 128;
-static constexpr int WARPS = THREADS / 32;
+static constexpr int THREADS = 128;         // but for few_swiglu
+static constexpr int SWIGLU_THREADS = 256;  // at most
 static constexpr int TOKENS = 8;
 static constexpr int ROWS = 8;  // of W that a product takes
 static constexpr int MAX_PARTS = 32;
@@ -41,99 +44,170 @@ static __device__ __forceinline__ void fetch_rows(uint32_t target, int rows, int
     const int chunks = inputs / 8, pitch = pitch_of(inputs);
     for (int i = 0; i < rows; ++i) {
         const __half* source = row(i);
-        for (int chunk = threadIdx.x; chunk < chunks; chunk += THREADS)
+        for (int chunk = threadIdx.x; chunk < chunks; chunk += blockDim.x)
             copy_async(target + i * pitch + chunk * 16, source + chunk * 8, true);
     }
 }
 
 // Starts copying `count` floats, a multiple of 4.
 static __device__ __forceinline__ void fetch_floats(uint32_t target, const float* source, int count) {
-    for (int i = threadIdx.x; i < count / 4; i += THREADS) copy_async(target + i * 16, source + i * 4, true);
+    for (int i = threadIdx.x; i < count / 4; i += blockDim.x) copy_async(target + i * 16, source + i * 4, true);
 }
 
 // norm(x) as rows of halves in shared memory, summed in the order of `rms_norm`: there, a row has the block
 // that `_norm_shape` in the launcher says; here its warps are parts, which the warps of this block share out.
-// The gains are in shared memory once copies have been waited for.
-static __device__ __forceinline__ void norm_rows(unsigned char* target, const float* x, const float* gains_at,
-                                                 int tokens, int width, float eps) {
-    __shared__ float sums[TOKENS][MAX_PARTS];
-    const int chunks = width / 8, pieces = chunks <= 256 ? 1 : chunks <= 512 ? 2 : 4;
-    const int parts = (chunks + 32 * pieces - 1) / (32 * pieces);
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    for (int item = warp; item < tokens * parts; item += WARPS) {
-        const int token = item / parts, part = item % parts;
-        float sum = 0.0f;
-        for (int piece = 0; piece < pieces; ++piece) {
-            const int chunk = piece * parts * 32 + part * 32 + lane;
-            if (chunk >= chunks) continue;
-            float values[8];
-            load8(x + static_cast<int64_t>(token) * width + chunk * 8, values);
+// Where a warp has at most HELD of them, each of one piece, x stays in registers between the two passes.
+struct Norm {
+    static constexpr int HELD = 4;
+    int tokens, width, chunks, pieces, parts, warps, warp, lane;
+    bool held;
+    int token[HELD], chunk[HELD];
+
+    // Before anything is waited for.
+    __device__ __forceinline__ Norm(int tokens, int width) : tokens(tokens), width(width) {
+        chunks = width / 8, pieces = chunks <= 256 ? 1 : chunks <= 512 ? 2 : 4;
+        parts = (chunks + 32 * pieces - 1) / (32 * pieces);
+        warps = blockDim.x / 32, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+        held = pieces == 1 && tokens * parts <= HELD * warps;
 #pragma unroll
-            for (int i = 0; i < 8; ++i) sum = fmaf(values[i], values[i], sum);
-        }
-        sum = warp_sum(sum);
-        if (lane == 0) sums[token][part] = sum;
-    }
-    wait_for_copies<0>();
-    __syncthreads();
-    for (int item = warp; item < tokens * parts; item += WARPS) {
-        const int token = item / parts, part = item % parts;
-        const float total = warp_sum(lane < parts ? sums[token][lane] : 0.0f);
-        const float scale = 1.0f / sqrtf(total / static_cast<float>(width) + eps);
-        for (int piece = 0; piece < pieces; ++piece) {
-            const int chunk = piece * parts * 32 + part * 32 + lane;
-            if (chunk >= chunks) continue;
-            float values[8], gains[8];
-            load8(x + static_cast<int64_t>(token) * width + chunk * 8, values);
-            load8(gains_at + chunk * 8, gains);
-#pragma unroll
-            for (int i = 0; i < 8; ++i) values[i] *= scale * gains[i];
-            *reinterpret_cast<Half8*>(target + token * pitch_of(width) + chunk * 16) = pack(values);
+        for (int i = 0; i < HELD; ++i) {
+            const int item = warp + i * warps;
+            token[i] = item / parts, chunk[i] = item % parts * 32 + lane;
         }
     }
-}
+
+    __device__ __forceinline__ float scale_of(const float* sums, float eps) const {
+        float total;
+        if (parts <= 4) {  // as `warp_sum` adds them
+            const float4 four = *reinterpret_cast<const float4*>(sums);
+            const float third = parts > 2 ? four.z : 0.0f, fourth = parts > 3 ? four.w : 0.0f;
+            total = (four.x + third) + ((parts > 1 ? four.y : 0.0f) + fourth);
+        } else {
+            total = warp_sum(lane < parts ? sums[lane] : 0.0f);
+        }
+        return 1.0f / sqrtf(total / static_cast<float>(width) + eps);
+    }
+
+    static __device__ __forceinline__ void store(unsigned char* target, float (&values)[8], const float* gains_at,
+                                                 float scale) {
+        float gains[8];
+        load8(gains_at, gains);
+#pragma unroll
+        for (int i = 0; i < 8; ++i) values[i] *= scale * gains[i];
+        *reinterpret_cast<Half8*>(target) = pack(values);
+    }
+
+    // The gains are in shared memory once copies have been waited for, which this does. Ends with a barrier.
+    __device__ __forceinline__ void operator()(unsigned char* target, const float* x, const float* gains_at,
+                                               float eps) const {
+        __shared__ __align__(16) float sums[TOKENS][MAX_PARTS];
+        const int pitch = pitch_of(width);
+        float kept[HELD][8];
+        if (held) {
+#pragma unroll
+            for (int i = 0; i < HELD; ++i)
+                if (token[i] < tokens && chunk[i] < chunks)
+                    load8(x + static_cast<int64_t>(token[i]) * width + chunk[i] * 8, kept[i]);
+#pragma unroll
+            for (int i = 0; i < HELD; ++i) {
+                if (token[i] >= tokens) continue;
+                float sum = 0.0f;
+#pragma unroll
+                for (int k = 0; k < 8; ++k)
+                    if (chunk[i] < chunks) sum = fmaf(kept[i][k], kept[i][k], sum);
+                sum = warp_sum(sum);
+                if (lane == 0) sums[token[i]][chunk[i] / 32] = sum;
+            }
+        } else {
+            for (int item = warp; item < tokens * parts; item += warps) {
+                const int token = item / parts, part = item % parts;
+                float sum = 0.0f;
+                for (int piece = 0; piece < pieces; ++piece) {
+                    const int chunk = piece * parts * 32 + part * 32 + lane;
+                    if (chunk >= chunks) continue;
+                    float values[8];
+                    load8(x + static_cast<int64_t>(token) * width + chunk * 8, values);
+#pragma unroll
+                    for (int i = 0; i < 8; ++i) sum = fmaf(values[i], values[i], sum);
+                }
+                sum = warp_sum(sum);
+                if (lane == 0) sums[token][part] = sum;
+            }
+        }
+        wait_for_copies<0>();
+        __syncthreads();
+        if (held) {
+#pragma unroll
+            for (int i = 0; i < HELD; ++i) {
+                if (token[i] >= tokens) continue;
+                const float scale = scale_of(sums[token[i]], eps);
+                if (chunk[i] < chunks)
+                    store(target + token[i] * pitch + chunk[i] * 16, kept[i], gains_at + chunk[i] * 8, scale);
+            }
+        } else {
+            for (int item = warp; item < tokens * parts; item += warps) {
+                const int token = item / parts, part = item % parts;
+                const float scale = scale_of(sums[token], eps);
+                for (int piece = 0; piece < pieces; ++piece) {
+                    const int chunk = piece * parts * 32 + part * 32 + lane;
+                    if (chunk >= chunks) continue;
+                    float values[8];
+                    load8(x + static_cast<int64_t>(token) * width + chunk * 8, values);
+                    store(target + token * pitch + chunk * 16, values, gains_at + chunk * 8, scale);
+                }
+            }
+        }
+        __syncthreads();
+    }
+};
 
 // c[0], c[1] of COUNT products at once: token lane / 4, rows 2 (lane % 4), + 1 of the 8 rows of W. Fragments have room
 // for 8 tokens; where there are fewer, rows of weights are read in their place, and the results mean nothing.
 template <int COUNT>
 static __device__ __forceinline__ void multiply(float (&c)[COUNT][4], uint32_t inputs_at, uint32_t weights_at,
                                                 int inputs) {
-    constexpr int GROUP = 4 / COUNT;  // steps of 32 elements whose operands are read while the group before multiplies
-    const int lane = threadIdx.x % 32, pitch = pitch_of(inputs);
-    const uint32_t offset = lane % 8 * pitch + lane / 8 * 16;
-    const uint32_t a_at = inputs_at + offset, b_at = weights_at + offset;
-    uint32_t a[2][GROUP][4], b[2][GROUP][COUNT][4];
-    auto read = [&](int buffer, int place, int step) {
-        load_matrices(a[buffer][place], a_at + step * 64);
+    constexpr int AHEAD = 4;  // steps of 32 elements whose operands are read before they are multiplied
+    const int lane = threadIdx.x % 32, pitch = pitch_of(inputs), steps = inputs / 32;
+    // A's rows 8 to 15 are rows 0 to 7 again, so that one instruction reads a fragment as it is multiplied.
+    const uint32_t a_at = inputs_at + lane % 8 * pitch + lane / 16 * 16;
+    const uint32_t b_at = weights_at + lane % 8 * pitch + lane / 8 * 16;
+    uint32_t a[AHEAD][2][4], b[AHEAD][COUNT][4];
+    auto read = [&](int place, int step) {
+        load_matrices(a[place][0], a_at + step * 64);
+        load_matrices(a[place][1], a_at + step * 64 + 32);
 #pragma unroll
-        for (int n = 0; n < COUNT; ++n) load_matrices(b[buffer][place][n], b_at + n * ROWS * pitch + step * 64);
+        for (int n = 0; n < COUNT; ++n) load_matrices(b[place][n], b_at + n * ROWS * pitch + step * 64);
     };
-    auto take = [&](int buffer, int place) {
-        const uint32_t(&four)[4] = a[buffer][place];
-        const uint32_t low[4] = {four[0], 0, four[1], 0}, high[4] = {four[2], 0, four[3], 0};
+    auto take = [&](int place) {
 #pragma unroll
-        for (int n = 0; n < COUNT; ++n) mma(c[n], low, b[buffer][place][n][0], b[buffer][place][n][1]);
+        for (int half = 0; half < 2; ++half)
 #pragma unroll
-        for (int n = 0; n < COUNT; ++n) mma(c[n], high, b[buffer][place][n][2], b[buffer][place][n][3]);
+            for (int n = 0; n < COUNT; ++n)
+                mma(c[n], a[place][half], b[place][n][2 * half], b[place][n][2 * half + 1]);
     };
-    const int steps = inputs / 32, whole = steps / (2 * GROUP) * (2 * GROUP);
 #pragma unroll
-    for (int i = 0; i < GROUP; ++i) read(0, i, min(i, steps - 1));
-    for (int step = 0; step < whole; step += 2 * GROUP) {
+    for (int i = 0; i < AHEAD; ++i) read(i, min(i, steps - 1));
+    int step = 0;
+    // Reads between products, not before them: they are issued while a product is under way.
+#pragma unroll 1
+    for (; step + 2 * AHEAD <= steps; step += AHEAD) {
 #pragma unroll
-        for (int buffer = 0; buffer < 2; ++buffer) {
-            const int next = step + (buffer + 1) * GROUP;
+        for (int i = 0; i < AHEAD; ++i) take(i), read(i, step + AHEAD + i);
+    }
+#pragma unroll 1
+    for (; step < steps; step += AHEAD) {
 #pragma unroll
-            for (int i = 0; i < GROUP; ++i) read(buffer ^ 1, i, min(next + i, steps - 1));
-#pragma unroll
-            for (int i = 0; i < GROUP; ++i) take(buffer, i);
+        for (int i = 0; i < AHEAD; ++i) {
+            if (step + i >= steps) break;
+            take(i);
+            if (step + AHEAD + i < steps) read(i, step + AHEAD + i);
         }
     }
-    for (int step = whole; step < steps; ++step) {
-        read(0, 0, step);
-        take(0, 0);
-    }
 }
+
+// Whether this warp is the one of its block: not the same in all, for blocks that share a multiprocessor should not
+// share one of its four tensor cores.
+static __device__ __forceinline__ bool multiplies() { return threadIdx.x / 32 == blockIdx.x % (THREADS / 32); }
 
 static __device__ __forceinline__ float rounded(float value) { return __half2float(__float2half_rn(value)); }
 
@@ -151,13 +225,14 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     const int pitch = pitch_of(width);
     const uint32_t inputs_at = shared_address(shared), weights_at = inputs_at + tokens * pitch;
     launch_next();
+    const Norm normalise(tokens, width);
     fetch_rows(weights_at, ROWS, width, [&](int i) {
         return w + static_cast<int64_t>(head * HEAD_DIM + element(first_pair + i / 2, i % 2)) * width;
     });
     fetch_floats(weights_at + ROWS * pitch, norm, width);
     commit_copies();
     // What the step's arrays hold is there before it starts.
-    const int token = threadIdx.x / 4, pair = first_pair + threadIdx.x % 4;
+    const int token = threadIdx.x % 32 / 4, pair = first_pair + threadIdx.x % 4;
     const int low_at = element(pair, 0), high_at = element(pair, 1);
     const bool exists = token < tokens, is_query = head < heads, is_value = head >= heads + kv_heads;
     float low_bias = 0.0f, high_bias = 0.0f;
@@ -170,9 +245,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         row = cache_rows[token];
     }
     wait_for_previous(x);
-    norm_rows(shared, x, reinterpret_cast<const float*>(shared + (tokens + ROWS) * pitch), tokens, width, eps);
-    __syncthreads();
-    if (threadIdx.x >= 32) return;
+    normalise(shared, x, reinterpret_cast<const float*>(shared + (tokens + ROWS) * pitch), eps);
+    if (!multiplies()) return;
     float c[1][4] = {};
     multiply(c, inputs_at, weights_at, width);
 
@@ -203,39 +277,43 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     wait_for_previous(in);
     fetch_rows(inputs_at, tokens, inputs, [&](int i) { return in + static_cast<int64_t>(i) * inputs; });
     commit_copies();
-    const int token = threadIdx.x / 4, column = first + threadIdx.x % 4 * 2;
+    const int token = threadIdx.x % 32 / 4, column = first + threadIdx.x % 4 * 2;
     const bool exists = token < tokens && column < outputs;
     float2* target = reinterpret_cast<float2*>(x + static_cast<int64_t>(token) * outputs + column);
     const float2 old = exists ? *target : make_float2(0.0f, 0.0f);
     wait_for_copies<0>();
     __syncthreads();
-    if (threadIdx.x >= 32) return;
+    if (!multiplies()) return;
     float c[1][4] = {};
     multiply(c, inputs_at, weights_at, inputs);
     if (!exists) return;
     *target = make_float2(old.x + c[0][0], old.y + c[0][1]);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS)
+// `groups` of 8 outputs in a block, a warp each; more warps help to fetch and to norm.
+extern "C" __global__ void __launch_bounds__(SWIGLU_THREADS)
     few_swiglu(const float* __restrict__ x, const float* __restrict__ norm, float eps, const __half* __restrict__ w,
-               __half* __restrict__ out, int tokens, int width, int ffn_width) {
+               __half* __restrict__ out, int tokens, int width, int ffn_width, int groups) {
     extern __shared__ __align__(16) unsigned char shared[];
-    const int first = blockIdx.x * ROWS, pitch = pitch_of(width);
+    const int first = blockIdx.x * groups * ROWS, pitch = pitch_of(width);
+    const int mine = min(groups, (ffn_width - first) / ROWS);
     const uint32_t inputs_at = shared_address(shared), weights_at = inputs_at + tokens * pitch;
     launch_next();
-    fetch_rows(weights_at, 2 * ROWS, width, [&](int i) {
-        const int row = first + i % ROWS + (i < ROWS ? 0 : ffn_width);
+    const Norm normalise(tokens, width);
+    fetch_rows(weights_at, 2 * ROWS * mine, width, [&](int i) {
+        const int row = first + i / (2 * ROWS) * ROWS + i % ROWS + (i & ROWS ? ffn_width : 0);
         return w + static_cast<int64_t>(row) * width;
     });
-    fetch_floats(weights_at + 2 * ROWS * pitch, norm, width);
+    fetch_floats(weights_at + 2 * ROWS * groups * pitch, norm, width);
     commit_copies();
     wait_for_previous(x);
-    norm_rows(shared, x, reinterpret_cast<const float*>(shared + (tokens + 2 * ROWS) * pitch), tokens, width, eps);
-    __syncthreads();
-    if (threadIdx.x >= 32) return;
+    const unsigned char* gains = shared + (tokens + 2 * ROWS * groups) * pitch;
+    normalise(shared, x, reinterpret_cast<const float*>(gains), eps);
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    if (warp >= mine) return;
     float c[2][4] = {};
-    multiply(c, inputs_at, weights_at, width);
-    const int token = threadIdx.x / 4, column = first + threadIdx.x % 4 * 2;
+    multiply(c, inputs_at, weights_at + warp * 2 * ROWS * pitch, width);
+    const int token = lane / 4, column = first + warp * ROWS + lane % 4 * 2;
     if (token >= tokens) return;
     const uint32_t pair = pack(silu_times(rounded(c[0][0]), rounded(c[1][0])),
                                silu_times(rounded(c[0][1]), rounded(c[1][1])));

@@ -22,7 +22,7 @@ MODELS = {
         "heads": 32, "kv_heads": 8, "width": 2048, "ffn_width": 8192, "rope_style": RopeStyle.PAIRS,
         "qkv_bias": False,
     },
-    "heads-of-128": {"heads": 12, "kv_heads": 2, "head_dim": 128, "width": 1536, "ffn_width": 4480},
+    "heads-of-128": {"heads": 12, "kv_heads": 2, "head_dim": 128, "width": 1536, "ffn_width": 4512},
 }  # fmt: skip
 
 

@@ -18,7 +18,9 @@ MAX_ROWS = 4  # tokens of a step; the kernels take 8, but each block norms all (
 _ROWS = 8  # of a weight in a block
 _DEPTH = 32  # inputs come in multiples of it
 _MAX_SHARED = 226 << 10  # of a block on Hopper, with 1 KiB for what kernels declare themselves
-_BLOCK = (128, 1, 1)
+_SWIGLU_BLOCKS = 2  # of `few_swiglu` on a multiprocessor
+_MAX_GROUPS = 8  # of such a block, a warp each
+_BLOCK, _LARGE_BLOCK = (128, 1, 1), (256, 1, 1)
 
 
 class FewRows:
@@ -28,11 +30,12 @@ class FewRows:
         self._config = config
         self._rope = (kernels.rope_table, max_context)
         self._queries = config.heads * config.head_dim
+        self._groups = _groups(config, device.multiprocessors)
         head = f"-DHEAD_DIM={config.head_dim}"
         style = f"-DINTERLEAVED={int(config.rope_style is RopeStyle.PAIRS)}"
         source = kernel_directory() / "few_rows.cu"
         products = Module(device, compile_kernels(source, (head, style), device.architecture), source.name)
-        most = _most_shared(config)
+        most = max(_most_shared(config), _swiglu_shared(config, self._groups, MAX_ROWS))
         self._qkv = products.function(
             "few_qkv", "PPfPPPPPiPPPiiii", shared=most, dependent=True, all_shared=True
         )
@@ -40,7 +43,7 @@ class FewRows:
             "few_residual", "PPPiii", shared=most, dependent=True, all_shared=True
         )
         self._swiglu = products.function(
-            "few_swiglu", "PPfPPiii", shared=most, dependent=True, all_shared=True
+            "few_swiglu", "PPfPPiiii", shared=most, dependent=True, all_shared=True
         )
 
     @staticmethod
@@ -77,12 +80,28 @@ class FewRows:
 
     def swiglu(self, x: int, layer: LayerWeights, out: int, tokens: int) -> None:
         """Norm, gate and up, SwiGLU -> out (T, F) half."""
-        config = self._config
+        config, groups = self._config, self._groups
         self._swiglu(
-            (config.ffn_width // _ROWS, 1), _BLOCK, x, layer.ffn_norm, config.norm_eps, layer.gate_up, out,
-            tokens, config.width, config.ffn_width,
-            shared=_shared(config.width, 2 * _ROWS + tokens, norm=True),
+            (-(-config.ffn_width // (_ROWS * groups)), 1), _BLOCK if groups <= 4 else _LARGE_BLOCK, x,
+            layer.ffn_norm, config.norm_eps, layer.gate_up, out, tokens, config.width, config.ffn_width,
+            groups, shared=_swiglu_shared(config, groups, tokens),
         )  # fmt: skip
+
+
+def _groups(config: ModelConfig, multiprocessors: int) -> int:
+    """Groups of 8 outputs in a block of `few_swiglu`: so many that all blocks run at once, or 1.
+
+    1 where they do not fit. Steps of 2 and 4 sequences of a 0.5B took 669 and 750 us with one group in a
+    block, 632 and 722 with the 3 that this gives, 660 and 720 with 5, a block a multiprocessor (H200).
+    """
+    groups = -(-config.ffn_width // (_ROWS * _SWIGLU_BLOCKS * multiprocessors))
+    fits = _SWIGLU_BLOCKS * _swiglu_shared(config, groups, MAX_ROWS) <= _MAX_SHARED
+    return groups if fits and groups <= _MAX_GROUPS else 1
+
+
+def _swiglu_shared(config: ModelConfig, groups: int, tokens: int) -> int:
+    """Bytes of shared memory for that many groups and tokens."""
+    return _shared(config.width, 2 * _ROWS * groups + tokens, norm=True)
 
 
 def _shared(inputs: int, rows: int, *, norm: bool = False) -> int:
@@ -94,9 +113,9 @@ def _shared(inputs: int, rows: int, *, norm: bool = False) -> int:
 
 
 def _most_shared(config: ModelConfig) -> int:
-    """Of all kernels for a model."""
+    """Of all kernels for a model, with one group in a block of `few_swiglu`."""
     plain = (config.heads * config.head_dim, config.ffn_width)
     return max(
-        _shared(config.width, 2 * _ROWS + MAX_ROWS, norm=True),
+        _swiglu_shared(config, 1, MAX_ROWS),
         *(_shared(size, _ROWS + MAX_ROWS) for size in plain),
     )
