@@ -12,7 +12,8 @@
 //
 // Bytes: the weights once. A block has 8 rows of W (few_swiglu: `groups` of 8 of gate and 8 of up), which it asks for
 // all at once, by cp.async, before it waits for the kernel ahead of it: the chip has a whole matrix in flight, and
-// a warp for each group multiplies when inputs and weights are there. Latency is that of K / 16 dependent products.
+// a warp for each group multiplies when inputs and weights are there. Latency is that of K / 16 dependent products,
+// or half as many.
 //
 // Blocks that take little of a multiprocessor let those of the kernels behind them in early, and with them their
 // weights: registers are spared, and blocks of few_swiglu are few enough to run all at once.
@@ -205,9 +206,9 @@ static __device__ __forceinline__ void multiply(float (&c)[COUNT][4], uint32_t i
     }
 }
 
-// Whether this warp is the one of its block: not the same in all, for blocks that share a multiprocessor should not
-// share one of its four tensor cores.
-static __device__ __forceinline__ bool multiplies() { return threadIdx.x / 32 == blockIdx.x % (THREADS / 32); }
+// This warp's turn among those of its block: warp 0 is not the first in all, for blocks that share a multiprocessor
+// should not share one of its four tensor cores.
+static __device__ __forceinline__ int turn() { return (threadIdx.x / 32 - blockIdx.x) % (THREADS / 32); }
 
 static __device__ __forceinline__ float rounded(float value) { return __half2float(__float2half_rn(value)); }
 
@@ -246,7 +247,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     }
     wait_for_previous(x);
     normalise(shared, x, reinterpret_cast<const float*>(shared + (tokens + ROWS) * pitch), eps);
-    if (!multiplies()) return;
+    if (turn() != 0) return;
     float c[1][4] = {};
     multiply(c, inputs_at, weights_at, width);
 
@@ -265,29 +266,39 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     target[high_at] = __float2half_rn(high);
 }
 
+// `first`: elements of K in the first sum, a multiple of 64; the others, if there are any, are added after it.
 extern "C" __global__ void __launch_bounds__(THREADS)
     few_residual(const __half* __restrict__ in, const __half* __restrict__ w, float* x, int tokens,
-                 int outputs, int inputs) {
+                 int outputs, int inputs, int first) {
     extern __shared__ __align__(16) unsigned char shared[];
-    const int first = blockIdx.x * ROWS, pitch = pitch_of(inputs);
+    __shared__ float2 second[32];  // sums of each lane
+    const int first_row = blockIdx.x * ROWS, pitch = pitch_of(inputs);
     const uint32_t inputs_at = shared_address(shared), weights_at = inputs_at + tokens * pitch;
     launch_next();
     fetch_rows(weights_at, ROWS, inputs,
-               [&](int i) { return w + static_cast<int64_t>(min(first + i, outputs - 1)) * inputs; });
+               [&](int i) { return w + static_cast<int64_t>(min(first_row + i, outputs - 1)) * inputs; });
     wait_for_previous(in);
     fetch_rows(inputs_at, tokens, inputs, [&](int i) { return in + static_cast<int64_t>(i) * inputs; });
     commit_copies();
-    const int token = threadIdx.x % 32 / 4, column = first + threadIdx.x % 4 * 2;
+    const int lane = threadIdx.x % 32, token = lane / 4, column = first_row + lane % 4 * 2;
     const bool exists = token < tokens && column < outputs;
     float2* target = reinterpret_cast<float2*>(x + static_cast<int64_t>(token) * outputs + column);
     const float2 old = exists ? *target : make_float2(0.0f, 0.0f);
     wait_for_copies<0>();
     __syncthreads();
-    if (!multiplies()) return;
+    const int mine = turn(), sums = first < inputs ? 2 : 1;
+    if (mine >= sums) return;
+    const int skipped = mine * first * 2;  // bytes
     float c[1][4] = {};
-    multiply(c, inputs_at, weights_at, inputs);
-    if (!exists) return;
-    *target = make_float2(old.x + c[0][0], old.y + c[0][1]);
+    multiply(c, inputs_at + skipped, weights_at + skipped, mine ? inputs - first : first);
+    float2 result = make_float2(old.x + c[0][0], old.y + c[0][1]);
+    if (sums > 1) {
+        if (mine) second[lane] = make_float2(c[0][0], c[0][1]);
+        asm volatile("bar.sync 1, 64;" ::: "memory");
+        if (mine) return;
+        result = make_float2(result.x + second[lane].x, result.y + second[lane].y);
+    }
+    if (exists) *target = result;
 }
 
 // `groups` of 8 outputs in a block, a warp each; more warps help to fetch and to norm.

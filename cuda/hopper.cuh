@@ -91,6 +91,9 @@ static __device__ __forceinline__ void add_box(const TensorMap* map, uint32_t so
 
 static __device__ __forceinline__ void commit_stores() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 
+// Until what this thread stored or added so is in memory.
+static __device__ __forceinline__ void wait_for_stores() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+
 static __device__ __forceinline__ void wait_for_reads() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 
 // Writes four tiles of 8 x 8 halves, of which each lane has two neighbours (row lane / 4, columns 2 (lane % 4), + 1):

@@ -4,9 +4,9 @@
 //   product_*   y (rows, outputs) half
 //   swiglu_*    W holds F rows of gate, then F of up; y (rows, F) half = silu(gate) * up, gate and up rounded to half
 //               before, as `swiglu.cu` reads them
-//   residual_*  y (rows, outputs) float += x W^T
+//   residual_*  y (rows, outputs) float += x W^T, a sum for the first `first` elements of K, then one for the others
 //
-// y is written once (residual_*: read, too). y_map: its tensor map, with boxes of 64 rows by 128 bytes, where there are
+// y is written once (residual_*: read, too, and with two sums and BUFFERS, twice). y_map: its tensor map, with boxes of 64 rows by 128 bytes, where there are
 // BUFFERS; else y is used.
 #include "hopper_product.cuh"
 
@@ -14,10 +14,10 @@
 
 enum class Kind { PRODUCT, SWIGLU, RESIDUAL };
 
-// y += acc for the rows `row` and row + 8 of this thread.
+// y += kept, then += acc, for the rows `row` and row + 8 of this thread.
 template <int BN>
-static __device__ __forceinline__ void add_to(float* y, const float (&acc)[BN / 2], int row, int column, int rows,
-                                              int outputs, int t) {
+static __device__ __forceinline__ void add_to(float* y, const float (&kept)[BN / 2], const float (&acc)[BN / 2],
+                                              int row, int column, int rows, int outputs, int t) {
     constexpr int AT_ONCE = BN / 8 < 8 ? BN / 8 : 8;  // so that loads are under way together
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -35,18 +35,52 @@ static __device__ __forceinline__ void add_to(float* y, const float (&acc)[BN / 
                 const int at = 4 * (first + j) + 2 * half;
                 if (column + (first + j) * 8 < outputs)
                     *reinterpret_cast<float2*>(target + (first + j) * 8) =
-                        make_float2(old[j].x + acc[at], old[j].y + acc[at + 1]);
+                        make_float2(old[j].x + kept[at] + acc[at], old[j].y + kept[at + 1] + acc[at + 1]);
             }
         }
     }
 }
 
+// Sends a warpgroup's tile to be added to y, BUFFERS pieces at a time. `wait` before the first: till what it sent is there.
+template <int BN, int BUFFERS>
+static __device__ __forceinline__ void send_sums(const TensorMap* y_map, const float (&acc)[BN / 2], int top, int column,
+                                                 int outputs, const Outbox& outbox, bool wait) {
+    constexpr int PIECES = BN / 32;
+    static_assert(PIECES % BUFFERS == 0, "the outbox is filled so many times");
+#pragma unroll
+    for (int first = 0; first < PIECES; first += BUFFERS) {
+        outbox.open();
+#pragma unroll
+        for (int i = 0; i < BUFFERS * 8; ++i) {
+            const int j = first * 4 + i / 2, half = i % 2;
+            put_floats(outbox.piece(i / 8), half, j % 4, acc[4 * j + 2 * half], acc[4 * j + 2 * half + 1]);
+        }
+        outbox.send([&] {
+            if (wait && first == 0) wait_for_stores();
+            for (int i = 0; i < BUFFERS; ++i)
+                if (const int at = column + (first + i) * 32; at < outputs) add_box(y_map, outbox.piece(i), at, top);
+        });
+    }
+}
+
 template <Kind KIND, int GROUPS, int BN, int STAGES, int CLUSTER, int BUFFERS, typename Result>
 static __device__ __forceinline__ void product(const TensorMap* x_map, const TensorMap* w_map, const TensorMap* y_map,
-                                               Result* __restrict__ y, int rows, int outputs, int inputs) {
-    constexpr int SIDES = KIND == Kind::SWIGLU ? 2 : 1;
+                                               Result* __restrict__ y, int rows, int outputs, int inputs, int first) {
+    constexpr int SIDES = KIND == Kind::SWIGLU ? 2 : 1, SUMS = KIND == Kind::RESIDUAL ? 2 : 1;
+    constexpr bool KEEPS = SUMS > 1 && BUFFERS == 0;  // the first sum, in registers
+    const int t = threadIdx.x % 4, in_tile = threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
+    float kept[KEEPS ? BN / 2 : 1];
+    if constexpr (KEEPS)
+#pragma unroll
+        for (float& value : kept) value = -0.0f;  // which changes nothing
+    auto keep = [&](const float(&acc)[BN / 2], int row, int column, const Outbox& outbox) {
+        if constexpr (KEEPS)
+#pragma unroll
+            for (int i = 0; i < BN / 2; ++i) kept[i] = acc[i];
+        else if constexpr (SUMS > 1)
+            send_sums<BN, BUFFERS>(y_map, acc, row - in_tile, column, outputs, outbox, false);
+    };
     auto finish = [&](const float(&acc)[BN / 2], int row, int column, int, const Outbox& outbox) {
-        const int t = threadIdx.x % 4, top = row - threadIdx.x % 128 / 32 * 16 - threadIdx.x % 32 / 4;
         auto word = [&](int half, int j) {  // of halves
             float pair[2];
 #pragma unroll
@@ -60,37 +94,23 @@ static __device__ __forceinline__ void product(const TensorMap* x_map, const Ten
             return pack(pair[0], pair[1]);
         };
         if constexpr (KIND == Kind::RESIDUAL && BUFFERS > 0) {
-            constexpr int PIECES = BN / 32;
-            static_assert(PIECES % BUFFERS == 0, "the outbox is filled so many times");
-#pragma unroll
-            for (int first = 0; first < PIECES; first += BUFFERS) {
-                outbox.open();
-#pragma unroll
-                for (int i = 0; i < BUFFERS * 8; ++i) {
-                    const int j = first * 4 + i / 2, half = i % 2;
-                    put_floats(outbox.piece(i / 8), half, j % 4, acc[4 * j + 2 * half], acc[4 * j + 2 * half + 1]);
-                }
-                outbox.send([&] {
-                    for (int i = 0; i < BUFFERS; ++i)
-                        if (const int at = column + (first + i) * 32; at < outputs)
-                            add_box(y_map, outbox.piece(i), at, top);
-                });
-            }
+            send_sums<BN, BUFFERS>(y_map, acc, row - in_tile, column, outputs, outbox, first < inputs);
         } else if constexpr (KIND == Kind::RESIDUAL) {
-            add_to<BN>(y, acc, row, column, rows, outputs, t);
+            add_to<BN>(y, kept, acc, row, column, rows, outputs, t);
         } else if constexpr (BUFFERS > 0) {
             static_assert(BUFFERS * 64 == BN / SIDES, "a tile's results fill the outbox");
             outbox.open();
 #pragma unroll
             for (int i = 0; i < BUFFERS * 4; ++i) {
-                const int half = i % 2, first = i / 2 * 4;
-                const uint32_t words[4] = {word(half, first), word(half, first + 1), word(half, first + 2),
-                                           word(half, first + 3)};
-                put_halves(outbox.piece(first / 8), half, first % 8, words);
+                const int half = i % 2, from = i / 2 * 4;
+                const uint32_t words[4] = {word(half, from), word(half, from + 1), word(half, from + 2),
+                                           word(half, from + 3)};
+                put_halves(outbox.piece(from / 8), half, from % 8, words);
             }
             outbox.send([&] {
                 for (int i = 0; i < BUFFERS; ++i)
-                    if (const int at = column + i * 64; at < outputs) store_box(y_map, outbox.piece(i), at, top);
+                    if (const int at = column + i * 64; at < outputs)
+                        store_box(y_map, outbox.piece(i), at, row - in_tile);
             });
         } else {
 #pragma unroll
@@ -103,15 +123,17 @@ static __device__ __forceinline__ void product(const TensorMap* x_map, const Ten
         }
     };
     const auto nothing = [](int, int) { return 0; };
-    multiply<GROUPS, BN, STAGES, CLUSTER, SIDES, BUFFERS>(x_map, w_map, rows, outputs, inputs, nothing, finish);
+    multiply<GROUPS, BN, STAGES, CLUSTER, SIDES, BUFFERS, SUMS>(x_map, w_map, rows, outputs, inputs, first, nothing,
+                                                                keep, finish);
 }
 
 #define GEMM_KERNEL(NAME, KIND, RESULT, GROUPS, BN, STAGES, CLUSTER, BUFFERS)                                      \
     extern "C" __global__ void __launch_bounds__(128 * GROUPS + 32) __cluster_dims__(CLUSTER, 1, 1)                \
         NAME##_##GROUPS##_##BN##_##STAGES##_##CLUSTER##_##BUFFERS(                                                 \
             const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w,                             \
-            const __grid_constant__ TensorMap y_map, RESULT* y, int rows, int outputs, int inputs) {              \
-        product<Kind::KIND, GROUPS, BN, STAGES, CLUSTER, BUFFERS>(&x, &w, &y_map, y, rows, outputs, inputs);       \
+            const __grid_constant__ TensorMap y_map, RESULT* y, int rows, int outputs, int inputs, int first) {   \
+        product<Kind::KIND, GROUPS, BN, STAGES, CLUSTER, BUFFERS>(&x, &w, &y_map, y, rows, outputs, inputs,        \
+                                                                  first);                                         \
     }
 #else
 #define GEMM_KERNEL(NAME, KIND, RESULT, GROUPS, BN, STAGES, CLUSTER, BUFFERS)

@@ -5,7 +5,8 @@
 // both through tensor maps, with boxes of 64 columns by 64 GROUPS and BN / 2 rows.
 //
 // Sums are float and go through K in order, 16 elements at a time, from one accumulator: a row's bits hang on that row
-// and the weights alone, not on the tile, and are those of cuBLASLt's algorithms without split-K.
+// and the weights alone, not on the tile, and are those of cuBLASLt's algorithms without split-K. Where K is long and
+// results are added to something, there are two sums (`long_sums` in the launcher), the second of which is added last.
 //
 // A tile is 64 GROUPS rows by BN columns, from BN rows of W (SIDES 2: from BN / 2, and the BN / 2 that are `outputs`
 // further down). One warp copies, 64 elements of K at a time, STAGES deep; GROUPS warpgroups multiply, 64 rows each.
@@ -71,9 +72,12 @@ static __device__ __forceinline__ void put_floats(uint32_t piece, int half, int 
 // finish(acc, row, column, ready, outbox): a warpgroup's result of the tile whose first column is `column`; this thread has
 // acc[4 j + 2 half + e] = row `row` + 8 half, column 8 j + 2 t + e of the tile (`hopper.cuh`).
 // prepare(row, column): called before the tile is multiplied, for what can be asked for ahead; its result is `ready`.
-template <int GROUPS, int BN, int STAGES, int CLUSTER, int SIDES, int BUFFERS, typename Prepare, typename Finish>
+// SUMS 2: a first sum goes through `first` elements of K, a multiple of DEPTH, and keep(acc, row, column, outbox) takes
+// it. Where that is all of K, finish has the only sum.
+template <int GROUPS, int BN, int STAGES, int CLUSTER, int SIDES, int BUFFERS, int SUMS, typename Prepare, typename Keep,
+          typename Finish>
 static __device__ __forceinline__ void multiply(const TensorMap* x_map, const TensorMap* w_map, int rows, int outputs,
-                                                int inputs, Prepare prepare, Finish finish) {
+                                                int inputs, int first, Prepare prepare, Keep keep, Finish finish) {
     constexpr int BM = 64 * GROUPS;
     constexpr int X_BYTES = BM * DEPTH * 2, W_BYTES = BN * DEPTH * 2;
     constexpr int COLUMNS = BN / SIDES;  // of the result in a tile
@@ -160,21 +164,30 @@ static __device__ __forceinline__ void multiply(const TensorMap* x_map, const Te
         place(tile, row, column);
         row += group * 64 + warp % 4 * 16 + g;
         const auto ready = prepare(row, column);
-        for (int step = 0; step < steps; ++step, ++count) {
-            const int stage = count % STAGES;
-            barrier_wait(full + 8 * stage, count / STAGES & 1);
-            const uint64_t a = tile_descriptor(x_tile(stage) + group * 64 * DEPTH * 2);
-            const uint64_t b = tile_descriptor(w_tile(stage));
-            wgmma_begin();
+        const auto sum = [&](int begin, int end) {
+            for (int step = begin; step < end; ++step, ++count) {
+                const int stage = count % STAGES;
+                barrier_wait(full + 8 * stage, count / STAGES & 1);
+                const uint64_t a = tile_descriptor(x_tile(stage) + group * 64 * DEPTH * 2);
+                const uint64_t b = tile_descriptor(w_tile(stage));
+                wgmma_begin();
 #pragma unroll
-            for (int k = 0; k < DEPTH / 16; ++k) wgmma(acc, a + 2 * k, b + 2 * k, step + k > 0);
-            wgmma_commit();
-            wgmma_wait<1>();
-            if (step > 0) release((count - 1) % STAGES);
+                for (int k = 0; k < DEPTH / 16; ++k) wgmma(acc, a + 2 * k, b + 2 * k, step - begin + k > 0);
+                wgmma_commit();
+                wgmma_wait<1>();
+                if (step > begin) release((count - 1) % STAGES);
+            }
+            wgmma_wait<0>();
+            wgmma_keep(acc);
+            release((count - 1) % STAGES);
+        };
+        int begin = 0;
+        if (SUMS > 1 && first < inputs) {
+            begin = first / DEPTH;
+            sum(0, begin);
+            keep(acc, row, column, outbox);
         }
-        wgmma_wait<0>();
-        wgmma_keep(acc);
-        release((count - 1) % STAGES);
+        sum(begin, steps);
         finish(acc, row, column, ready, outbox);
     }
     if (BUFFERS > 0 && threadIdx.x % 128 == 0) wait_for_reads();

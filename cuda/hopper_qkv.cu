@@ -142,8 +142,9 @@ static __device__ __forceinline__ void qkv_product(const TensorMap* x_map, const
             });
         }
     };
-    multiply<GROUPS, BN, STAGES, CLUSTER, 1, BUFFERS>(x_map, w_map, tokens, all_heads * HEAD_DIM, width, prepare,
-                                                      finish);
+    const auto nothing = [](const auto&...) {};
+    multiply<GROUPS, BN, STAGES, CLUSTER, 1, BUFFERS, 1>(x_map, w_map, tokens, all_heads * HEAD_DIM, width, width, prepare,
+                                                         nothing, finish);
 }
 
 #define QKV_KERNEL(GROUPS, BN, STAGES, CLUSTER, BUFFERS)                                                           \

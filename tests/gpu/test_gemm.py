@@ -1,7 +1,6 @@
 """Products on the GPU against float64, at sizes that fit no tile, with poison all around."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -12,9 +11,9 @@ from tests.gpu.comparing import nmse
 from tests.gpu.oracles import make_config
 from worker.runners.gpu.device import Device
 from worker.runners.gpu.gemm import Gemm, padded_rows
-from worker.runners.gpu.hopper import TILES, HopperProducts, Kind, Tile, is_hopper
+from worker.runners.gpu.hopper import TILES, HopperProducts, Kind, Tile, first_sum, is_hopper
 from worker.runners.gpu.kernels import Kernels
-from worker.runners.gpu.relay import RELAYS, HopperRelay, Relay, relays
+from worker.runners.gpu.split import SPLIT_TILES, HopperSplit, SplitTile, split_tiles
 
 LIMIT = 5e-5
 ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 63, 65, 257, 1000)
@@ -190,45 +189,58 @@ def test_every_hopper_tile_adds_the_librarys_bits(device: Device, hopper: Hopper
     gemm.close()
 
 
-@pytest.mark.parametrize("relay", RELAYS, ids=lambda relay: relay.name)
+@pytest.mark.parametrize("tile", SPLIT_TILES, ids=lambda tile: tile.name)
 def test_blocks_that_share_k_add_the_bits_of_one_that_has_it_all(
-    device: Device, hopper: HopperProducts, relay: Relay
+    device: Device, hopper: HopperProducts, tile: SplitTile
 ) -> None:
     ways = (
-        partial(HopperRelay(device).run, relay),
+        partial(HopperSplit(device).run, tile),
         partial(hopper.run, Kind.RESIDUAL, TILES[Kind.RESIDUAL][-1]),
     )
-    for outputs, inputs in (*ADDED, (48, 4104), (8, 1000)):
-        if relay.steps(inputs) < relay.parts:
-            continue
+    suited = [sizes for sizes in (*ADDED, (48, 4104), (8, 1000)) if tile.suits(sizes[1])]
+    assert suited
+    for outputs, inputs in suited:
         for rows in (1, 9, 16, 33, 65, 130, 200, 257):
             assert_they_add_the_same_bits(device, ways, rows, outputs, inputs)
 
 
-@pytest.mark.parametrize(
-    "relay", [relay for relay in RELAYS if relay.parts > 1], ids=lambda relay: relay.name
-)
-def test_bits_do_not_depend_on_where_k_is_cut(device: Device, hopper: HopperProducts, relay: Relay) -> None:
-    shared_k, (rows, outputs, inputs) = HopperRelay(device), (70, 520, 4864)
-    before, exact, *addresses = residual_operands(device, rows, outputs, inputs)
-    expected = None
-    for lead in (0.0, 0.1, 0.3, 0.5, 0.8, 1.0):
-        y = device.upload(before)
-        shared_k.run(replace(relay, lead=lead), *addresses, y, rows, outputs, inputs)
-        result = device.download(y, (rows, outputs), np.float32)
-        expected = result if expected is None else expected
-        np.testing.assert_array_equal(result, expected, err_msg=str(lead))
-        assert nmse(result, exact) < 1e-10
+def test_many_inputs_are_two_sums_of_which_the_second_is_added_last(
+    device: Device, hopper: HopperProducts
+) -> None:
+    """Numbers between which the order of additions makes all the difference."""
+    outputs, inputs = 64, 4864
+    first = first_sum(inputs)
+    assert inputs // 2 == first
+    assert first_sum(4095) == 4095
+    x = np.zeros((1, inputs), dtype=np.float16)
+    x[0, [0, first - 1, first, inputs - 1]] = 1.0
+    weight = np.zeros((outputs, inputs), dtype=np.float16)
+    weight[:, [0, first - 1, inputs - 1]], weight[:, first] = 2**-12, 2**-10
+    before = np.full((1, outputs), 8192.0, dtype=np.float32)  # neighbours are 2^-10 apart
+    sums = np.float32(2**-11), np.float32(2**-10 + 2**-12)
+    expected = before[0, 0] + sums[0] + sums[1]  # the first changes nothing
+    assert expected == 8192 + 2**-10
+    assert expected != before[0, 0] + (sums[0] + sums[1])
+    assert expected != before[0, 0] + sums[1] + sums[0]
+    addresses = device.upload(x), device.upload(weight)
+    ways: list[Adds] = [partial(hopper.run, Kind.RESIDUAL, tile) for tile in TILES[Kind.RESIDUAL]]
+    ways += [partial(HopperSplit(device).run, tile) for tile in SPLIT_TILES if tile.suits(inputs)]
+    ways.append(Gemm(device, own_kernels=False, reproducible=True).residual)
+    for way in ways:
+        y = with_poison(device, before)
+        way(*addresses, y, 1, outputs, inputs)
+        result = device.download(y, (1, outputs), np.float32)
+        np.testing.assert_array_equal(result, expected, err_msg=str(way))
 
 
 def test_a_launch_that_waits_for_the_one_before_sees_its_sums(device: Device, hopper: HopperProducts) -> None:
     rows, outputs, inputs = 64, 896, 4864
     before, exact, *addresses = residual_operands(device, rows, outputs, inputs)
-    shared_k, times = HopperRelay(device), 30
-    for relay in relays(rows, inputs):
+    shared_k, times = HopperSplit(device), 30
+    for tile in split_tiles(rows, inputs):
         y = device.upload(before)
         for _ in range(times):
-            shared_k.run(relay, *addresses, y, rows, outputs, inputs)
+            shared_k.run(tile, *addresses, y, rows, outputs, inputs)
         wanted = before + times * (exact - before)
         assert nmse(device.download(y, (rows, outputs), np.float32), wanted) < 1e-10
 

@@ -7,8 +7,8 @@ import pytest
 from worker.runners.gpu.device import NoDeviceError
 from worker.runners.gpu.functions import bindings
 from worker.runners.gpu.gemm import MANY_ROWS, Shortlist, padded_rows
-from worker.runners.gpu.hopper import QKV_TILES, TILES, Kind, Tile
-from worker.runners.gpu.relay import RELAYS, relays
+from worker.runners.gpu.hopper import QKV_TILES, TILES, Kind, Tile, first_sum
+from worker.runners.gpu.split import SPLIT_TILES, SplitTile, split_tiles
 
 SHARED_OF_A_BLOCK = 227 << 10  # on Hopper
 
@@ -44,21 +44,34 @@ def test_a_shortlist_holds_the_best_few_for_sizes_between_the_same_powers_of_two
     assert shortlist.of(256) == shortlist.of(513) == []
 
 
-def test_every_relay_fits_a_block_and_every_block_of_it_has_work() -> None:
-    for relay in RELAYS:
-        assert relay.shared <= SHARED_OF_A_BLOCK
-        for inputs in (relay.parts * relay.boxes * 64, 896, 4864, 18_944):
-            rest = relay.steps(inputs) - relay.lead_steps(inputs)
-            assert rest >= relay.parts - 1
-            assert relay.lead_steps(inputs) >= 1
+@pytest.mark.parametrize("tile", SPLIT_TILES, ids=lambda tile: tile.name)
+def test_a_tile_whose_k_is_shared_fits_a_block_and_its_copies_are_aligned(tile: SplitTile) -> None:
+    assert tile.shared <= SHARED_OF_A_BLOCK
+    assert tile.boxes * (tile.rows + tile.columns) * 128 % 1024 == 0
+    assert tile.rows * 128 % 1024 == 0
+    assert tile.columns // 8 % tile.halves == 0
+    assert tile.blocks in (1, 2, 4)
 
 
+@pytest.mark.parametrize("inputs", [896, 4864, 18_944])
 @pytest.mark.parametrize("rows", [1, 16, 17, 64, 65, 256])
-def test_relays_are_offered_for_few_rows_and_cover_them(rows: int) -> None:
-    offered = relays(rows, 4864)
+def test_tiles_whose_k_is_shared_are_offered_for_few_rows_and_cover_them(rows: int, inputs: int) -> None:
+    offered = split_tiles(rows, inputs)
     assert offered
-    assert all(relay.rows >= min(rows, 64) for relay in offered)
-    assert not relays(257, 4864)
+    assert all(tile.rows >= min(rows, 64) and tile.suits(inputs) for tile in offered)
+
+
+def test_tiles_of_many_rows_whose_k_is_shared_are_offered_where_k_is_long() -> None:
+    assert {tile.rows for tile in split_tiles(1024, 4864)} == {128}
+    assert not split_tiles(1024, 896)
+    assert not split_tiles(1025, 4864)
+
+
+def test_a_long_sum_is_cut_in_the_middle_at_a_whole_stage() -> None:
+    assert [first_sum(inputs) for inputs in (8, 896, 4095)] == [8, 896, 4095]
+    for inputs in (4096, 4104, 4864, 8192, 14_336, 18_944, 29_568):
+        assert first_sum(inputs) % 64 == 0
+        assert 0 <= 2 * first_sum(inputs) - inputs < 128
 
 
 def test_rows_are_padded_to_few_sizes_and_never_by_more_than_a_step() -> None:

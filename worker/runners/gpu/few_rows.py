@@ -7,7 +7,7 @@ from worker.model.config import ModelConfig, RopeStyle
 from worker.runners.gpu.compiler import compile_kernels, kernel_directory
 from worker.runners.gpu.device import Device
 from worker.runners.gpu.functions import Module
-from worker.runners.gpu.hopper import is_hopper
+from worker.runners.gpu.hopper import first_sum, is_hopper
 from worker.runners.gpu.kernels import TENSOR_CORE_HEADS, Kernels
 from worker.runners.gpu.steps import StepInputs
 from worker.runners.gpu.weights import LayerWeights
@@ -40,7 +40,7 @@ class FewRows:
             "few_qkv", "PPfPPPPPiPPPiiii", shared=most, dependent=True, all_shared=True
         )
         self._residual = products.function(
-            "few_residual", "PPPiii", shared=most, dependent=True, all_shared=True
+            "few_residual", "PPPiiii", shared=most, dependent=True, all_shared=True
         )
         self._swiglu = products.function(
             "few_swiglu", "PPfPPiiii", shared=most, dependent=True, all_shared=True
@@ -74,7 +74,7 @@ class FewRows:
         """x (T, width) += source (T, inputs) weight^T."""
         width = self._config.width
         self._residual(
-            (-(-width // _ROWS), 1), _BLOCK, source, weight, x, tokens, width, inputs,
+            (-(-width // _ROWS), 1), _BLOCK, source, weight, x, tokens, width, inputs, first_sum(inputs),
             shared=_shared(inputs, _ROWS + tokens),
         )  # fmt: skip
 

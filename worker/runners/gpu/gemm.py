@@ -10,7 +10,7 @@ written to them means nothing.
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -18,9 +18,9 @@ import numpy as np
 from worker.runners.gpu.compiler import compile_kernels, kernel_directory
 from worker.runners.gpu.device import CudaError, Device
 from worker.runners.gpu.functions import Function, Module
-from worker.runners.gpu.hopper import TILES, HopperProducts, Kind, Tile, is_hopper
+from worker.runners.gpu.hopper import TILES, HopperProducts, Kind, Tile, first_sum, is_hopper
 from worker.runners.gpu.library import Algorithm, Library, Product, Way
-from worker.runners.gpu.relay import HopperRelay, Relay, relays
+from worker.runners.gpu.split import HopperSplit, SplitTile, split_tiles
 
 __all__ = ["MANY_ROWS", "Gemm", "Shortlist", "nothing", "padded_rows"]
 
@@ -37,10 +37,10 @@ _SHORTLIST = 6  # ways that are tried at sizes near one where all were
 _GEMV_VARIANTS = ("1_4", "1_1", "2_1", "4_1")
 _FEW_ROWS = 4
 
-Candidate = Algorithm | Tile | Relay | str
-"""An algorithm of the library, a tile of the Hopper kernels, blocks that share K, or a variant of `gemv.cu`.
+Candidate = Algorithm | Tile | SplitTile | str
+"""An algorithm of the library, a tile of one of the Hopper kernels, or a variant of `gemv.cu`.
 
-For SWIGLU, an algorithm is followed by the kernel that does nothing else.
+For SWIGLU, an algorithm is followed by the kernel that does nothing else; for two sums, it is called twice.
 """
 
 
@@ -68,6 +68,15 @@ class _Shape:
         return Product(
             self.rows, outputs, self.inputs, self.kind is Kind.FLOAT, added=self.kind is Kind.RESIDUAL
         )
+
+    @property
+    def sums(self) -> tuple[Product, ...]:
+        """The same, where what is added to something may be two sums (`first_sum`)."""
+        whole, first = self.product, first_sum(self.inputs)
+        if not whole.added or first == self.inputs:
+            return (whole,)
+        parts = first, self.inputs - first
+        return tuple(replace(whole, inputs=part, stride=self.inputs) for part in parts)
 
 
 def nothing() -> None:
@@ -105,7 +114,8 @@ class Gemm:
     own_kernels   use our kernels where `tune` found them faster, or where nothing was tuned
     reproducible  a row's result must not depend on how many rows there are: only algorithms that sum in one
                   piece, without workspace, and our Hopper kernels, which gave the same bits for 1 to 4,096
-                  rows of ten shapes (H200, CUDA 13.0). `gemv.cu` sums in another order
+                  rows of ten shapes (H200, CUDA 13.0). `gemv.cu` sums in another order. On Hopper, products
+                  with many inputs that are added to something have two sums (`first_sum`), all of them
 
     Call `separate_swiglu` before `swiglu`.
     """
@@ -114,9 +124,10 @@ class Gemm:
         self._device = device
         self._plans: dict[_Shape, _Plan] = {}
         self._library = Library(device, reproducible=reproducible)
+        self._sums = is_hopper(device)  # of our kernels there, which others must give the bits of
         hopper = own_kernels and is_hopper(device)
         self._hopper = HopperProducts(device) if hopper else None
-        self._relay = HopperRelay(device) if hopper else None
+        self._split = HopperSplit(device) if hopper else None
         self._module: Module | None = None
         self._functions: dict[str, Function] = {}
         self._shortlists: dict[tuple[int, int, Kind], Shortlist[Candidate]] = {}
@@ -236,7 +247,13 @@ class Gemm:
 
     def _suits(self, candidate: Candidate, shape: _Shape) -> bool:
         """Whether what was found for more rows or fewer can compute this shape."""
-        return isinstance(candidate, Tile | Relay | str) or self._library.suits(candidate, shape.product)
+        return isinstance(candidate, Tile | SplitTile | str) or all(
+            self._library.suits(candidate, product) for product in self._products(shape)
+        )
+
+    def _products(self, shape: _Shape) -> tuple[Product, ...]:
+        """What the library is asked for, one after the other."""
+        return shape.sums if self._sums else (shape.product,)
 
     def _candidates(self, shape: _Shape) -> list[Candidate]:
         """Everything that can compute this shape, the best guess first."""
@@ -245,9 +262,14 @@ class Gemm:
         if self._hopper is not None and aligned:
             found += TILES[shape.kind]
             if shape.kind is Kind.RESIDUAL:
-                found += relays(shape.rows, shape.inputs)
+                found += split_tiles(shape.rows, shape.inputs)
         if shape.kind is not Kind.SWIGLU or self._activate is not None:
-            library = self._library.algorithms(shape.product)
+            products = self._products(shape)
+            library = [
+                algorithm
+                for algorithm in self._library.algorithms(products[0])
+                if all(self._library.suits(algorithm, product) for product in products[1:])
+            ]
             found = [*found, *library] if shape.kind is Kind.SWIGLU else [*library, *found]
         gemv = shape.kind in (Kind.HALF, Kind.FLOAT) and shape.rows <= MAX_GEMV_ROWS
         if self._module is not None and gemv and shape.inputs % 8 == 0:
@@ -264,13 +286,22 @@ class Gemm:
             assert self._hopper is not None
             run = self._hopper.run
             return lambda x, weight, y: run(kind, candidate, x, weight, y, *sizes)
-        if isinstance(candidate, Relay):
-            assert self._relay is not None
-            relay = self._relay.run
-            return lambda x, weight, y: relay(candidate, x, weight, y, *sizes)
+        if isinstance(candidate, SplitTile):
+            assert self._split is not None
+            split = self._split.run
+            return lambda x, weight, y: split(candidate, x, weight, y, *sizes)
         if isinstance(candidate, str):
             return self._gemv(candidate, shape)
-        way = self._library.way(candidate, shape.product)
+        products = self._products(shape)
+        way = self._library.way(candidate, products[0])
+        if len(products) > 1:
+            second, skipped = self._library.way(candidate, products[1]), 2 * products[0].inputs
+
+            def two_sums(x: int, weight: int, y: int) -> None:
+                way(x, weight, y)
+                second(x + skipped, weight + skipped, y)
+
+            return two_sums
         if kind is not Kind.SWIGLU:
             return way
         activate, gate_up = self._activate, self._gate_up

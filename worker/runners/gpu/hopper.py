@@ -10,13 +10,17 @@ from worker.runners.gpu.compiler import compile_kernels, kernel_directory
 from worker.runners.gpu.device import CudaError, Device
 from worker.runners.gpu.functions import Function, Module, bindings, error_text
 
-__all__ = ["QKV_TILES", "TILES", "HopperProducts", "HopperQkv", "Kind", "TensorMaps", "Tile", "is_hopper"]
+__all__ = [
+    "QKV_TILES", "TILES", "HopperProducts", "HopperQkv", "Kind", "TensorMaps", "Tile", "first_sum",
+    "is_hopper",
+]  # fmt: skip
 
 _DEPTH = 64  # elements of K in a stage
 _SHARED_ALIGNMENT = 1024
 _PIECE_ROWS, _PIECE_BYTES = 64, 128
 _NO_MAP = bytes(128)
 _QKV_HEADS = (64, 128)
+_LONG = 4096  # inputs from which sums are taken in two halves
 
 
 class Kind(Enum):
@@ -97,8 +101,17 @@ def is_hopper(device: Device) -> bool:
     return device.compute_capability == (9, 0)
 
 
+def first_sum(inputs: int) -> int:
+    """How many of the inputs the first sum of a product that is added to something goes through.
+
+    All, unless they are many: then there is a second sum, which is added after the first. Few rows, whose
+    time is that of one product after the other, take half of it, and twice as many blocks share the work.
+    """
+    return inputs if inputs < _LONG else -(-inputs // (2 * _DEPTH)) * _DEPTH
+
+
 class HopperProducts:
-    """y = x weight^T with one accumulator a result, so that all tiles give the same bits; on Hopper only."""
+    """y = x weight^T with the same sums in all tiles, so that they give the same bits; on Hopper only."""
 
     def __init__(self, device: Device) -> None:
         source = kernel_directory() / "hopper_gemm.cu"
@@ -109,7 +122,7 @@ class HopperProducts:
         for kind, tiles in TILES.items():
             for tile in tiles:
                 name = f"{kind.value}_{_name(tile)}"
-                function = module.function(name, "128s128s128sPiii", shared=tile.shared, dependent=True)
+                function = module.function(name, "128s128s128sPiiii", shared=tile.shared, dependent=True)
                 self._functions[kind, tile] = function
                 self._blocks[kind, tile] = _blocks_at_once(device, function, tile)
 
@@ -126,7 +139,7 @@ class HopperProducts:
         )
         self._functions[kind, tile](
             _grid(tile, rows, -(-outputs // results), self._blocks[kind, tile]), (tile.threads, 1, 1),
-            x_map, weight_map, y_map, y, rows, outputs, inputs, shared=tile.shared,
+            x_map, weight_map, y_map, y, rows, outputs, inputs, first_sum(inputs), shared=tile.shared,
         )  # fmt: skip
 
 

@@ -33,6 +33,7 @@ class Product:
 
     floats  y is float, not half
     added   y += the product; float
+    stride  from a row of x and of the weight to the next, in elements; 0: `inputs`
     """
 
     rows: int
@@ -40,6 +41,7 @@ class Product:
     inputs: int
     floats: bool = False
     added: bool = False
+    stride: int = 0
 
 
 class Library:
@@ -150,9 +152,10 @@ class Library:
             create = self._lt.matrix_layout_create
             kind = _FLOAT if product.floats or product.added else _HALF
             rows, outputs, inputs = product.rows, product.outputs, product.inputs
+            stride = product.stride or inputs
             self._layouts[product] = (
-                create(_HALF, inputs, outputs, inputs),
-                create(_HALF, inputs, rows, inputs),
+                create(_HALF, inputs, outputs, stride),
+                create(_HALF, inputs, rows, stride),
                 create(kind, outputs, rows, outputs),
             )
         return self._layouts[product]

@@ -1,0 +1,124 @@
+"""Products added to the residual stream by `hopper_split.cu`, where blocks share K: shapes and launches."""
+
+from dataclasses import dataclass
+
+from worker.runners.gpu.compiler import compile_kernels, kernel_directory
+from worker.runners.gpu.device import Device
+from worker.runners.gpu.functions import Function, Module
+from worker.runners.gpu.hopper import TensorMaps, first_sum
+
+__all__ = ["SPLIT_TILES", "HopperSplit", "SplitTile", "split_tiles"]
+
+_BOX_COLUMNS = 64  # elements of K in a box
+_WGMMA_ROWS = 64
+_SHARED_ALIGNMENT = 1024
+_FEW_ROWS, _MOST_ROWS = 256, 1024  # for tiles of 64 rows, and of more; above, blocks that stay win
+_ONE_TILE = 64  # rows up to which each weight belongs to one tile only
+
+
+@dataclass(frozen=True, slots=True)
+class SplitTile:
+    """A tile of `rows` by `columns` rows of the weight, of which a cluster has some.
+
+    boxes   boxes of 64 elements of K in a step
+    halves  2: a block for each of the two sums of a long K
+    down    tiles of rows in a cluster, which share weights
+    stages  steps that a block has copies of
+    """
+
+    rows: int
+    columns: int
+    boxes: int
+    halves: int
+    down: int
+    stages: int
+
+    @property
+    def shared(self) -> int:
+        """Bytes of dynamic shared memory."""
+        copies = self.stages * self.boxes * (self.rows + self.columns) * _BOX_COLUMNS * 2
+        sums = self._computed * self.columns * 4 // 2 if self.halves > 1 else 0
+        read_past = (self._computed - self.rows) * _BOX_COLUMNS * 2  # by wgmma
+        return copies + sums + read_past + _SHARED_ALIGNMENT
+
+    @property
+    def threads(self) -> int:
+        return self._computed // _WGMMA_ROWS * 128 + 32
+
+    @property
+    def name(self) -> str:
+        """Of the kernel."""
+        sizes = self.rows, self.columns, self.boxes, self.halves, self.down, self.stages
+        return "split_" + "_".join(map(str, sizes))
+
+    @property
+    def blocks(self) -> int:
+        """In a cluster."""
+        return self.halves * self.down
+
+    @property
+    def _computed(self) -> int:
+        """Rows that wgmma computes."""
+        return max(self.rows, _WGMMA_ROWS)
+
+    def suits(self, inputs: int) -> bool:
+        """Whether the tile has the sums that so many inputs have."""
+        return (self.halves > 1) == (first_sum(inputs) < inputs)
+
+
+SPLIT_TILES = (
+    SplitTile(16, 16, 4, 2, 1, 13),
+    SplitTile(32, 16, 4, 2, 1, 9),
+    SplitTile(64, 16, 4, 2, 1, 5),
+    SplitTile(64, 32, 2, 2, 1, 9),
+    SplitTile(64, 64, 2, 2, 1, 6),
+    SplitTile(64, 64, 2, 2, 2, 6),
+    SplitTile(128, 64, 2, 2, 1, 4),
+    SplitTile(128, 64, 2, 2, 2, 4),
+    SplitTile(128, 128, 1, 2, 1, 6),
+    SplitTile(128, 128, 1, 2, 2, 6),
+    SplitTile(16, 16, 4, 1, 1, 4),
+    SplitTile(32, 16, 4, 1, 1, 4),
+    SplitTile(64, 16, 4, 1, 1, 4),
+    SplitTile(64, 32, 2, 1, 1, 9),
+    SplitTile(64, 32, 2, 1, 2, 9),
+    SplitTile(64, 64, 2, 1, 1, 7),
+)
+
+
+def split_tiles(rows: int, inputs: int) -> list[SplitTile]:
+    """Those that are worth timing for so many rows."""
+    height = min((tile.rows for tile in SPLIT_TILES if tile.rows >= rows), default=_WGMMA_ROWS)
+    return [
+        tile
+        for tile in SPLIT_TILES
+        if tile.suits(inputs) and (tile.down - 1) * tile.rows < rows
+        and (
+            (tile.rows == min(height, _WGMMA_ROWS) and rows <= _FEW_ROWS)
+            or (tile.rows > _WGMMA_ROWS and _WGMMA_ROWS < rows <= _MOST_ROWS)
+        )
+    ]  # fmt: skip
+
+
+class HopperSplit:
+    """y += x weight^T with the sums of `HopperProducts`, to the same bits; on Hopper only."""
+
+    def __init__(self, device: Device) -> None:
+        source = kernel_directory() / "hopper_split.cu"
+        module = Module(device, compile_kernels(source, (), device.architecture), source.name)
+        self._maps = TensorMaps(device)
+        self._functions: dict[str, Function] = {
+            tile.name: module.function(tile.name, "128s128sPPiiii", shared=tile.shared, dependent=True)
+            for tile in SPLIT_TILES
+        }
+
+    def run(self, tile: SplitTile, x: int, weight: int, y: int, rows: int, outputs: int, inputs: int) -> None:
+        """Queue y (rows, outputs) float += x weight^T; for `inputs` that the tile suits."""
+        x_map = self._maps(x, rows, inputs, tile.rows)
+        weight_map = self._maps(weight, outputs, inputs, tile.columns)
+        clusters = -(-outputs // tile.columns) * -(-rows // (tile.rows * tile.down))
+        ahead = weight if rows <= _ONE_TILE else 0  # asked for by several tiles, more is lost than won
+        self._functions[tile.name](
+            (clusters * tile.blocks, 1, 1), (tile.threads, 1, 1), x_map, weight_map, ahead, y, rows, outputs,
+            inputs, first_sum(inputs), shared=tile.shared,
+        )  # fmt: skip
