@@ -166,9 +166,9 @@ struct Norm {
 // for 8 tokens; where there are fewer, rows of weights are read in their place, and the results mean nothing.
 template <int COUNT>
 static __device__ __forceinline__ void multiply(float (&c)[COUNT][4], uint32_t inputs_at, uint32_t weights_at,
-                                                int inputs) {
+                                                int inputs, int pitch) {
     constexpr int AHEAD = 4;  // steps of 32 elements whose operands are read before they are multiplied
-    const int lane = threadIdx.x % 32, pitch = pitch_of(inputs), steps = inputs / 32;
+    const int lane = threadIdx.x % 32, steps = inputs / 32;
     // A's rows 8 to 15 are rows 0 to 7 again, so that one instruction reads a fragment as it is multiplied.
     const uint32_t a_at = inputs_at + lane % 8 * pitch + lane / 16 * 16;
     const uint32_t b_at = weights_at + lane % 8 * pitch + lane / 8 * 16;
@@ -249,7 +249,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     normalise(shared, x, reinterpret_cast<const float*>(shared + (tokens + ROWS) * pitch), eps);
     if (turn() != 0) return;
     float c[1][4] = {};
-    multiply(c, inputs_at, weights_at, width);
+    multiply(c, inputs_at, weights_at, width, pitch);
 
     if (!exists) return;
     float low = rounded(c[0][0]), high = rounded(c[0][1]);
@@ -290,7 +290,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     if (mine >= sums) return;
     const int skipped = mine * first * 2;  // bytes
     float c[1][4] = {};
-    multiply(c, inputs_at + skipped, weights_at + skipped, mine ? inputs - first : first);
+    multiply(c, inputs_at + skipped, weights_at + skipped, mine ? inputs - first : first, pitch);
     float2 result = make_float2(old.x + c[0][0], old.y + c[0][1]);
     if (sums > 1) {
         if (mine) second[lane] = make_float2(c[0][0], c[0][1]);
@@ -323,7 +323,7 @@ extern "C" __global__ void __launch_bounds__(SWIGLU_THREADS)
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     if (warp >= mine) return;
     float c[2][4] = {};
-    multiply(c, inputs_at, weights_at + warp * 2 * ROWS * pitch, width);
+    multiply(c, inputs_at, weights_at + warp * 2 * ROWS * pitch, width, pitch);
     const int token = lane / 4, column = first + warp * ROWS + lane % 4 * 2;
     if (token >= tokens) return;
     const uint32_t pair = pack(silu_times(rounded(c[0][0]), rounded(c[1][0])),
