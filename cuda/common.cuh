@@ -138,6 +138,21 @@ static __device__ __forceinline__ void copy_async(uint32_t target, const void* s
                  : "memory");
 }
 
+// What L2 shall do with lines that nothing else will read: they are the first to make room.
+static __device__ __forceinline__ uint64_t read_once() {
+    uint64_t policy;
+    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
+}
+
+// `copy_async` with a policy for L2.
+static __device__ __forceinline__ void copy_async(uint32_t target, const void* source, bool wanted, uint64_t policy) {
+    const int bytes = wanted ? 16 : 0;
+    asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(target), "l"(source),
+                 "r"(bytes), "l"(policy)
+                 : "memory");
+}
+
 static __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
 template <int PENDING>

@@ -48,11 +48,13 @@ struct Places {
     uint32_t copied;  // row lane / CHUNKS
     uint32_t key;     // row g, piece t
     uint32_t value;   // row 2 t, piece g
+    uint64_t policy;  // of copies, in L2, which has the residual stream and weights to keep
 
     __device__ __forceinline__ Places(int lane)
         : copied(place(lane / CHUNKS, lane % CHUNKS)),
           key(place(lane / 4, lane % 4)),
-          value(place(lane % 4 * 2, lane / 4)) {}
+          value(place(lane % 4 * 2, lane / 4)),
+          policy(read_once()) {}
 
     // Starts copying a page; keys past the context become zeros: 0 times NaN is NaN.
     __device__ __forceinline__ void fetch(uint32_t target, const Cache& cache, int entry, int page) const {
@@ -65,8 +67,8 @@ struct Places {
         for (int row = 0; row < PAGE; row += AT_ONCE) {
             const int turned = (row & 4 ? OTHER_HALF : 0) ^ (row & 2) * 16;
             const uint32_t at = target + (copied ^ turned) + row * ROW_BYTES;
-            copy_async(at, keys + row * D, row < left);
-            copy_async(at + HALF_BYTES, values + row * D, row < left);
+            copy_async(at, keys + row * D, row < left, policy);
+            copy_async(at + HALF_BYTES, values + row * D, row < left, policy);
         }
     }
 

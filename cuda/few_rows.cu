@@ -15,6 +15,9 @@
 // a warp for each group multiplies when inputs and weights are there. Latency is that of K / 16 dependent products,
 // or half as many.
 //
+// few_qkv also asks for so many bytes of the weights of gate and up and of `down` to be brought to L2: the memory has little
+// else to do until the attention is over.
+//
 // Blocks that take little of a multiprocessor let those of the kernels behind them in early, and with them their
 // weights: registers are spared, and blocks of few_swiglu are few enough to run all at once.
 //
@@ -53,6 +56,14 @@ static __device__ __forceinline__ void fetch_rows(uint32_t target, int rows, int
 // Starts copying `count` floats, a multiple of 4.
 static __device__ __forceinline__ void fetch_floats(uint32_t target, const float* source, int count) {
     for (int i = threadIdx.x; i < count / 4; i += blockDim.x) copy_async(target + i * 16, source + i * 4, true);
+}
+
+// Asks for this block's share of so many bytes, a multiple of 16, to be brought to L2. One thread of a block calls it.
+static __device__ __forceinline__ void fetch_to_l2(const unsigned char* start, int bytes) {
+    const int blocks = gridDim.x, share = (bytes / blocks + 127) / 128 * 128;
+    const int from = static_cast<int>(blockIdx.x) * share, size = min(share, bytes - from);
+    if (size > 0)
+        asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(start + from), "r"(size) : "memory");
 }
 
 // norm(x) as rows of halves in shared memory, summed in the order of `rms_norm`: there, a row has the block
@@ -216,7 +227,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     few_qkv(const float* __restrict__ x, const float* __restrict__ norm, float eps, const __half* __restrict__ w,
             const float* __restrict__ bias, const int* __restrict__ positions, const int* __restrict__ cache_rows,
             const float* __restrict__ table, int table_rows, __half* __restrict__ qkv, __half* __restrict__ k_cache,
-            __half* __restrict__ v_cache, int tokens, int width, int heads, int kv_heads) {
+            __half* __restrict__ v_cache, int tokens, int width, int heads, int kv_heads,
+            const unsigned char* gate_up, int gate_up_bytes, const unsigned char* down, int down_bytes) {
     extern __shared__ __align__(16) unsigned char shared[];
     constexpr int BLOCKS = HEAD_DIM / ROWS;  // of a head
     const int head = blockIdx.x / BLOCKS, first_pair = blockIdx.x % BLOCKS * (ROWS / 2);
@@ -232,6 +244,10 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     });
     fetch_floats(weights_at + ROWS * pitch, norm, width);
     commit_copies();
+    if (threadIdx.x == 0) {
+        fetch_to_l2(gate_up, gate_up_bytes);
+        fetch_to_l2(down, down_bytes);
+    }
     // What the step's arrays hold is there before it starts.
     const int token = threadIdx.x % 32 / 4, pair = first_pair + threadIdx.x % 4;
     const int low_at = element(pair, 0), high_at = element(pair, 1);

@@ -20,6 +20,7 @@ _DEPTH = 32  # inputs come in multiples of it
 _MAX_SHARED = 226 << 10  # of a block on Hopper, with 1 KiB for what kernels declare themselves
 _SWIGLU_BLOCKS = 2  # of `few_swiglu` on a multiprocessor
 _MAX_GROUPS = 8  # of such a block, a warp each
+_IN_L2 = 32 << 20  # bytes of weights that are fetched ahead; Hopper's L2 has 50 MB
 _BLOCK, _LARGE_BLOCK = (128, 1, 1), (256, 1, 1)
 
 
@@ -37,7 +38,7 @@ class FewRows:
         products = Module(device, compile_kernels(source, (head, style), device.architecture), source.name)
         most = max(_most_shared(config), _swiglu_shared(config, self._groups, MAX_ROWS))
         self._qkv = products.function(
-            "few_qkv", "PPfPPPPPiPPPiiii", shared=most, dependent=True, all_shared=True
+            "few_qkv", "PPfPPPPPiPPPiiiiPiPi", shared=most, dependent=True, all_shared=True
         )
         self._residual = products.function(
             "few_residual", "PPPiiii", shared=most, dependent=True, all_shared=True
@@ -61,13 +62,19 @@ class FewRows:
     def qkv(
         self, x: int, layer: LayerWeights, inputs: StepInputs, qkv: int, keys: int, values: int, tokens: int
     ) -> None:
-        """Norm, product, bias, rotation: queries to qkv, keys and values to the pages."""
+        """Norm, product, bias, rotation: queries to qkv, keys and values to the pages.
+
+        Also has the layer's other large weights come to L2.
+        """
         config = self._config
         blocks = (config.heads + 2 * config.kv_heads) * config.head_dim // _ROWS
+        gate_up_bytes = min(4 * config.ffn_width * config.width, _IN_L2)
+        down_bytes = min(2 * config.ffn_width * config.width, _IN_L2 - gate_up_bytes)
         self._qkv(
             (blocks, 1), _BLOCK, x, layer.attn_norm, config.norm_eps, layer.qkv, layer.qkv_bias,
             inputs.positions, inputs.cache_rows, *self._rope, qkv, keys, values, tokens, config.width,
-            config.heads, config.kv_heads, shared=_shared(config.width, _ROWS + tokens, norm=True),
+            config.heads, config.kv_heads, layer.gate_up, gate_up_bytes, layer.ffn_down, down_bytes,
+            shared=_shared(config.width, _ROWS + tokens, norm=True),
         )  # fmt: skip
 
     def residual(self, source: int, weight: int, x: int, tokens: int, inputs: int) -> None:
