@@ -15,8 +15,8 @@
 // a warp for each group multiplies when inputs and weights are there. Latency is that of K / 16 dependent products,
 // or half as many.
 //
-// few_qkv also asks for so many bytes of the weights of gate and up and of `down` to be brought to L2: the memory has little
-// else to do until the attention is over.
+// few_swiglu has the weights of `down` brought to L2 when its own are there, for those blocks of `down` that find no room
+// on a multiprocessor before it ends. Asked for earlier, they would be in the way of what is needed first.
 //
 // Blocks that take little of a multiprocessor let those of the kernels behind them in early, and with them their
 // weights: registers are spared, and blocks of few_swiglu are few enough to run all at once.
@@ -53,11 +53,6 @@ static __device__ __forceinline__ void fetch_rows(uint32_t target, int rows, int
     }
 }
 
-// Starts copying `count` floats, a multiple of 4.
-static __device__ __forceinline__ void fetch_floats(uint32_t target, const float* source, int count) {
-    for (int i = threadIdx.x; i < count / 4; i += blockDim.x) copy_async(target + i * 16, source + i * 4, true);
-}
-
 // Asks for this block's share of so many bytes, a multiple of 16, to be brought to L2. One thread of a block calls it.
 static __device__ __forceinline__ void fetch_to_l2(const unsigned char* start, int bytes) {
     const int blocks = gridDim.x, share = (bytes / blocks + 127) / 128 * 128;
@@ -68,15 +63,19 @@ static __device__ __forceinline__ void fetch_to_l2(const unsigned char* start, i
 
 // norm(x) as rows of halves in shared memory, summed in the order of `rms_norm`: there, a row has the block
 // that `_norm_shape` in the launcher says; here its warps are parts, which the warps of this block share out.
-// Where a warp has at most HELD of them, each of one piece, x stays in registers between the two passes.
+// Where a warp has at most HELD of them, each of one piece, x stays in registers between the two passes, and the gains are
+// there from the start.
 struct Norm {
     static constexpr int HELD = 4;
     int tokens, width, chunks, pieces, parts, warps, warp, lane;
     bool held;
     int token[HELD], chunk[HELD];
+    const float* norm;
+    float gains[HELD][8];
 
     // Before anything is waited for.
-    __device__ __forceinline__ Norm(int tokens, int width) : tokens(tokens), width(width) {
+    __device__ __forceinline__ Norm(int tokens, int width, const float* norm)
+        : tokens(tokens), width(width), norm(norm) {
         chunks = width / 8, pieces = chunks <= 256 ? 1 : chunks <= 512 ? 2 : 4;
         parts = (chunks + 32 * pieces - 1) / (32 * pieces);
         warps = blockDim.x / 32, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -85,6 +84,7 @@ struct Norm {
         for (int i = 0; i < HELD; ++i) {
             const int item = warp + i * warps;
             token[i] = item / parts, chunk[i] = item % parts * 32 + lane;
+            if (held && token[i] < tokens && chunk[i] < chunks) load8(norm + chunk[i] * 8, gains[i]);
         }
     }
 
@@ -100,18 +100,15 @@ struct Norm {
         return 1.0f / sqrtf(total / static_cast<float>(width) + eps);
     }
 
-    static __device__ __forceinline__ void store(unsigned char* target, float (&values)[8], const float* gains_at,
+    static __device__ __forceinline__ void store(unsigned char* target, float (&values)[8], const float (&gains)[8],
                                                  float scale) {
-        float gains[8];
-        load8(gains_at, gains);
 #pragma unroll
         for (int i = 0; i < 8; ++i) values[i] *= scale * gains[i];
         *reinterpret_cast<Half8*>(target) = pack(values);
     }
 
-    // The gains are in shared memory once copies have been waited for, which this does. Ends with a barrier.
-    __device__ __forceinline__ void operator()(unsigned char* target, const float* x, const float* gains_at,
-                                               float eps) const {
+    // Waits for copies, too, and ends with a barrier.
+    __device__ __forceinline__ void operator()(unsigned char* target, const float* x, float eps) const {
         __shared__ __align__(16) float sums[TOKENS][MAX_PARTS];
         const int pitch = pitch_of(width);
         float kept[HELD][8];
@@ -154,7 +151,7 @@ struct Norm {
                 if (token[i] >= tokens) continue;
                 const float scale = scale_of(sums[token[i]], eps);
                 if (chunk[i] < chunks)
-                    store(target + token[i] * pitch + chunk[i] * 16, kept[i], gains_at + chunk[i] * 8, scale);
+                    store(target + token[i] * pitch + chunk[i] * 16, kept[i], gains[i], scale);
             }
         } else {
             for (int item = warp; item < tokens * parts; item += warps) {
@@ -163,9 +160,10 @@ struct Norm {
                 for (int piece = 0; piece < pieces; ++piece) {
                     const int chunk = piece * parts * 32 + part * 32 + lane;
                     if (chunk >= chunks) continue;
-                    float values[8];
+                    float values[8], gain[8];
                     load8(x + static_cast<int64_t>(token) * width + chunk * 8, values);
-                    store(target + token * pitch + chunk * 16, values, gains_at + chunk * 8, scale);
+                    load8(norm + chunk * 8, gain);
+                    store(target + token * pitch + chunk * 16, values, gain, scale);
                 }
             }
         }
@@ -174,15 +172,16 @@ struct Norm {
 };
 
 // c[0], c[1] of COUNT products at once: token lane / 4, rows 2 (lane % 4), + 1 of the 8 rows of W. Fragments have room
-// for 8 tokens; where there are fewer, rows of weights are read in their place, and the results mean nothing.
+// for 8 tokens; where there are fewer, rows of weights are read in their place, and the results mean nothing. `rows`, 4
+// or 8: of W, and no fewer than tokens; where there are 4, they are taken twice.
 template <int COUNT>
 static __device__ __forceinline__ void multiply(float (&c)[COUNT][4], uint32_t inputs_at, uint32_t weights_at,
-                                                int inputs, int pitch) {
+                                                int inputs, int pitch, int rows = ROWS) {
     constexpr int AHEAD = 4;  // steps of 32 elements whose operands are read before they are multiplied
     const int lane = threadIdx.x % 32, steps = inputs / 32;
     // A's rows 8 to 15 are rows 0 to 7 again, so that one instruction reads a fragment as it is multiplied.
-    const uint32_t a_at = inputs_at + lane % 8 * pitch + lane / 16 * 16;
-    const uint32_t b_at = weights_at + lane % 8 * pitch + lane / 8 * 16;
+    const uint32_t a_at = inputs_at + lane % rows * pitch + lane / 16 * 16;
+    const uint32_t b_at = weights_at + lane % rows * pitch + lane / 8 * 16;
     uint32_t a[AHEAD][2][4], b[AHEAD][COUNT][4];
     auto read = [&](int place, int step) {
         load_matrices(a[place][0], a_at + step * 64);
@@ -227,8 +226,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     few_qkv(const float* __restrict__ x, const float* __restrict__ norm, float eps, const __half* __restrict__ w,
             const float* __restrict__ bias, const int* __restrict__ positions, const int* __restrict__ cache_rows,
             const float* __restrict__ table, int table_rows, __half* __restrict__ qkv, __half* __restrict__ k_cache,
-            __half* __restrict__ v_cache, int tokens, int width, int heads, int kv_heads,
-            const unsigned char* gate_up, int gate_up_bytes, const unsigned char* down, int down_bytes) {
+            __half* __restrict__ v_cache, int tokens, int width, int heads, int kv_heads) {
     extern __shared__ __align__(16) unsigned char shared[];
     constexpr int BLOCKS = HEAD_DIM / ROWS;  // of a head
     const int head = blockIdx.x / BLOCKS, first_pair = blockIdx.x % BLOCKS * (ROWS / 2);
@@ -238,16 +236,11 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     const int pitch = pitch_of(width);
     const uint32_t inputs_at = shared_address(shared), weights_at = inputs_at + tokens * pitch;
     launch_next();
-    const Norm normalise(tokens, width);
+    const Norm normalise(tokens, width, norm);
     fetch_rows(weights_at, ROWS, width, [&](int i) {
         return w + static_cast<int64_t>(head * HEAD_DIM + element(first_pair + i / 2, i % 2)) * width;
     });
-    fetch_floats(weights_at + ROWS * pitch, norm, width);
     commit_copies();
-    if (threadIdx.x == 0) {
-        fetch_to_l2(gate_up, gate_up_bytes);
-        fetch_to_l2(down, down_bytes);
-    }
     // What the step's arrays hold is there before it starts.
     const int token = threadIdx.x % 32 / 4, pair = first_pair + threadIdx.x % 4;
     const int low_at = element(pair, 0), high_at = element(pair, 1);
@@ -262,7 +255,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         row = cache_rows[token];
     }
     wait_for_previous(x);
-    normalise(shared, x, reinterpret_cast<const float*>(shared + (tokens + ROWS) * pitch), eps);
+    normalise(shared, x, eps);
     if (turn() != 0) return;
     float c[1][4] = {};
     multiply(c, inputs_at, weights_at, width, pitch);
@@ -282,22 +275,23 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     target[high_at] = __float2half_rn(high);
 }
 
-// `first`: elements of K in the first sum, a multiple of 64; the others, if there are any, are added after it.
+// `first`: elements of K in the first sum, a multiple of 64; the others, if there are any, are added after it. `rows` of a
+// block, 4 or 8.
 extern "C" __global__ void __launch_bounds__(THREADS)
     few_residual(const __half* __restrict__ in, const __half* __restrict__ w, float* x, int tokens,
-                 int outputs, int inputs, int first) {
+                 int outputs, int inputs, int first, int rows) {
     extern __shared__ __align__(16) unsigned char shared[];
     __shared__ float2 second[32];  // sums of each lane
-    const int first_row = blockIdx.x * ROWS, pitch = pitch_of(inputs);
+    const int first_row = blockIdx.x * rows, pitch = pitch_of(inputs);
     const uint32_t inputs_at = shared_address(shared), weights_at = inputs_at + tokens * pitch;
     launch_next();
-    fetch_rows(weights_at, ROWS, inputs,
+    fetch_rows(weights_at, rows, inputs,
                [&](int i) { return w + static_cast<int64_t>(min(first_row + i, outputs - 1)) * inputs; });
     wait_for_previous(in);
     fetch_rows(inputs_at, tokens, inputs, [&](int i) { return in + static_cast<int64_t>(i) * inputs; });
     commit_copies();
-    const int lane = threadIdx.x % 32, token = lane / 4, column = first_row + lane % 4 * 2;
-    const bool exists = token < tokens && column < outputs;
+    const int lane = threadIdx.x % 32, token = lane / 4, in_block = lane % 4 * 2, column = first_row + in_block;
+    const bool exists = token < tokens && in_block < rows && column < outputs;
     float2* target = reinterpret_cast<float2*>(x + static_cast<int64_t>(token) * outputs + column);
     const float2 old = exists ? *target : make_float2(0.0f, 0.0f);
     wait_for_copies<0>();
@@ -306,7 +300,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     if (mine >= sums) return;
     const int skipped = mine * first * 2;  // bytes
     float c[1][4] = {};
-    multiply(c, inputs_at + skipped, weights_at + skipped, mine ? inputs - first : first, pitch);
+    multiply(c, inputs_at + skipped, weights_at + skipped, mine ? inputs - first : first, pitch, rows);
     float2 result = make_float2(old.x + c[0][0], old.y + c[0][1]);
     if (sums > 1) {
         if (mine) second[lane] = make_float2(c[0][0], c[0][1]);
@@ -320,22 +314,22 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 // `groups` of 8 outputs in a block, a warp each; more warps help to fetch and to norm.
 extern "C" __global__ void __launch_bounds__(SWIGLU_THREADS)
     few_swiglu(const float* __restrict__ x, const float* __restrict__ norm, float eps, const __half* __restrict__ w,
-               __half* __restrict__ out, int tokens, int width, int ffn_width, int groups) {
+               __half* __restrict__ out, int tokens, int width, int ffn_width, int groups,
+               const unsigned char* down, int down_bytes) {
     extern __shared__ __align__(16) unsigned char shared[];
     const int first = blockIdx.x * groups * ROWS, pitch = pitch_of(width);
     const int mine = min(groups, (ffn_width - first) / ROWS);
     const uint32_t inputs_at = shared_address(shared), weights_at = inputs_at + tokens * pitch;
     launch_next();
-    const Norm normalise(tokens, width);
+    const Norm normalise(tokens, width, norm);
     fetch_rows(weights_at, 2 * ROWS * mine, width, [&](int i) {
         const int row = first + i / (2 * ROWS) * ROWS + i % ROWS + (i & ROWS ? ffn_width : 0);
         return w + static_cast<int64_t>(row) * width;
     });
-    fetch_floats(weights_at + 2 * ROWS * groups * pitch, norm, width);
     commit_copies();
     wait_for_previous(x);
-    const unsigned char* gains = shared + (tokens + 2 * ROWS * groups) * pitch;
-    normalise(shared, x, reinterpret_cast<const float*>(gains), eps);
+    normalise(shared, x, eps);
+    if (threadIdx.x == blockDim.x - 1) fetch_to_l2(down, down_bytes);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     if (warp >= mine) return;
     float c[2][4] = {};

@@ -204,6 +204,8 @@ static __device__ __forceinline__ void wgmma_keep(float (&acc)[COUNT]) {
     HOPPER_T64 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79"
 #define HOPPER_T96                                                                                                \
     HOPPER_T80 ", %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
+#define HOPPER_T112                                                                                               \
+    HOPPER_T96 ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111"
 #define HOPPER_T128                                                                                               \
     HOPPER_T64 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "               \
                "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "                 \
@@ -235,6 +237,10 @@ static __device__ __forceinline__ void wgmma(float (&acc)[80], uint64_t a, uint6
 static __device__ __forceinline__ void wgmma(float (&acc)[96], uint64_t a, uint64_t b, int more) {
 #define HOPPER_R96 HOPPER_R80(acc, 0), HOPPER_R16(acc, 80)
     HOPPER_WGMMA(192, HOPPER_T96, "%96", "%97", "%98", HOPPER_R96);
+}
+static __device__ __forceinline__ void wgmma(float (&acc)[112], uint64_t a, uint64_t b, int more) {
+#define HOPPER_R112 HOPPER_R64(acc, 0), HOPPER_R32(acc, 64), HOPPER_R16(acc, 96)
+    HOPPER_WGMMA(224, HOPPER_T112, "%112", "%113", "%114", HOPPER_R112);
 }
 static __device__ __forceinline__ void wgmma(float (&acc)[128], uint64_t a, uint64_t b, int more) {
 #define HOPPER_ALL HOPPER_R64(acc, 0), HOPPER_R64(acc, 64)

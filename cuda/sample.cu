@@ -13,8 +13,9 @@
 // pair of floats, which is more exact than the definition: choices differ only where its own rounding decides.
 //
 // Few tokens need their noise: with d = what the noise must reach to win, noise >= d only where v <= e^-d, since
-// v <= -ln(1 - v). A token that fails this costs its share of Philox and one exponential, and four tokens whose best
-// could not win with the largest noise cost no Philox.
+// v <= -ln(1 - v). Four tokens of which none passes this, the largest logit taken with the smallest v, cost Philox and one
+// exponential, and none at all where the largest could not win with the largest noise. So that this holds from the start,
+// a block first looks at its first tokens with a lower bound of their noise: -ln(1 - v) <= v / (1 - v).
 #include "sampling.cuh"
 
 static constexpr int THREADS = 512;
@@ -28,6 +29,18 @@ static __device__ __forceinline__ float power_of_two(float x) {
     float result;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
     return result;
+}
+
+static __device__ __forceinline__ float log_of_two(float x) {
+    float result;
+    asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+    return result;
+}
+
+// Not above gumbel(word), but for errors of rounding.
+static __device__ __forceinline__ float least_noise(unsigned word) {
+    const float v = (__uint2float_rn(word) + 0.5f) * 0x1p-32f;
+    return (log_of_two(1.0f - v) - log_of_two(v)) * (1.0f / LOG2_E);
 }
 
 static __device__ __forceinline__ Best scored(float x, float temperature, float noise, int token) {
@@ -49,9 +62,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     // By a thread of the block: a lower bound of the best score. Warps read and write it as they come, which `volatile`
     // makes relaxed accesses (PTX ISA, "ld"): an old value costs time, not the result. racecheck reports them.
     __shared__ volatile float reached;
+    __shared__ float looked_at[32];  // by each warp: the best lower bound
     launch_next();
-    if (threadIdx.x == 0) reached = negative_infinity();
-    __syncthreads();
     wait_for_previous(logits);
     const int row = blockIdx.y;
     const int slot = sample_slots[row];
@@ -68,7 +80,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     if (temperature > 0.0f) {
         const unsigned position = static_cast<unsigned>(positions[sample_rows[row]] + 1);
         const unsigned long long seed = seeds[slot];
-        const float inverse = 1.0f / temperature, scale = inverse * LOG2_E;
+        const float inverse = 1.0f / temperature;
+        float start = negative_infinity();
+        if (first + threadIdx.x < end) {
+            float x[4];
+            load_logits(source, first + threadIdx.x, x);
+            const uint4 words4 = philox(first + threadIdx.x, position, seed);
+            const unsigned word[4] = {words4.x, words4.y, words4.z, words4.w};
+#pragma unroll
+            for (int i = 0; i < 4; ++i) start = fmaxf(start, __fmaf_rn(x[i], inverse, least_noise(word[i])));
+        }
+        start = warp_max(start);
+        if (threadIdx.x % 32 == 0) looked_at[threadIdx.x / 32] = start;
+        __syncthreads();
+        if (threadIdx.x < 32) {
+            start = warp_max(threadIdx.x < THREADS / 32 ? looked_at[threadIdx.x] : negative_infinity());
+            if (threadIdx.x == 0) reached = start;
+        }
+        __syncthreads();
         for (int base = first; base < end; base += THREADS) {
             const int block = base + threadIdx.x;
             // What has been reached, less the error of estimates.
@@ -83,13 +112,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
                 if (!(largest + LARGEST_NOISE < bar)) {
                     const uint4 words4 = philox(block, position, seed);
                     const unsigned word[4] = {words4.x, words4.y, words4.z, words4.w};
-                    bool may_win = false;
-#pragma unroll
-                    for (int i = 0; i < 4; ++i)
-                        may_win |= __uint2float_rn(word[i]) * (0.9999f * 0x1p-32f) <=
-                                   power_of_two(__fmaf_rn(x[i], scale, -bar * LOG2_E));
-                    for (int i = 0; may_win && i < 4; ++i) {
-                        if (x[i] == negative_infinity()) continue;
+                    const auto may_win = [&](unsigned least, float logit) {
+                        return __uint2float_rn(least) * (0.9999f * 0x1p-32f) <= power_of_two((logit - bar) * LOG2_E);
+                    };
+                    const bool any = may_win(min(min(word[0], word[1]), min(word[2], word[3])), largest);
+                    for (int i = 0; any && i < 4; ++i) {
+                        if (x[i] == negative_infinity() || !may_win(word[i], x[i] * inverse)) continue;
                         const Best candidate = scored(x[i], temperature, gumbel(word[i]), block * 4 + i);
                         if (beats(candidate, best)) best = candidate, improved = true;
                     }

@@ -16,6 +16,7 @@ __all__ = ["MAX_ROWS", "FewRows"]
 
 MAX_ROWS = 4  # tokens of a step; the kernels take 8, but each block norms all (H200: 8 took 1.3 ms, not 1.1)
 _ROWS = 8  # of a weight in a block
+_ROWS_OF_LONG = 4  # where they are long: such a block has room beside two of `few_swiglu`
 _DEPTH = 32  # inputs come in multiples of it
 _MAX_SHARED = 226 << 10  # of a block on Hopper, with 1 KiB for what kernels declare themselves
 _SWIGLU_BLOCKS = 2  # of `few_swiglu` on a multiprocessor
@@ -38,13 +39,13 @@ class FewRows:
         products = Module(device, compile_kernels(source, (head, style), device.architecture), source.name)
         most = max(_most_shared(config), _swiglu_shared(config, self._groups, MAX_ROWS))
         self._qkv = products.function(
-            "few_qkv", "PPfPPPPPiPPPiiiiPiPi", shared=most, dependent=True, all_shared=True
+            "few_qkv", "PPfPPPPPiPPPiiii", shared=most, dependent=True, all_shared=True
         )
         self._residual = products.function(
-            "few_residual", "PPPiiii", shared=most, dependent=True, all_shared=True
+            "few_residual", "PPPiiiii", shared=most, dependent=True, all_shared=True
         )
         self._swiglu = products.function(
-            "few_swiglu", "PPfPPiiii", shared=most, dependent=True, all_shared=True
+            "few_swiglu", "PPfPPiiiiPi", shared=most, dependent=True, all_shared=True
         )
 
     @staticmethod
@@ -62,36 +63,32 @@ class FewRows:
     def qkv(
         self, x: int, layer: LayerWeights, inputs: StepInputs, qkv: int, keys: int, values: int, tokens: int
     ) -> None:
-        """Norm, product, bias, rotation: queries to qkv, keys and values to the pages.
-
-        Also has the layer's other large weights come to L2.
-        """
+        """Norm, product, bias, rotation: queries to qkv, keys and values to the pages."""
         config = self._config
         blocks = (config.heads + 2 * config.kv_heads) * config.head_dim // _ROWS
-        gate_up_bytes = min(4 * config.ffn_width * config.width, _IN_L2)
-        down_bytes = min(2 * config.ffn_width * config.width, _IN_L2 - gate_up_bytes)
         self._qkv(
             (blocks, 1), _BLOCK, x, layer.attn_norm, config.norm_eps, layer.qkv, layer.qkv_bias,
             inputs.positions, inputs.cache_rows, *self._rope, qkv, keys, values, tokens, config.width,
-            config.heads, config.kv_heads, layer.gate_up, gate_up_bytes, layer.ffn_down, down_bytes,
-            shared=_shared(config.width, _ROWS + tokens, norm=True),
+            config.heads, config.kv_heads, shared=_shared(config.width, _ROWS + tokens),
         )  # fmt: skip
 
     def residual(self, source: int, weight: int, x: int, tokens: int, inputs: int) -> None:
         """x (T, width) += source (T, inputs) weight^T."""
         width = self._config.width
+        rows = _ROWS_OF_LONG if tokens == 1 and first_sum(inputs) < inputs else _ROWS
         self._residual(
-            (-(-width // _ROWS), 1), _BLOCK, source, weight, x, tokens, width, inputs, first_sum(inputs),
-            shared=_shared(inputs, _ROWS + tokens),
+            (-(-width // rows), 1), _BLOCK, source, weight, x, tokens, width, inputs, first_sum(inputs),
+            rows, shared=_shared(inputs, rows + tokens),
         )  # fmt: skip
 
     def swiglu(self, x: int, layer: LayerWeights, out: int, tokens: int) -> None:
-        """Norm, gate and up, SwiGLU -> out (T, F) half."""
+        """Norm, gate and up, SwiGLU -> out (T, F) half; the weight of `down` comes to L2."""
         config, groups = self._config, self._groups
         self._swiglu(
             (-(-config.ffn_width // (_ROWS * groups)), 1), _BLOCK if groups <= 4 else _LARGE_BLOCK, x,
             layer.ffn_norm, config.norm_eps, layer.gate_up, out, tokens, config.width, config.ffn_width,
-            groups, shared=_swiglu_shared(config, groups, tokens),
+            groups, layer.ffn_down, min(2 * config.ffn_width * config.width, _IN_L2),
+            shared=_swiglu_shared(config, groups, tokens),
         )  # fmt: skip
 
 
@@ -108,15 +105,12 @@ def _groups(config: ModelConfig, multiprocessors: int) -> int:
 
 def _swiglu_shared(config: ModelConfig, groups: int, tokens: int) -> int:
     """Bytes of shared memory for that many groups and tokens."""
-    return _shared(config.width, 2 * _ROWS * groups + tokens, norm=True)
+    return _shared(config.width, 2 * _ROWS * groups + tokens)
 
 
-def _shared(inputs: int, rows: int, *, norm: bool = False) -> int:
-    """Bytes of shared memory for rows of a weight and of inputs, as `pitch_of` in few_rows.cu says.
-
-    norm: and for the gains of a norm.
-    """
-    return (inputs // 8 | 1) * 16 * rows + (4 * inputs if norm else 0)
+def _shared(inputs: int, rows: int) -> int:
+    """Bytes of shared memory for rows of a weight and of inputs, as `pitch_of` in few_rows.cu says."""
+    return (inputs // 8 | 1) * 16 * rows
 
 
 def _most_shared(config: ModelConfig) -> int:
