@@ -172,16 +172,15 @@ struct Norm {
 };
 
 // c[0], c[1] of COUNT products at once: token lane / 4, rows 2 (lane % 4), + 1 of the 8 rows of W. Fragments have room
-// for 8 tokens; where there are fewer, rows of weights are read in their place, and the results mean nothing. `rows`, 4
-// or 8: of W, and no fewer than tokens; where there are 4, they are taken twice.
+// for 8 tokens; where there are fewer, rows of weights are read in their place, and the results mean nothing.
 template <int COUNT>
 static __device__ __forceinline__ void multiply(float (&c)[COUNT][4], uint32_t inputs_at, uint32_t weights_at,
-                                                int inputs, int pitch, int rows = ROWS) {
+                                                int inputs, int pitch) {
     constexpr int AHEAD = 4;  // steps of 32 elements whose operands are read before they are multiplied
     const int lane = threadIdx.x % 32, steps = inputs / 32;
     // A's rows 8 to 15 are rows 0 to 7 again, so that one instruction reads a fragment as it is multiplied.
-    const uint32_t a_at = inputs_at + lane % rows * pitch + lane / 16 * 16;
-    const uint32_t b_at = weights_at + lane % rows * pitch + lane / 8 * 16;
+    const uint32_t a_at = inputs_at + lane % 8 * pitch + lane / 16 * 16;
+    const uint32_t b_at = weights_at + lane % 8 * pitch + lane / 8 * 16;
     uint32_t a[AHEAD][2][4], b[AHEAD][COUNT][4];
     auto read = [&](int place, int step) {
         load_matrices(a[place][0], a_at + step * 64);
@@ -275,23 +274,22 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     target[high_at] = __float2half_rn(high);
 }
 
-// `first`: elements of K in the first sum, a multiple of 64; the others, if there are any, are added after it. `rows` of a
-// block, 4 or 8.
+// `first`: elements of K in the first sum, a multiple of 64; the others, if there are any, are added after it.
 extern "C" __global__ void __launch_bounds__(THREADS)
     few_residual(const __half* __restrict__ in, const __half* __restrict__ w, float* x, int tokens,
-                 int outputs, int inputs, int first, int rows) {
+                 int outputs, int inputs, int first) {
     extern __shared__ __align__(16) unsigned char shared[];
     __shared__ float2 second[32];  // sums of each lane
-    const int first_row = blockIdx.x * rows, pitch = pitch_of(inputs);
+    const int first_row = blockIdx.x * ROWS, pitch = pitch_of(inputs);
     const uint32_t inputs_at = shared_address(shared), weights_at = inputs_at + tokens * pitch;
     launch_next();
-    fetch_rows(weights_at, rows, inputs,
+    fetch_rows(weights_at, ROWS, inputs,
                [&](int i) { return w + static_cast<int64_t>(min(first_row + i, outputs - 1)) * inputs; });
     wait_for_previous(in);
     fetch_rows(inputs_at, tokens, inputs, [&](int i) { return in + static_cast<int64_t>(i) * inputs; });
     commit_copies();
-    const int lane = threadIdx.x % 32, token = lane / 4, in_block = lane % 4 * 2, column = first_row + in_block;
-    const bool exists = token < tokens && in_block < rows && column < outputs;
+    const int lane = threadIdx.x % 32, token = lane / 4, column = first_row + lane % 4 * 2;
+    const bool exists = token < tokens && column < outputs;
     float2* target = reinterpret_cast<float2*>(x + static_cast<int64_t>(token) * outputs + column);
     const float2 old = exists ? *target : make_float2(0.0f, 0.0f);
     wait_for_copies<0>();
@@ -300,7 +298,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     if (mine >= sums) return;
     const int skipped = mine * first * 2;  // bytes
     float c[1][4] = {};
-    multiply(c, inputs_at + skipped, weights_at + skipped, mine ? inputs - first : first, pitch, rows);
+    multiply(c, inputs_at + skipped, weights_at + skipped, mine ? inputs - first : first, pitch);
     float2 result = make_float2(old.x + c[0][0], old.y + c[0][1]);
     if (sums > 1) {
         if (mine) second[lane] = make_float2(c[0][0], c[0][1]);

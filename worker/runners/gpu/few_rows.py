@@ -16,7 +16,6 @@ __all__ = ["MAX_ROWS", "FewRows"]
 
 MAX_ROWS = 4  # tokens of a step; the kernels take 8, but each block norms all (H200: 8 took 1.3 ms, not 1.1)
 _ROWS = 8  # of a weight in a block
-_ROWS_OF_LONG = 4  # where they are long: such a block has room beside two of `few_swiglu`
 _DEPTH = 32  # inputs come in multiples of it
 _MAX_SHARED = 226 << 10  # of a block on Hopper, with 1 KiB for what kernels declare themselves
 _SWIGLU_BLOCKS = 2  # of `few_swiglu` on a multiprocessor
@@ -42,7 +41,7 @@ class FewRows:
             "few_qkv", "PPfPPPPPiPPPiiii", shared=most, dependent=True, all_shared=True
         )
         self._residual = products.function(
-            "few_residual", "PPPiiiii", shared=most, dependent=True, all_shared=True
+            "few_residual", "PPPiiii", shared=most, dependent=True, all_shared=True
         )
         self._swiglu = products.function(
             "few_swiglu", "PPfPPiiiiPi", shared=most, dependent=True, all_shared=True
@@ -75,10 +74,9 @@ class FewRows:
     def residual(self, source: int, weight: int, x: int, tokens: int, inputs: int) -> None:
         """x (T, width) += source (T, inputs) weight^T."""
         width = self._config.width
-        rows = _ROWS_OF_LONG if tokens == 1 and first_sum(inputs) < inputs else _ROWS
         self._residual(
-            (-(-width // rows), 1), _BLOCK, source, weight, x, tokens, width, inputs, first_sum(inputs),
-            rows, shared=_shared(inputs, rows + tokens),
+            (-(-width // _ROWS), 1), _BLOCK, source, weight, x, tokens, width, inputs, first_sum(inputs),
+            shared=_shared(inputs, _ROWS + tokens),
         )  # fmt: skip
 
     def swiglu(self, x: int, layer: LayerWeights, out: int, tokens: int) -> None:

@@ -18,6 +18,7 @@ import numpy as np
 from worker.runners.gpu.compiler import compile_kernels, kernel_directory
 from worker.runners.gpu.device import CudaError, Device
 from worker.runners.gpu.functions import Function, Module
+from worker.runners.gpu.graphs import Graph
 from worker.runners.gpu.hopper import TILES, HopperProducts, Kind, Tile, first_sum, is_hopper
 from worker.runners.gpu.library import Algorithm, Library, Product, Way
 from worker.runners.gpu.split import HopperSplit, SplitTile, split_tiles
@@ -31,7 +32,7 @@ Tried = TypeVar("Tried")
 MAX_GEMV_ROWS = 8
 MANY_ROWS = 1024  # above, shapes are too many to try each: they take what was best at the nearest size tried
 _TIMED_RUNS = 8
-_FINALISTS, _RETRIALS = 3, 2
+_FINALISTS, _RETRIALS = 4, 2
 _SHORTLIST = 6  # ways that are tried at sizes near one where all were
 # Rows of the weight a warp _ warps a row; the last needs too many registers beyond 4 rows of x.
 _GEMV_VARIANTS = ("1_4", "1_1", "2_1", "4_1")
@@ -197,24 +198,39 @@ class Gemm:
     ) -> list[int]:
         """Which of these take the least time, called with the numbers 0, 1, 2 ..., best first; waits.
 
-        `beside` is queued between the calls, since a way's time is not all that it costs: kernels of ours
-        overlap with what is before and after them, the library's do not. The best few are measured again,
-        and each one's least time counts: clocks change, and hosts pause.
+        They are timed as they run in a step: in a graph, so that no pause of the host counts, and with
+        `beside` between the calls, since kernels of ours overlap with what is before and after them, the
+        library's do not. The best few are measured again, and each one's least time counts: clocks change.
         """
-        times = [self._seconds(way, beside) for way in ways]
-        for _ in range(_RETRIALS):
-            for index in np.argsort(times)[:_FINALISTS]:
-                times[index] = min(times[index], self._seconds(ways[index], beside))
+        graphs: list[Graph] = []
+        try:
+            graphs.extend(self._repeated(way, beside) for way in ways)
+            times = [self._seconds(graph) for graph in graphs]
+            for _ in range(_RETRIALS):
+                for index in np.argsort(times)[:_FINALISTS]:
+                    times[index] = min(times[index], self._seconds(graphs[index]))
+        finally:
+            for graph in graphs:
+                graph.close()
         return [int(index) for index in np.argsort(times)]
 
-    def _seconds(self, run: Callable[[int], None], beside: Callable[[], None] = nothing) -> float:
-        run(0)
+    def _repeated(self, run: Callable[[int], None], beside: Callable[[], None]) -> Graph:
+        """A graph of _TIMED_RUNS calls."""
+        run(0)  # what is made or loaded at a first call is no part of it
+
+        def record() -> None:
+            for turn in range(_TIMED_RUNS):
+                beside()
+                run(turn)
+            beside()
+
+        return Graph(self._device, record)
+
+    def _seconds(self, graph: Graph) -> float:
+        """What one call in the graph takes."""
         self._library.occupy()
         self._started.record(self._device.stream)
-        for turn in range(_TIMED_RUNS):
-            beside()
-            run(turn)
-        beside()
+        graph.launch()
         self._ended.record(self._device.stream)
         self._device.wait(self._ended, "a product being timed")
         return float(self._started.time_till(self._ended)) * 1e-3 / _TIMED_RUNS
