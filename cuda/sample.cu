@@ -81,10 +81,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
         const unsigned position = static_cast<unsigned>(positions[sample_rows[row]] + 1);
         const unsigned long long seed = seeds[slot];
         const float inverse = 1.0f / temperature;
-        float start = negative_infinity();
+        float start = negative_infinity(), next[4];  // the logits that the loop takes next
         if (first + threadIdx.x < end) {
-            float x[4];
-            load_logits(source, first + threadIdx.x, x);
+            plain_logits(source, first + threadIdx.x, next);
+            float x[4] = {next[0], next[1], next[2], next[3]};
+            penalise(source, first + threadIdx.x, x);
             const uint4 words4 = philox(first + threadIdx.x, position, seed);
             const unsigned word[4] = {words4.x, words4.y, words4.z, words4.w};
 #pragma unroll
@@ -104,8 +105,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
             const float bar = reached - (1e-3f + 1e-6f * fabsf(reached));
             bool improved = false;
             if (block < end) {
-                float x[4];
-                load_logits(source, block, x);
+                float x[4] = {next[0], next[1], next[2], next[3]};
+                if (block + THREADS < end) plain_logits(source, block + THREADS, next);
+                penalise(source, block, x);
                 if (not_finite((x[0] + x[1]) + (x[2] + x[3])))
                     bad |= not_finite(x[0]) || not_finite(x[1]) || not_finite(x[2]) || not_finite(x[3]);
                 const float largest = fmaxf(fmaxf(x[0], x[1]), fmaxf(x[2], x[3])) * inverse;

@@ -30,8 +30,8 @@ static __device__ __forceinline__ Row row_of(const float* logits, int row, int v
                vocab % 4 == 0};
 }
 
-// Penalised logits of tokens 4 * block .. 4 * block + 3; -inf past the vocabulary.
-static __device__ __forceinline__ void load_logits(const Row& row, int block, float (&x)[4]) {
+// Logits of tokens 4 * block .. 4 * block + 3; -inf past the vocabulary.
+static __device__ __forceinline__ void plain_logits(const Row& row, int block, float (&x)[4]) {
     const int token = block * 4;
     if (row.aligned) {
         const float4 four = *reinterpret_cast<const float4*>(row.logits + token);
@@ -40,12 +40,20 @@ static __device__ __forceinline__ void load_logits(const Row& row, int block, fl
 #pragma unroll
         for (int i = 0; i < 4; ++i) x[i] = token + i < row.vocab ? row.logits[token + i] : negative_infinity();
     }
-    if (row.seen != nullptr) {
-        const unsigned bits = row.seen[token / 32] >> (token % 32);
+}
+
+static __device__ __forceinline__ void penalise(const Row& row, int block, float (&x)[4]) {
+    if (row.seen == nullptr) return;
+    const int token = block * 4;
+    const unsigned bits = row.seen[token / 32] >> (token % 32);
 #pragma unroll
-        for (int i = 0; i < 4; ++i)
-            if (bits >> i & 1) x[i] = x[i] > 0.0f ? __fdiv_rn(x[i], row.penalty) : __fmul_rn(x[i], row.penalty);
-    }
+    for (int i = 0; i < 4; ++i)
+        if (bits >> i & 1) x[i] = x[i] > 0.0f ? __fdiv_rn(x[i], row.penalty) : __fmul_rn(x[i], row.penalty);
+}
+
+static __device__ __forceinline__ void load_logits(const Row& row, int block, float (&x)[4]) {
+    plain_logits(row, block, x);
+    penalise(row, block, x);
 }
 
 static __device__ __forceinline__ bool needs_filter(float temperature, int top_k, float top_p, float min_p,
