@@ -1,14 +1,15 @@
 // A decode step of at most 8 tokens: products fused with what is around them, for latency. Five launches a layer
 // with the attention between them.
 //
-//   few_qkv       qkv of norm(x), bias, rotation; queries to qkv (T, (H + 2 G) D) half, keys and values to the pages
+//   few_qkv_*     qkv of norm(x), bias, rotation; queries to qkv (T, (H + 2 G) D) half, keys and values to the pages
 //   few_residual  x += in W^T; in (T, K) half, x (T, outputs) float
-//   few_swiglu    out (T, F) half = silu(gate) * up of norm(x); W has F rows of gate, then F of up
+//   few_swiglu_*  out (T, F) half = silu(gate) * up of norm(x); W has F rows of gate, then F of up
 //
 // x (T, width) float, weights half (outputs, K) row-major, K a multiple of 32; norms, bias, positions, cache_rows,
 // table and caches as in `rms_norm.cu` and `qkv_rope.cu`. Everything is computed and rounded as by `rms_norm`, a product
 // of `hopper_gemm.cu`, `qkv_rope_write` and `swiglu` one after the other, to the same bits: sums go through K in order,
-// 16 elements at a time (m16n8k16 with the tokens as rows), from one accumulator.
+// 16 elements at a time (m16n8k16 with the tokens as rows), from one accumulator; those of few_residual in the two
+// halves of a long K, which two warps take.
 //
 // Bytes: the weights once. A block has 8 rows of W (few_swiglu: `groups` of 8 of gate and 8 of up), which it asks for
 // all at once, by cp.async, before it waits for the kernel ahead of it: the chip has a whole matrix in flight, and
@@ -39,6 +40,8 @@ static constexpr int TOKENS = 8;
 static constexpr int ROWS = 8;  // of W that a product takes
 static constexpr int MAX_PARTS = 32;
 
+extern __shared__ __align__(16) unsigned char shared[];
+
 // Bytes between rows of K halves in shared memory: an odd number of 16-byte chunks, so that ldmatrix meets no conflict.
 static __device__ __forceinline__ int pitch_of(int inputs) { return (inputs / 8 | 1) * 16; }
 
@@ -63,28 +66,30 @@ static __device__ __forceinline__ void fetch_to_l2(const unsigned char* start, i
 
 // norm(x) as rows of halves in shared memory, summed in the order of `rms_norm`: there, a row has the block
 // that `_norm_shape` in the launcher says; here its warps are parts, which the warps of this block share out.
-// Where a warp has at most HELD of them, each of one piece, x stays in registers between the two passes, and the gains are
-// there from the start.
+// HELD: where a warp has at most so many of them, each of one piece, x stays in registers between the two passes, and the
+// gains are there from the start; 0: in any case. The code for one part is a tenth of that for all cases, and
+// instructions have to come from afar when kernels take turns on a multiprocessor.
+template <int HELD>
 struct Norm {
-    static constexpr int HELD = 4;
+    static constexpr int ITEMS = HELD > 0 ? HELD : 1;
     int tokens, width, chunks, pieces, parts, warps, warp, lane;
-    bool held;
-    int token[HELD], chunk[HELD];
+    int token[ITEMS], chunk[ITEMS];
     const float* norm;
-    float gains[HELD][8];
+    float gains[ITEMS][8];
 
     // Before anything is waited for.
     __device__ __forceinline__ Norm(int tokens, int width, const float* norm)
         : tokens(tokens), width(width), norm(norm) {
-        chunks = width / 8, pieces = chunks <= 256 ? 1 : chunks <= 512 ? 2 : 4;
+        chunks = width / 8, pieces = HELD > 0 || chunks <= 256 ? 1 : chunks <= 512 ? 2 : 4;
         parts = (chunks + 32 * pieces - 1) / (32 * pieces);
         warps = blockDim.x / 32, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-        held = pieces == 1 && tokens * parts <= HELD * warps;
+        if constexpr (HELD > 0) {
 #pragma unroll
-        for (int i = 0; i < HELD; ++i) {
-            const int item = warp + i * warps;
-            token[i] = item / parts, chunk[i] = item % parts * 32 + lane;
-            if (held && token[i] < tokens && chunk[i] < chunks) load8(norm + chunk[i] * 8, gains[i]);
+            for (int i = 0; i < HELD; ++i) {
+                const int item = warp + i * warps;
+                token[i] = item / parts, chunk[i] = item % parts * 32 + lane;
+                if (token[i] < tokens && chunk[i] < chunks) load8(norm + chunk[i] * 8, gains[i]);
+            }
         }
     }
 
@@ -111,8 +116,8 @@ struct Norm {
     __device__ __forceinline__ void operator()(unsigned char* target, const float* x, float eps) const {
         __shared__ __align__(16) float sums[TOKENS][MAX_PARTS];
         const int pitch = pitch_of(width);
-        float kept[HELD][8];
-        if (held) {
+        float kept[ITEMS][8];
+        if constexpr (HELD > 0) {
 #pragma unroll
             for (int i = 0; i < HELD; ++i)
                 if (token[i] < tokens && chunk[i] < chunks)
@@ -145,7 +150,7 @@ struct Norm {
         }
         wait_for_copies<0>();
         __syncthreads();
-        if (held) {
+        if constexpr (HELD > 0) {
 #pragma unroll
             for (int i = 0; i < HELD; ++i) {
                 if (token[i] >= tokens) continue;
@@ -221,12 +226,14 @@ static __device__ __forceinline__ int turn() { return (threadIdx.x / 32 - blockI
 
 static __device__ __forceinline__ float rounded(float value) { return __half2float(__float2half_rn(value)); }
 
-extern "C" __global__ void __launch_bounds__(THREADS)
-    few_qkv(const float* __restrict__ x, const float* __restrict__ norm, float eps, const __half* __restrict__ w,
-            const float* __restrict__ bias, const int* __restrict__ positions, const int* __restrict__ cache_rows,
-            const float* __restrict__ table, int table_rows, __half* __restrict__ qkv, __half* __restrict__ k_cache,
-            __half* __restrict__ v_cache, int tokens, int width, int heads, int kv_heads) {
-    extern __shared__ __align__(16) unsigned char shared[];
+template <int HELD>
+static __device__ __forceinline__ void qkv_rows(const float* __restrict__ x, const float* __restrict__ norm, float eps,
+                                                const __half* __restrict__ w, const float* __restrict__ bias,
+                                                const int* __restrict__ positions, const int* __restrict__ cache_rows,
+                                                const float* __restrict__ table, int table_rows,
+                                                __half* __restrict__ qkv, __half* __restrict__ k_cache,
+                                                __half* __restrict__ v_cache, int tokens, int width, int heads,
+                                                int kv_heads) {
     constexpr int BLOCKS = HEAD_DIM / ROWS;  // of a head
     const int head = blockIdx.x / BLOCKS, first_pair = blockIdx.x % BLOCKS * (ROWS / 2);
     auto element = [&](int pair, int which) {
@@ -235,7 +242,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     const int pitch = pitch_of(width);
     const uint32_t inputs_at = shared_address(shared), weights_at = inputs_at + tokens * pitch;
     launch_next();
-    const Norm normalise(tokens, width, norm);
+    const Norm<HELD> normalise(tokens, width, norm);
     fetch_rows(weights_at, ROWS, width, [&](int i) {
         return w + static_cast<int64_t>(head * HEAD_DIM + element(first_pair + i / 2, i % 2)) * width;
     });
@@ -278,7 +285,6 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 extern "C" __global__ void __launch_bounds__(THREADS)
     few_residual(const __half* __restrict__ in, const __half* __restrict__ w, float* x, int tokens,
                  int outputs, int inputs, int first) {
-    extern __shared__ __align__(16) unsigned char shared[];
     __shared__ float2 second[32];  // sums of each lane
     const int first_row = blockIdx.x * ROWS, pitch = pitch_of(inputs);
     const uint32_t inputs_at = shared_address(shared), weights_at = inputs_at + tokens * pitch;
@@ -310,16 +316,16 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 }
 
 // `groups` of 8 outputs in a block, a warp each; more warps help to fetch and to norm.
-extern "C" __global__ void __launch_bounds__(SWIGLU_THREADS)
-    few_swiglu(const float* __restrict__ x, const float* __restrict__ norm, float eps, const __half* __restrict__ w,
-               __half* __restrict__ out, int tokens, int width, int ffn_width, int groups,
-               const unsigned char* down, int down_bytes) {
-    extern __shared__ __align__(16) unsigned char shared[];
+template <int HELD>
+static __device__ __forceinline__ void swiglu_rows(const float* __restrict__ x, const float* __restrict__ norm,
+                                                   float eps, const __half* __restrict__ w, __half* __restrict__ out,
+                                                   int tokens, int width, int ffn_width, int groups,
+                                                   const unsigned char* down, int down_bytes) {
     const int first = blockIdx.x * groups * ROWS, pitch = pitch_of(width);
     const int mine = min(groups, (ffn_width - first) / ROWS);
     const uint32_t inputs_at = shared_address(shared), weights_at = inputs_at + tokens * pitch;
     launch_next();
-    const Norm normalise(tokens, width, norm);
+    const Norm<HELD> normalise(tokens, width, norm);
     fetch_rows(weights_at, 2 * ROWS * mine, width, [&](int i) {
         const int row = first + i / (2 * ROWS) * ROWS + i % ROWS + (i & ROWS ? ffn_width : 0);
         return w + static_cast<int64_t>(row) * width;
@@ -338,3 +344,24 @@ extern "C" __global__ void __launch_bounds__(SWIGLU_THREADS)
                                silu_times(rounded(c[0][1]), rounded(c[1][1])));
     *reinterpret_cast<uint32_t*>(out + static_cast<int64_t>(token) * ffn_width + column) = pair;
 }
+
+#define NORM_KERNELS(HELD)                                                                                        \
+    extern "C" __global__ void __launch_bounds__(THREADS) few_qkv_##HELD(                                         \
+        const float* __restrict__ x, const float* __restrict__ norm, float eps, const __half* __restrict__ w,     \
+        const float* __restrict__ bias, const int* __restrict__ positions, const int* __restrict__ cache_rows,    \
+        const float* __restrict__ table, int table_rows, __half* __restrict__ qkv, __half* __restrict__ k_cache,  \
+        __half* __restrict__ v_cache, int tokens, int width, int heads, int kv_heads) {                           \
+        qkv_rows<HELD>(x, norm, eps, w, bias, positions, cache_rows, table, table_rows, qkv, k_cache, v_cache,    \
+                       tokens, width, heads, kv_heads);                                                           \
+    }                                                                                                             \
+    extern "C" __global__ void __launch_bounds__(SWIGLU_THREADS) few_swiglu_##HELD(                               \
+        const float* __restrict__ x, const float* __restrict__ norm, float eps, const __half* __restrict__ w,     \
+        __half* __restrict__ out, int tokens, int width, int ffn_width, int groups,                               \
+        const unsigned char* __restrict__ down, int down_bytes) {                                                 \
+        swiglu_rows<HELD>(x, norm, eps, w, out, tokens, width, ffn_width, groups, down, down_bytes);              \
+    }
+
+NORM_KERNELS(0)
+NORM_KERNELS(1)
+NORM_KERNELS(2)
+NORM_KERNELS(4)

@@ -23,7 +23,7 @@ SLOTS, CONTEXT = 48, 128
 ANYWHERE = {"embed", "gather_tokens", "gather_rows", "rms_norm_1", "sample", "sample_filtered", "library"}
 ATTENTION = {"decode_attention_8_2", "decode_attention_8_4", "split_attention_8"}
 PER_KIND = {
-    HOPPER: {"hopper_attention", "few_qkv", "few_residual", "few_swiglu"},
+    HOPPER: {"hopper_attention", "few_qkv_1", "few_residual", "few_swiglu_1"},
     AMPERE: {"prefill_attention", "qkv_rope_write", "swiglu"},
 }
 

@@ -6,7 +6,7 @@ They give the bits of the kernels that serve larger steps.
 from worker.model.config import ModelConfig, RopeStyle
 from worker.runners.gpu.compiler import compile_kernels, kernel_directory
 from worker.runners.gpu.device import Device
-from worker.runners.gpu.functions import Module
+from worker.runners.gpu.functions import Function, Module
 from worker.runners.gpu.hopper import first_sum, is_hopper
 from worker.runners.gpu.kernels import TENSOR_CORE_HEADS, Kernels
 from worker.runners.gpu.steps import StepInputs
@@ -21,6 +21,7 @@ _MAX_SHARED = 226 << 10  # of a block on Hopper, with 1 KiB for what kernels dec
 _SWIGLU_BLOCKS = 2  # of `few_swiglu` on a multiprocessor
 _MAX_GROUPS = 8  # of such a block, a warp each
 _IN_L2 = 32 << 20  # bytes of weights that are fetched ahead; Hopper's L2 has 50 MB
+_HELD = (0, 1, 2, 4)  # kernels, by the parts of rows that a warp keeps in registers while it norms them
 _BLOCK, _LARGE_BLOCK = (128, 1, 1), (256, 1, 1)
 
 
@@ -37,15 +38,13 @@ class FewRows:
         source = kernel_directory() / "few_rows.cu"
         products = Module(device, compile_kernels(source, (head, style), device.architecture), source.name)
         most = max(_most_shared(config), _swiglu_shared(config, self._groups, MAX_ROWS))
-        self._qkv = products.function(
-            "few_qkv", "PPfPPPPPiPPPiiii", shared=most, dependent=True, all_shared=True
-        )
-        self._residual = products.function(
-            "few_residual", "PPPiiii", shared=most, dependent=True, all_shared=True
-        )
-        self._swiglu = products.function(
-            "few_swiglu", "PPfPPiiiiPi", shared=most, dependent=True, all_shared=True
-        )
+
+        def function(name: str, arguments: str) -> Function:
+            return products.function(name, arguments, shared=most, dependent=True, all_shared=True)
+
+        self._residual = function("few_residual", "PPPiiii")
+        self._qkv = {held: function(f"few_qkv_{held}", "PPfPPPPPiPPPiiii") for held in _HELD}
+        self._swiglu = {held: function(f"few_swiglu_{held}", "PPfPPiiiiPi") for held in _HELD}
 
     @staticmethod
     def suits(device: Device, config: ModelConfig) -> bool:
@@ -65,7 +64,7 @@ class FewRows:
         """Norm, product, bias, rotation: queries to qkv, keys and values to the pages."""
         config = self._config
         blocks = (config.heads + 2 * config.kv_heads) * config.head_dim // _ROWS
-        self._qkv(
+        self._qkv[_held(config.width, tokens, _BLOCK[0])](
             (blocks, 1), _BLOCK, x, layer.attn_norm, config.norm_eps, layer.qkv, layer.qkv_bias,
             inputs.positions, inputs.cache_rows, *self._rope, qkv, keys, values, tokens, config.width,
             config.heads, config.kv_heads, shared=_shared(config.width, _ROWS + tokens),
@@ -82,12 +81,20 @@ class FewRows:
     def swiglu(self, x: int, layer: LayerWeights, out: int, tokens: int) -> None:
         """Norm, gate and up, SwiGLU -> out (T, F) half; the weight of `down` comes to L2."""
         config, groups = self._config, self._groups
-        self._swiglu(
-            (-(-config.ffn_width // (_ROWS * groups)), 1), _BLOCK if groups <= 4 else _LARGE_BLOCK, x,
-            layer.ffn_norm, config.norm_eps, layer.gate_up, out, tokens, config.width, config.ffn_width,
-            groups, layer.ffn_down, min(2 * config.ffn_width * config.width, _IN_L2),
+        block = _BLOCK if groups <= 4 else _LARGE_BLOCK
+        self._swiglu[_held(config.width, tokens, block[0])](
+            (-(-config.ffn_width // (_ROWS * groups)), 1), block, x, layer.ffn_norm, config.norm_eps,
+            layer.gate_up, out, tokens, config.width, config.ffn_width, groups, layer.ffn_down,
+            min(2 * config.ffn_width * config.width, _IN_L2),
             shared=_swiglu_shared(config, groups, tokens),
         )  # fmt: skip
+
+
+def _held(width: int, tokens: int, threads: int) -> int:
+    """The kernel for such rows: a part is 32 times 8 elements, where a row has at most 256 times as many."""
+    chunks = width // 8
+    parts = -(-tokens * -(-chunks // 32) // (threads // 32))
+    return next((held for held in _HELD if held >= parts), 0) if chunks <= 256 else 0
 
 
 def _groups(config: ModelConfig, multiprocessors: int) -> int:
