@@ -244,7 +244,6 @@ static __device__ __forceinline__ void product(const TensorMap* x_map, const Ten
 #endif
 
 SPLIT_KERNEL(16, 16, 4, 2, 1, 13)
-SPLIT_KERNEL(16, 16, 4, 2, 1, 5)
 SPLIT_KERNEL(32, 16, 4, 2, 1, 9)
 SPLIT_KERNEL(64, 16, 4, 2, 1, 5)
 SPLIT_KERNEL(64, 32, 2, 2, 1, 9)

@@ -11,17 +11,12 @@
 // than that is merged in shared memory: its other blocks send theirs to the first, and end. Dynamic shared memory:
 // a `Sent` for each block of the cluster but the first.
 //
-// With few sequences there are few blocks, most of them on a multiprocessor that has not run this kernel lately, but they
-// start long before the kernel ahead ends. Meanwhile they compute once with queries of zero, which brings the
-// instructions close.
-//
 // Options: -DHEAD_DIM, 64 or 128.
 #include "decode_page.cuh"
 #include "hopper.cuh"
 
 static constexpr int AHEAD = D == 64 ? 4 : 2;
 static constexpr int STEP = AHEAD * WARPS;  // pages that a block has in flight
-static constexpr int REHEARSED = 4;         // sequences up to which a block goes through its instructions once ahead
 
 // Blocks of the cluster, along z; 1 where there are no clusters.
 static __device__ __forceinline__ int cluster_blocks() {
@@ -101,7 +96,7 @@ static __device__ __forceinline__ void decode_split(const __half* qkv, const __h
 
     // Pages past the end are zeros and of weight 0, which leaves sums as they are: no branch keeps the compiler from
     // working on all pages at once.
-    Page tile[AHEAD] = {};
+    Page tile[AHEAD];
     int64_t offset[AHEAD];
     auto find = [&](int begin) {
 #pragma unroll
@@ -122,26 +117,20 @@ static __device__ __forceinline__ void decode_split(const __half* qkv, const __h
     find(first);
     if (blocks > 1) cluster_wait();  // the first block's barrier is there
     load(false);
-    uint32_t qa[2 * K_LOADS][4] = {};
-    enum { REHEARSAL, FIRST, OTHERS };
-    int pass = gridDim.y <= REHEARSED ? REHEARSAL : FIRST;
-    asm volatile("" : "+r"(pass));  // so that there is one loop, and not two
+    wait_for_previous(qkv);
+    uint32_t qa[2 * K_LOADS][4];
+    load_queries<ROWS>(qa, qkv + (row * (heads + 2 * kv_heads) + head) * D, shared_heads, g, t);
+    load(true);
     const bool own = Segment<ROWS>::row() < shared_heads;
     out += (row * heads + head) * D;
     Segment<ROWS> kept{negative_infinity(), 0.0f, {}};
     const int64_t part = (static_cast<int64_t>(blockIdx.y) * heads + head) * max_segments;
     int done = 0;
     while (true) {
-        if (pass == FIRST) {
-            wait_for_previous(qkv);
-            load_queries<ROWS>(qa, qkv + (row * (heads + 2 * kv_heads) + head) * D, shared_heads, g, t);
-            load(true);
-        }
         Running<ROWS> running;
-        const int stop = pass == REHEARSAL ? first + 1 : end;
-        for (int begin = first; begin < stop; begin += STEP) {
+        for (int begin = first; begin < end; begin += STEP) {
             const int next = begin + STEP;
-            if (next < stop) find(next);
+            if (next < end) find(next);
             float s[AHEAD][2][4] = {}, largest[AHEAD][2];
 #pragma unroll
             for (int i = 0; i < AHEAD; ++i) running.score(s[i], qa, tile[i]);
@@ -150,7 +139,7 @@ static __device__ __forceinline__ void decode_split(const __half* qkv, const __h
                 largest[i][0] = largest[i][1] = negative_infinity();
                 running.hide(largest[i], s[i], (begin + i * WARPS + warp) * PAGE, cache.length, scale, t);
             }
-            if (next < stop) {
+            if (next < end) {
 #pragma unroll
                 for (int i = 0; i < AHEAD; ++i) load_keys(tile[i], cache, offset[i], next + i * WARPS + warp, g, t);
             }
@@ -163,20 +152,12 @@ static __device__ __forceinline__ void decode_split(const __half* qkv, const __h
                 running.weigh(pa, s[i]);
                 running.mix(pa, tile[i]);
             }
-            if (next < stop) {
+            if (next < end) {
 #pragma unroll
                 for (int i = 0; i < AHEAD; ++i) load_values(tile[i], cache, offset[i], next + i * WARPS + warp, g, t);
             }
         }
         const Segment<ROWS> mine = merge_warps(running);
-        if (pass == REHEARSAL) {
-#pragma unroll
-            for (int i = 0; i < Segment<ROWS>::PART; ++i) asm volatile("" ::"f"(mine.o[i]), "f"(mine.l));
-            pass = FIRST;
-            __syncthreads();  // as below
-            continue;
-        }
-        pass = OTHERS;
         if (segments <= blocks) {
             if (blocks > 1 && segment > 0) {
                 inbox[segment - 1].send(mine, barrier);

@@ -68,7 +68,6 @@ class SplitTile:
 
 SPLIT_TILES = (
     SplitTile(16, 16, 4, 2, 1, 13),
-    SplitTile(16, 16, 4, 2, 1, 5),
     SplitTile(32, 16, 4, 2, 1, 9),
     SplitTile(64, 16, 4, 2, 1, 5),
     SplitTile(64, 32, 2, 2, 1, 9),
