@@ -17,6 +17,7 @@ import numpy as np
 from jobs.contract import GenerationParams
 from worker.engine.engine import Engine
 from worker.engine.request import Request
+from worker.garbage import QuietCollector
 from worker.model.config import ModelConfig
 from worker.model.gguf_file import GgufFile
 from worker.runners.gpu.runner import CudaRunner
@@ -127,11 +128,12 @@ def measure(name: str, file: GgufFile, config: ModelConfig, options: argparse.Na
             requests = workload.requests(config.vocab, turn)
             for request in requests:
                 engine.submit(request)
-            began = time.perf_counter()
             done = []
-            while engine.has_work:
-                done += engine.step()
-            seconds = time.perf_counter() - began
+            with QuietCollector():  # as in a worker
+                began = time.perf_counter()
+                while engine.has_work:
+                    done += engine.step()
+                seconds = time.perf_counter() - began
             tokens = sum(
                 completion.prompt_tokens if workload.counts_prompts else completion.completion_tokens
                 for completion in done

@@ -29,6 +29,7 @@ from jobs.settings import Settings
 from tools.demo_corpus import topics, words
 from worker.commands import running_worker
 from worker.engine.request import Request
+from worker.garbage import QuietCollector
 from worker.loading import build_engine, load_model, max_sequences
 
 
@@ -165,13 +166,14 @@ def engine_alone(settings: Settings, nights: Sequence[list[dict[str, Any]]]) -> 
             )
             for number, item in enumerate(items)
         ]  # fmt: skip
-        began = time.perf_counter()
-        for request in requests:
-            engine.submit(request)
-        tokens = 0
-        while engine.has_work:
-            tokens += sum(completion.completion_tokens for completion in engine.step())
-        rates.append(round(tokens / (time.perf_counter() - began)))
+        with QuietCollector():  # as in a worker
+            began = time.perf_counter()
+            for request in requests:
+                engine.submit(request)
+            tokens = 0
+            while engine.has_work:
+                tokens += sum(completion.completion_tokens for completion in engine.step())
+            rates.append(round(tokens / (time.perf_counter() - began)))
     engine.close()
     return rates
 

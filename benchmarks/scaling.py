@@ -24,6 +24,7 @@ from benchmarks.engine import NoText
 from jobs.contract import GenerationParams
 from worker.engine.engine import Engine
 from worker.engine.request import Request
+from worker.garbage import QuietCollector
 from worker.model.config import ModelConfig, expected_tensors
 from worker.model.gguf_file import GgufFile
 from worker.runners.base import Runner
@@ -140,21 +141,22 @@ def measure(
     done = []
     prompts_launched: int | None = None  # in this step the last of them
     begin = finish = (0.0, 0)  # time and tokens drawn
-    began = clock()
-    while engine.has_work:
-        done += engine.step()
-        stats = engine.stats
-        if prompts_launched is None and stats.prompt_tokens == count * prompt:
-            prompts_launched = stats.steps
-        if (
-            not begin[1]
-            and prompts_launched is not None
-            and stats.steps - prompts_launched == runner.depth - 1
-        ):
-            begin = clock(), stats.generated_tokens
-        if not finish[1] and done:
-            finish = clock(), stats.generated_tokens
-    seconds = clock() - began
+    with QuietCollector():  # as in a worker
+        began = clock()
+        while engine.has_work:
+            done += engine.step()
+            stats = engine.stats
+            if prompts_launched is None and stats.prompt_tokens == count * prompt:
+                prompts_launched = stats.steps
+            if (
+                not begin[1]
+                and prompts_launched is not None
+                and stats.steps - prompts_launched == runner.depth - 1
+            ):
+                begin = clock(), stats.generated_tokens
+            if not finish[1] and done:
+                finish = clock(), stats.generated_tokens
+        seconds = clock() - began
     assert [completion.error for completion in done] == [None] * count
     assert not engine.stats.preemptions
     assert 0 < begin[1] < finish[1], "there was no step in which all sequences decoded"

@@ -29,6 +29,7 @@ from worker.engine_messages import (
     Submit,
     Told,
 )
+from worker.garbage import QuietCollector
 from worker.loading import build_engine, open_model
 
 log = logging.getLogger(__name__)
@@ -48,8 +49,9 @@ def serve(connection: Connection, build: Callable[[], Engine]) -> int:
             log.critical("the engine could not be built", exc_info=True)
         return _fail(connection, error)
     try:
-        connection.send(Ready(engine.stats))
-        _Loop(engine, connection).run()
+        with QuietCollector() as collector:
+            connection.send(Ready(engine.stats))
+            _Loop(engine, connection, collector).run()
     except (EOFError, BrokenPipeError, ConnectionResetError):
         log.warning("the worker is gone: the engine ends, and other workers take over the jobs")
         return 1
@@ -73,9 +75,10 @@ def _fail(connection: Connection, error: Exception) -> int:
 class _Loop:
     """Runs an engine between the commands that arrive."""
 
-    def __init__(self, engine: Engine, connection: Connection) -> None:
+    def __init__(self, engine: Engine, connection: Connection, collector: QuietCollector) -> None:
         self._engine = engine
         self._connection = connection
+        self._collector = collector
         self._stopping = False
         self._reported = engine.stats
         self._report_at = 0.0
@@ -86,6 +89,7 @@ class _Loop:
         while not self._stopping:
             self._take_commands()
             self._report(engine.step() if engine.has_work else [])
+            self._collector.look(idle=not engine.has_work)
 
     def _take_commands(self) -> None:
         """Carry out what was sent; sleep only where there is nothing to generate."""

@@ -16,6 +16,7 @@ gets neither the slot nor the pages that it will need.
 
 import heapq
 from bisect import bisect_left, insort
+from collections import deque
 from dataclasses import dataclass
 
 from worker.engine.kv_cache import BlockPool, CacheIntegrityError
@@ -146,13 +147,13 @@ class Scheduler:
         grown: list[Sequence] = []
         preempted: list[Sequence] = []
         self._grow(decodes, grown, preempted)
-        admitted = self._admit() if not preempted else []
-        chunks: list[Chunk] = []
         budget = self._token_budget - len(decodes)
+        admitted = self._admit(budget) if not preempted else []
+        chunks: list[Chunk] = []
         for sequence in [sequence for sequence in self._running if not sequence.decoding]:
             if budget < 1:
                 break
-            length = min(len(sequence.tokens) - sequence.computed, budget)
+            length = min(_uncomputed(sequence), budget)
             chunks.append(Chunk(sequence, sequence.computed, length))
             budget -= length
         return StepPlan(decodes, chunks, admitted, grown, preempted)
@@ -207,8 +208,11 @@ class Scheduler:
         if self._sharing is not None:
             self._sharing.stop(sequence)
 
-    def _admit(self) -> list[Sequence]:
+    def _admit(self, budget: int) -> list[Sequence]:
         """Give slots and pages to waiting sequences in order of rank; the first that does not fit ends it.
+
+        So does one that could not begin in this step, since those that rank above it have `budget` tokens of
+        prompts to compute: a thousand that come at once delay no step, and keep no slots from their betters.
 
         One page for each running sequence is kept back, so that what is admitted now is not preempted at
         the next page border. Where nothing runs there is nothing to keep back for.
@@ -216,11 +220,16 @@ class Scheduler:
         admitted: list[Sequence] = []
         following: list[Sequence] = []  # each has a slot and `promised` its pages kept for it
         promised = 0
+        above = deque(sequence for sequence in self._running if not sequence.decoding)
         while self._waiting and len(following) < len(self._free_slots):
             sequence = self._waiting[0][1]
             if sequence.state is not SequenceState.WAITING:
                 heapq.heappop(self._waiting)
                 continue
+            while above and above[0].rank < sequence.rank:
+                budget -= _uncomputed(above.popleft())
+            if budget < 1:
+                break
             pages = self._pool.pages_for(len(sequence.tokens))
             nodes = [] if self._sharing is None else self._sharing.find(sequence)
             if nodes is None:
@@ -233,6 +242,7 @@ class Scheduler:
                 break
             heapq.heappop(self._waiting)
             self._give_place(sequence, pages, nodes)
+            budget -= _uncomputed(sequence)
             admitted.append(sequence)
         for sequence in following:
             heapq.heappush(self._waiting, (sequence.rank, sequence))
@@ -282,3 +292,7 @@ class Scheduler:
 
 def _rank(sequence: Sequence) -> Rank:
     return sequence.rank
+
+
+def _uncomputed(sequence: Sequence) -> int:
+    return len(sequence.tokens) - sequence.computed

@@ -152,7 +152,7 @@ def test_cancel_keeps_what_there_is(depth: int) -> None:
 def test_cancel_and_deadline_reach_a_prompt_in_the_middle_and_one_that_waits() -> None:
     clock = Clock()
     runner = ScriptedRunner(slots=2)
-    engine = make_engine(runner, clock, token_budget=4)
+    engine = make_engine(runner, clock, token_budget=24)
     engine.submit(make_request("long", (0,) * 20))
     engine.submit(make_request("late", (1,) * 20, deadline=1001.0))
     engine.submit(make_request("waits", deadline=1002.0))

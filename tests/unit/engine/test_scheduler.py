@@ -50,6 +50,16 @@ def test_a_prompt_within_the_budget_is_one_chunk() -> None:
     assert step(made) == [("j1", 20, 1), ("j2", 5, 1)]
 
 
+def test_no_more_are_admitted_than_can_begin_and_a_better_one_does_not_wait_for_them() -> None:
+    made = scheduler(*(sequence(order, 20) for order in range(1, 6)))
+    plan = made.plan()
+    assert [one.request.job_id for one in plan.admitted] == ["j1", "j2"]
+    carry_out(made, plan)
+    made.add(sequence(9, 5, priority=9))
+    assert step(made) == [("j1", 20, 1), ("j9", 0, 5), ("j2", 12, 8), ("j3", 0, 18)]
+    assert (made.running, made.waiting) == (4, 2)
+
+
 def test_a_long_prompt_takes_as_few_chunks_as_the_budget_allows_and_decoding_goes_on() -> None:
     made = scheduler(sequence(1, 3), budget=10)
     assert step(made) == [("j1", 0, 3)]
