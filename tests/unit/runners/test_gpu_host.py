@@ -56,22 +56,23 @@ def test_a_tile_whose_k_is_shared_fits_a_block_and_its_copies_are_aligned(tile: 
 @pytest.mark.parametrize("inputs", [896, 4864, 18_944])
 @pytest.mark.parametrize("rows", [1, 16, 17, 64, 65, 256])
 def test_tiles_whose_k_is_shared_are_offered_for_few_rows_and_cover_them(rows: int, inputs: int) -> None:
-    offered = split_tiles(rows, inputs)
+    offered = split_tiles(rows, 896, inputs)
     assert offered
-    assert all(tile.rows >= min(rows, 64) and tile.suits(inputs) for tile in offered)
+    assert all(tile.rows >= min(rows, 64) and tile.suits(896, inputs) for tile in offered)
 
 
 def test_tiles_of_many_rows_whose_k_is_shared_are_offered_where_k_is_long() -> None:
-    assert {tile.rows for tile in split_tiles(1024, 4864)} == {128}
-    assert not split_tiles(1024, 896)
-    assert not split_tiles(1025, 4864)
+    assert {tile.rows for tile in split_tiles(1024, 896, 4864)} == {128}
+    assert not split_tiles(1024, 896, 896)
+    assert not split_tiles(1025, 896, 4864)
 
 
 def test_a_long_sum_is_cut_in_the_middle_at_a_whole_stage() -> None:
-    assert [first_sum(inputs) for inputs in (8, 896, 4095)] == [8, 896, 4095]
+    assert [first_sum(896, inputs) for inputs in (8, 896, 4095)] == [8, 896, 4095]
+    assert first_sum(2048, 8192) == 8192
     for inputs in (4096, 4104, 4864, 8192, 14_336, 18_944, 29_568):
-        assert first_sum(inputs) % 64 == 0
-        assert 0 <= 2 * first_sum(inputs) - inputs < 128
+        assert first_sum(1536, inputs) % 64 == 0
+        assert 0 <= 2 * first_sum(1536, inputs) - inputs < 128
 
 
 def test_rows_are_padded_to_few_sizes_and_never_by_more_than_a_step() -> None:

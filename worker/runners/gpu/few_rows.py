@@ -74,8 +74,8 @@ class FewRows:
         """x (T, width) += source (T, inputs) weight^T."""
         width = self._config.width
         self._residual(
-            (-(-width // _ROWS), 1), _BLOCK, source, weight, x, tokens, width, inputs, first_sum(inputs),
-            shared=_shared(inputs, _ROWS + tokens),
+            (-(-width // _ROWS), 1), _BLOCK, source, weight, x, tokens, width, inputs,
+            first_sum(width, inputs), shared=_shared(inputs, _ROWS + tokens),
         )  # fmt: skip
 
     def swiglu(self, x: int, layer: LayerWeights, out: int, tokens: int) -> None:

@@ -73,7 +73,7 @@ class _Shape:
     @property
     def sums(self) -> tuple[Product, ...]:
         """The same, where what is added to something may be two sums (`first_sum`)."""
-        whole, first = self.product, first_sum(self.inputs)
+        whole, first = self.product, first_sum(self.outputs, self.inputs)
         if not whole.added or first == self.inputs:
             return (whole,)
         parts = first, self.inputs - first
@@ -278,7 +278,7 @@ class Gemm:
         if self._hopper is not None and aligned:
             found += TILES[shape.kind]
             if shape.kind is Kind.RESIDUAL:
-                found += split_tiles(shape.rows, shape.inputs)
+                found += split_tiles(*shape.sizes)
         if shape.kind is not Kind.SWIGLU or self._activate is not None:
             products = self._products(shape)
             library = [

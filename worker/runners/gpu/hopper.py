@@ -20,7 +20,7 @@ _SHARED_ALIGNMENT = 1024
 _PIECE_ROWS, _PIECE_BYTES = 64, 128
 _NO_MAP = bytes(128)
 _QKV_HEADS = (64, 128)
-_LONG = 4096  # inputs from which sums are taken in two halves
+_LONG, _MANY_OUTPUTS = 4096, 2048  # inputs from which sums are taken in two halves, and outputs up to which
 
 
 class Kind(Enum):
@@ -103,13 +103,16 @@ def is_hopper(device: Device) -> bool:
     return device.compute_capability == (9, 0)
 
 
-def first_sum(inputs: int) -> int:
+def first_sum(outputs: int, inputs: int) -> int:
     """How many of the inputs the first sum of a product that is added to something goes through.
 
-    All, unless they are many: then there is a second sum, which is added after the first. Few rows, whose
-    time is that of one product after the other, take half of it, and twice as many blocks share the work.
+    All, unless they are many and outputs few: then there is a second sum, which is added after the first. Few
+    rows, whose time is that of one product after the other, take half of it, and twice as many blocks share
+    the work. With more outputs there are blocks enough, and a second addition only costs.
     """
-    return inputs if inputs < _LONG else -(-inputs // (2 * _DEPTH)) * _DEPTH
+    if inputs < _LONG or outputs >= _MANY_OUTPUTS:
+        return inputs
+    return -(-inputs // (2 * _DEPTH)) * _DEPTH
 
 
 class HopperProducts:
@@ -141,7 +144,8 @@ class HopperProducts:
         )
         self._functions[kind, tile](
             _grid(tile, rows, -(-outputs // results), self._blocks[kind, tile]), (tile.threads, 1, 1),
-            x_map, weight_map, y_map, y, rows, outputs, inputs, first_sum(inputs), shared=tile.shared,
+            x_map, weight_map, y_map, y, rows, outputs, inputs, first_sum(outputs, inputs),
+            shared=tile.shared,
         )  # fmt: skip
 
 

@@ -16,6 +16,7 @@ __all__ = ["WORKSPACE_BYTES", "Algorithm", "Library", "Product", "Way"]
 
 WORKSPACE_BYTES = 32 << 20  # what cuBLAS recommends for Hopper
 _CANDIDATES = 8
+_COUNTER_BYTES = 1024  # of workspace, and no sums: for many rows, some hand out tiles by a counter of 4 bytes
 _OCCUPYING_FILLS = 12  # of the workspace, 10 us each on an H200
 _HALF, _FLOAT = 2, 0  # cudaDataType: CUDA_R_16F, CUDA_R_32F
 _ALIGNMENT = 16  # bytes; rows of a chunk of logits start at multiples of 4 * vocab
@@ -103,7 +104,7 @@ class Library:
         return [results[index : index + 1].copy() for index in range(int(found[0]))]
 
     def suits(self, algorithm: Algorithm, product: Product) -> bool:
-        """Whether an algorithm found for another number of rows can compute this one."""
+        """Whether an algorithm that was found for another product can compute this one."""
         weight, x, y = self._layout(product)
         result = np.zeros(1, dtype=self._lt.matmul_heuristic_result_dtype)
         try:
@@ -112,7 +113,7 @@ class Library:
             )
         except self._lt.cuBLASLtError:
             return False
-        return int(result["workspace_size"][0]) <= self._workspace_bytes
+        return int(result["workspace_size"][0]) <= max(self._workspace_bytes, _COUNTER_BYTES)
 
     def way(self, algorithm: Algorithm, product: Product) -> Way:
         """How a product is computed with an algorithm. Raises KernelLaunchError when it is refused."""

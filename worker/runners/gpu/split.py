@@ -61,9 +61,9 @@ class SplitTile:
         """Rows that wgmma computes."""
         return max(self.rows, _WGMMA_ROWS)
 
-    def suits(self, inputs: int) -> bool:
-        """Whether the tile has the sums that so many inputs have."""
-        return (self.halves > 1) == (first_sum(inputs) < inputs)
+    def suits(self, outputs: int, inputs: int) -> bool:
+        """Whether the tile has the sums that a product of these sizes has."""
+        return (self.halves > 1) == (first_sum(outputs, inputs) < inputs)
 
 
 SPLIT_TILES = (
@@ -86,13 +86,13 @@ SPLIT_TILES = (
 )
 
 
-def split_tiles(rows: int, inputs: int) -> list[SplitTile]:
+def split_tiles(rows: int, outputs: int, inputs: int) -> list[SplitTile]:
     """Those that are worth timing for so many rows."""
     height = min((tile.rows for tile in SPLIT_TILES if tile.rows >= rows), default=_WGMMA_ROWS)
     return [
         tile
         for tile in SPLIT_TILES
-        if tile.suits(inputs) and (tile.down - 1) * tile.rows < rows
+        if tile.suits(outputs, inputs) and (tile.down - 1) * tile.rows < rows
         and (
             (tile.rows == min(height, _WGMMA_ROWS) and rows <= _FEW_ROWS)
             or (tile.rows > _WGMMA_ROWS and _WGMMA_ROWS < rows <= _MOST_ROWS)
@@ -113,12 +113,12 @@ class HopperSplit:
         }
 
     def run(self, tile: SplitTile, x: int, weight: int, y: int, rows: int, outputs: int, inputs: int) -> None:
-        """Queue y (rows, outputs) float += x weight^T; for `inputs` that the tile suits."""
+        """Queue y (rows, outputs) float += x weight^T, of sizes that the tile suits."""
         x_map = self._maps(x, rows, inputs, tile.rows)
         weight_map = self._maps(weight, outputs, inputs, tile.columns)
         clusters = -(-outputs // tile.columns) * -(-rows // (tile.rows * tile.down))
         ahead = weight if rows <= _ONE_TILE else 0  # asked for by several tiles, more is lost than won
         self._functions[tile.name](
             (clusters * tile.blocks, 1, 1), (tile.threads, 1, 1), x_map, weight_map, ahead, y, rows, outputs,
-            inputs, first_sum(inputs), shared=tile.shared,
+            inputs, first_sum(outputs, inputs), shared=tile.shared,
         )  # fmt: skip
