@@ -1,6 +1,8 @@
 """The GPU runner's launches, without a GPU: against the compiled kernels where nvcc is."""
 
+from collections.abc import Sequence
 from pathlib import Path
+from threading import current_thread, main_thread
 
 import pytest
 
@@ -10,6 +12,7 @@ from tests.unit.runners.recorded_cuda import RecordedDriver
 from worker.model.config import ModelConfig
 from worker.model.gguf_file import GgufFile
 from worker.runners.base import FROM_SLOT
+from worker.runners.gpu import compiler
 from worker.runners.gpu.device import Device
 from worker.runners.gpu.few_rows import MAX_ROWS
 from worker.runners.gpu.gemm import Gemm, padded_rows
@@ -73,6 +76,26 @@ def test_steps_of_all_sizes_launch_kernels_as_they_were_compiled(driver: Recorde
     assert expected <= driver.launches.keys()
     assert driver.launches.keys() - {"library"} <= driver.checked
     runner.close()
+
+
+def test_all_kernels_are_compiled_at_once(
+    driver: RecordedDriver, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """In the threads of a pool, none of them later, where the start would wait for one after the other."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    compiled: list[tuple[str, bool]] = []
+
+    def compile_nothing(source: Path, options: Sequence[str], arch: str, nvcc: str) -> bytes:
+        compiled.append((source.name, current_thread() is main_thread()))
+        return b""  # as where nvcc is missing
+
+    monkeypatch.setattr(compiler, "_run_compiler", compile_nothing)
+    file = GgufFile.open(MODEL)
+    CudaRunner(file, ModelConfig.from_gguf(file), slots=4, context=CONTEXT, kv_blocks=64).close()
+    names = [name for name, _ in compiled]
+    assert sorted(names) == sorted(set(names))
+    assert ("hopper_gemm.cu" in names) == (driver.capability == HOPPER)
+    assert not any(late for _, late in compiled)
 
 
 @pytest.mark.parametrize("kind", [Kind.HALF, Kind.FLOAT, Kind.SWIGLU, Kind.RESIDUAL], ids=str)

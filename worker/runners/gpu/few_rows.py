@@ -3,12 +3,12 @@
 They give the bits of the kernels that serve larger steps.
 """
 
-from worker.model.config import ModelConfig, RopeStyle
-from worker.runners.gpu.compiler import compile_kernels, kernel_directory
+from worker.model.config import ModelConfig
 from worker.runners.gpu.device import Device
 from worker.runners.gpu.functions import Function, Module
 from worker.runners.gpu.hopper import first_sum, is_hopper
 from worker.runners.gpu.kernels import TENSOR_CORE_HEADS, Kernels
+from worker.runners.gpu.sources import source_of
 from worker.runners.gpu.steps import StepInputs
 from worker.runners.gpu.weights import LayerWeights
 
@@ -33,10 +33,7 @@ class FewRows:
         self._rope = (kernels.rope_table, max_context)
         self._queries = config.heads * config.head_dim
         self._groups = _groups(config, device.multiprocessors)
-        head = f"-DHEAD_DIM={config.head_dim}"
-        style = f"-DINTERLEAVED={int(config.rope_style is RopeStyle.PAIRS)}"
-        source = kernel_directory() / "few_rows.cu"
-        products = Module(device, compile_kernels(source, (head, style), device.architecture), source.name)
+        products = Module.of(device, source_of("few_rows", config))
         most = max(_most_shared(config), _swiglu_shared(config, self._groups, MAX_ROWS))
 
         def function(name: str, arguments: str) -> Function:

@@ -9,7 +9,9 @@ import re
 import struct
 from typing import Any
 
+from worker.runners.gpu.compiler import compile_kernels
 from worker.runners.gpu.device import CudaError, Device, DeviceLostError, KernelLaunchError, NoDeviceError
+from worker.runners.gpu.sources import Source
 
 __all__ = ["Function", "Module", "bindings", "error_text"]
 
@@ -27,6 +29,12 @@ class Module:
         self._driver = driver
         self._module = self._check(driver.cuModuleLoadData(cubin), f"loading {name}")
         device.at_close(self._unload)
+
+    @staticmethod
+    def of(device: Device, source: Source) -> "Module":
+        """That file, from the cache or compiled now."""
+        path, options = source
+        return Module(device, compile_kernels(path, options, device.architecture), path.name)
 
     def function(
         self, name: str, arguments: str = "", *, shared: int = 0, dependent: bool = False,

@@ -15,12 +15,12 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
-from worker.runners.gpu.compiler import compile_kernels, kernel_directory
 from worker.runners.gpu.device import CudaError, Device
 from worker.runners.gpu.functions import Function, Module
 from worker.runners.gpu.graphs import Graph
 from worker.runners.gpu.hopper import TILES, HopperProducts, Kind, Tile, first_sum, is_hopper
 from worker.runners.gpu.library import Algorithm, Library, Product, Way
+from worker.runners.gpu.sources import source_of
 from worker.runners.gpu.split import HopperSplit, SplitTile, split_tiles
 
 __all__ = ["MANY_ROWS", "Gemm", "Shortlist", "nothing", "padded_rows"]
@@ -135,8 +135,7 @@ class Gemm:
         self._activate: Callable[[int, int, int, int], None] | None = None
         self._gate_up = 0
         if own_kernels and not reproducible:
-            source = kernel_directory() / "gemv.cu"
-            self._module = Module(device, compile_kernels(source, (), device.architecture), source.name)
+            self._module = Module.of(device, source_of("gemv"))
         self._started, self._ended = device.event(timing=True), device.event(timing=True)
 
     def __call__(

@@ -5,10 +5,10 @@ import math
 from dataclasses import dataclass
 from enum import Enum
 
-from worker.model.config import ModelConfig, RopeStyle
-from worker.runners.gpu.compiler import compile_kernels, kernel_directory
+from worker.model.config import ModelConfig
 from worker.runners.gpu.device import CudaError, Device
 from worker.runners.gpu.functions import Function, Module, bindings, error_text
+from worker.runners.gpu.sources import source_of
 
 __all__ = [
     "QKV_TILES", "TILES", "HopperProducts", "HopperQkv", "Kind", "TensorMaps", "Tile", "first_sum",
@@ -119,8 +119,7 @@ class HopperProducts:
     """y = x weight^T with the same sums in all tiles, so that they give the same bits; on Hopper only."""
 
     def __init__(self, device: Device) -> None:
-        source = kernel_directory() / "hopper_gemm.cu"
-        module = Module(device, compile_kernels(source, (), device.architecture), source.name)
+        module = Module.of(device, source_of("hopper_gemm"))
         self._maps = TensorMaps(device)
         self._functions: dict[tuple[Kind, Tile], Function] = {}
         self._blocks: dict[tuple[Kind, Tile], int] = {}
@@ -153,10 +152,7 @@ class HopperQkv:
     """Queries, keys and values in one launch: product, bias, rotation, cache write. Check `suits` first."""
 
     def __init__(self, device: Device, config: ModelConfig, rope_table: int, max_context: int) -> None:
-        style = int(config.rope_style is RopeStyle.PAIRS)
-        options = (f"-DHEAD_DIM={config.head_dim}", f"-DINTERLEAVED={style}")
-        source = kernel_directory() / "hopper_qkv.cu"
-        module = Module(device, compile_kernels(source, options, device.architecture), source.name)
+        module = Module.of(device, source_of("hopper_qkv", config))
         self._config = config
         self._rope = (rope_table, max_context)
         self._maps = TensorMaps(device)

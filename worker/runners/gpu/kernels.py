@@ -6,22 +6,21 @@ serves whatever the arrays hold. Shapes and layouts of the arrays are told at th
 the number of tokens, S of sequences, R of rows that draw, H and G of query and KV heads, D a head's size.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from jobs.errors import RunnerError
-from worker.model.config import ModelConfig, RopeStyle
-from worker.runners.gpu.compiler import compile_all, kernel_directory
+from worker.model.config import ModelConfig
+from worker.runners.gpu.compiler import compile_all
 from worker.runners.gpu.device import Device
 from worker.runners.gpu.functions import Function, Module
 from worker.runners.gpu.hopper import is_hopper
 from worker.runners.gpu.prefill import TILE_ROWS, HopperPrefill, prefill_tiles
 from worker.runners.gpu.sizes import check_sizes
+from worker.runners.gpu.sources import source_of
 
 __all__ = ["Kernels", "Slots"]
 
@@ -108,20 +107,21 @@ class Kernels:
         self._sample_counters = device.allocate(4 * max_sample_rows, "sampling")
         device.fill(self._sample_counters, 0, 4 * max_sample_rows)
 
+    @staticmethod
+    def files(config: ModelConfig, *, hopper: bool) -> list[str]:
+        """Those in `cuda/` that the kernels are in."""
+        prefill = "hopper_attention" if hopper else "prefill_attention"
+        fast = config.head_dim in TENSOR_CORE_HEADS
+        attention = ["decode_attention", "split_attention", prefill] if fast else ["attention_any"]
+        return ["embedding", "rms_norm", "swiglu", "qkv_rope", *attention, "sample", "sample_filtered"]
+
     def _load(self) -> None:
         config = self._config
-        head = f"-DHEAD_DIM={config.head_dim}"
-        style = f"-DINTERLEAVED={int(config.rope_style is RopeStyle.PAIRS)}"
         prefill = "hopper_attention" if self._hopper else "prefill_attention"
-        attention = ("decode_attention", "split_attention", prefill) if self._fast else ("attention_any",)
-        sources: dict[str, Sequence[str]] = {
-            "embedding": (), "rms_norm": (), "swiglu": (), "qkv_rope": (head, style),
-            **dict.fromkeys(attention, (head,)), "sample": (), "sample_filtered": (),
-        }  # fmt: skip
-        paths = [(Path(kernel_directory(), f"{name}.cu"), options) for name, options in sources.items()]
-        cubins = compile_all(paths, self._device.architecture)
+        names = self.files(config, hopper=self._hopper)
+        cubins = compile_all([source_of(name, config) for name in names], self._device.architecture)
         few, many = (
-            {name: Module(self._device, cubin, name) for name, cubin in zip(sources, cubins, strict=True)}
+            {name: Module(self._device, cubin, name) for name, cubin in zip(names, cubins, strict=True)}
             for _ in range(2)
         )
 

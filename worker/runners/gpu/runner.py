@@ -18,10 +18,12 @@ from jobs.errors import RunnerError
 from worker.model.config import ModelConfig
 from worker.model.gguf_file import GgufFile
 from worker.runners.base import IntArray, SampledTokens, StepBatch
+from worker.runners.gpu.compiler import compile_all
 from worker.runners.gpu.device import Arena, Device, aligned
 from worker.runners.gpu.few_rows import FewRows
 from worker.runners.gpu.gemm import MANY_ROWS, Gemm
 from worker.runners.gpu.graphs import Graph, bucket_of, buckets
+from worker.runners.gpu.hopper import HopperQkv, is_hopper
 from worker.runners.gpu.kernels import Kernels
 from worker.runners.gpu.memory import (
     DRAWN_HEADER,
@@ -33,7 +35,9 @@ from worker.runners.gpu.memory import (
 )
 from worker.runners.gpu.model import Cache, Model
 from worker.runners.gpu.qkv import Qkv
+from worker.runners.gpu.sizes import check_sizes
 from worker.runners.gpu.slots import SlotState
+from worker.runners.gpu.sources import Source, source_of
 from worker.runners.gpu.steps import PADDING, StepBuffers, StepShape
 from worker.runners.gpu.weights import load_weights
 
@@ -107,6 +111,8 @@ class CudaRunner:
     def _build(self, file: GgufFile, config: ModelConfig, kv_blocks: int | None, gpu_memory: float) -> None:
         device, slots = self.device, self.slots
         width = -(-self._context // self.block_size)
+        check_sizes(config)
+        compile_all(_sources(device, config), device.architecture)  # at once; each is then in the cache
         pieces = workspace_pieces(config, max_tokens=self._max_tokens, max_draws=self._max_draws)
         self._kernels = kernels = Kernels(
             device, config, max_context=self._context, max_sample_rows=LOGIT_ROWS
@@ -267,3 +273,13 @@ class CudaRunner:
             tiles=len(tiles),
         )
         self._model.forward(self._steps.write(turn, batch, shape, tiles), shape)
+
+
+def _sources(device: Device, config: ModelConfig) -> list[Source]:
+    """All files that a runner needs for a model; those that take longest first."""
+    hopper = is_hopper(device)
+    names = ["hopper_gemm", "hopper_split"] if hopper else []
+    names += ["hopper_qkv"] if HopperQkv.suits(device, config) else []
+    names += ["few_rows"] if FewRows.suits(device, config) else []
+    names += [*Kernels.files(config, hopper=hopper), "dequantize"]
+    return [source_of(name, config) for name in names]

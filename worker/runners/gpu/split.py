@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass
 
-from worker.runners.gpu.compiler import compile_kernels, kernel_directory
 from worker.runners.gpu.device import Device
 from worker.runners.gpu.functions import Function, Module
 from worker.runners.gpu.hopper import TensorMaps, first_sum
+from worker.runners.gpu.sources import source_of
 
 __all__ = ["SPLIT_TILES", "HopperSplit", "SplitTile", "split_tiles"]
 
@@ -104,8 +104,7 @@ class HopperSplit:
     """y += x weight^T with the sums of `HopperProducts`, to the same bits; on Hopper only."""
 
     def __init__(self, device: Device) -> None:
-        source = kernel_directory() / "hopper_split.cu"
-        module = Module(device, compile_kernels(source, (), device.architecture), source.name)
+        module = Module.of(device, source_of("hopper_split"))
         self._maps = TensorMaps(device)
         self._functions: dict[str, Function] = {
             tile.name: module.function(tile.name, "128s128sPPiiii", shared=tile.shared, dependent=True)

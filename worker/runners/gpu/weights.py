@@ -20,9 +20,9 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from jobs.errors import ModelFileError
 from worker.model.config import ModelConfig, expected_tensors, rope_frequencies
 from worker.model.gguf_file import GgufFile
-from worker.runners.gpu.compiler import compile_kernels, kernel_directory
 from worker.runners.gpu.device import Arena, Device, aligned
 from worker.runners.gpu.functions import Function, Module
+from worker.runners.gpu.sources import source_of
 
 __all__ = ["SUPPORTED", "Dequantizer", "LayerWeights", "Weights", "load_weights", "weight_bytes"]
 
@@ -75,8 +75,7 @@ class Dequantizer:
 
     def __init__(self, device: Device, *, staging: int = STAGING_BYTES) -> None:
         self._device = device
-        source = kernel_directory() / "dequantize.cu"
-        self._module = Module(device, compile_kernels(source, (), device.architecture), source.name)
+        self._module = Module.of(device, source_of("dequantize"))
         self._functions: dict[str, Function] = {}
         self._pinned = [device.pinned(staging, np.uint8) for _ in range(2)]
         self._raw = [device.allocate(staging, "staged weights") for _ in range(2)]

@@ -1,0 +1,26 @@
+"""The kernel files, and what nvcc is told about a model when it compiles them."""
+
+from pathlib import Path
+
+from worker.model.config import ModelConfig, RopeStyle
+from worker.runners.gpu.compiler import kernel_directory
+
+__all__ = ["Source", "source_of"]
+
+Source = tuple[Path, tuple[str, ...]]
+"""A file, and options for nvcc."""
+
+_ROTATED = {"few_rows", "hopper_qkv", "qkv_rope"}
+_BY_HEAD = _ROTATED | {
+    "attention_any", "decode_attention", "hopper_attention", "prefill_attention", "split_attention",
+}  # fmt: skip
+
+
+def source_of(name: str, config: ModelConfig | None = None) -> Source:
+    """The file of that name in `cuda/`; `config` where it is compiled for a model's heads."""
+    options: tuple[str, ...] = ()
+    if config is not None and name in _BY_HEAD:
+        options += (f"-DHEAD_DIM={config.head_dim}",)
+    if config is not None and name in _ROTATED:
+        options += (f"-DINTERLEAVED={int(config.rope_style is RopeStyle.PAIRS)}",)
+    return kernel_directory() / f"{name}.cu", options
