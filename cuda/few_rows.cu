@@ -67,7 +67,7 @@ static __device__ __forceinline__ void fetch_to_l2(const unsigned char* start, i
 // norm(x) as rows of halves in shared memory, summed in the order of `rms_norm`: there, a row has the block
 // that `_norm_shape` in the launcher says; here its warps are parts, which the warps of this block share out.
 // HELD: where a warp has at most so many of them, each of one piece, x stays in registers between the two passes, and the
-// gains are there from the start; 0: in any case. The code for one part is a tenth of that for all cases, and
+// gains are there from the start; 0: in any case. The code for one part is a third of that for all cases, and
 // instructions have to come from afar when kernels take turns on a multiprocessor.
 template <int HELD>
 struct Norm {

@@ -245,13 +245,9 @@ static __device__ __forceinline__ void product(const TensorMap* x_map, const Ten
 
 SPLIT_KERNEL(16, 16, 4, 2, 1, 13)
 SPLIT_KERNEL(32, 16, 4, 2, 1, 9)
-SPLIT_KERNEL(64, 16, 4, 2, 1, 5)
 SPLIT_KERNEL(64, 32, 2, 2, 1, 9)
 SPLIT_KERNEL(64, 64, 2, 2, 1, 6)
-SPLIT_KERNEL(64, 64, 2, 2, 2, 6)
 SPLIT_KERNEL(128, 64, 2, 2, 1, 4)
-SPLIT_KERNEL(128, 64, 2, 2, 2, 4)
-SPLIT_KERNEL(128, 128, 1, 2, 1, 6)
 SPLIT_KERNEL(128, 128, 1, 2, 2, 6)
 SPLIT_KERNEL(16, 16, 4, 1, 1, 4)
 SPLIT_KERNEL(32, 16, 4, 1, 1, 4)

@@ -69,13 +69,9 @@ class SplitTile:
 SPLIT_TILES = (
     SplitTile(16, 16, 4, 2, 1, 13),
     SplitTile(32, 16, 4, 2, 1, 9),
-    SplitTile(64, 16, 4, 2, 1, 5),
     SplitTile(64, 32, 2, 2, 1, 9),
     SplitTile(64, 64, 2, 2, 1, 6),
-    SplitTile(64, 64, 2, 2, 2, 6),
     SplitTile(128, 64, 2, 2, 1, 4),
-    SplitTile(128, 64, 2, 2, 2, 4),
-    SplitTile(128, 128, 1, 2, 1, 6),
     SplitTile(128, 128, 1, 2, 2, 6),
     SplitTile(16, 16, 4, 1, 1, 4),
     SplitTile(32, 16, 4, 1, 1, 4),
