@@ -22,7 +22,7 @@
 // Blocks that take little of a multiprocessor let those of the kernels behind them in early, and with them their
 // weights: registers are spared, and blocks of few_swiglu are few enough to run all at once.
 //
-// Options: -DHEAD_DIM (64), -DINTERLEAVED (0). Dynamic shared memory: `few_rows_shared` in the launcher.
+// Options: -DHEAD_DIM (64), -DINTERLEAVED (0). Dynamic shared memory: `_shared` in the launcher.
 #include "common.cuh"
 #include "rotation.cuh"
 

@@ -6,7 +6,7 @@
 //
 // Sums are float and go through K in order, 16 elements at a time, from one accumulator: a row's bits hang on that row
 // and the weights alone, not on the tile, and are those of cuBLASLt's algorithms without split-K. Where K is long and
-// results are added to something, there are two sums (`long_sums` in the launcher), the second of which is added last.
+// results few and added to something, there are two sums (`first_sum` in the launcher), the second of which is added last.
 //
 // A tile is 64 GROUPS rows by BN columns, from BN rows of W (SIDES 2: from BN / 2, and the BN / 2 that are `outputs`
 // further down). One warp copies, 64 elements of K at a time, STAGES deep; GROUPS warpgroups multiply, 64 rows each.

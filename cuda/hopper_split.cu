@@ -4,7 +4,7 @@
 // all multiprocessors. So two blocks of a cluster share a tile (HALVES 2): one sums up the first `first` elements of K,
 // one the others, each in order, 16 at a time, from one accumulator, as `hopper_product.cuh` does. Then each
 // sends the other the sums of half the columns, and adds both to y for the columns that it has kept: the first
-// sum, then the second. With HALVES 1, for a shorter K, there is one sum.
+// sum, then the second. With HALVES 1, for a shorter K or many outputs, there is one sum.
 //
 // A tile is BR rows (wgmma takes 64; what it makes of others is not kept) by BN columns. A cluster has DOWN tiles below
 // each other, which have their weights from one copy to all of them, in turns. Its blocks count down, then halves.

@@ -116,7 +116,7 @@ class Gemm:
     reproducible  a row's result must not depend on how many rows there are: only algorithms that sum in one
                   piece, without workspace, and our Hopper kernels, which gave the same bits for 1 to 4,096
                   rows of ten shapes (H200, CUDA 13.0). `gemv.cu` sums in another order. On Hopper, products
-                  with many inputs that are added to something have two sums (`first_sum`), all of them
+                  with many inputs and few outputs that are added to something have two sums (`first_sum`)
 
     Call `separate_swiglu` before `swiglu`.
     """
