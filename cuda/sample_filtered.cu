@@ -1,7 +1,8 @@
 // Draws tokens of rows with top-k, top-p or min-p, or a temperature near 0: thresholds by search, then Gumbel-max.
 //
-// Arguments as in sample.cu; rows that it draws are left alone here. A block of 1,024 threads takes a row and reads it
-// 3 to 5 times (mostly from L2), scaled as x = (l - max l) / T in FP32, exactly as the definition has it:
+// Arguments as in sample.cu, and the number of rows; rows that it draws are left alone here. A block of 1,024 threads
+// takes every gridDim.x-th row, at most 1,024 of them, and reads each 3 to 5 times (mostly from L2), scaled as
+// x = (l - max l) / T in FP32, exactly as the definition has it:
 //   1. the maximum;
 //   2. a histogram of x: 2,048 bins of 1/64 over (-32, 0], each with its count and its mass sum e^x. Masses are
 //      fixed-point numbers relative to the bin's edge, in two 32-bit words (27 bits, V up to 2^19): integer atomics in
@@ -323,67 +324,75 @@ static __device__ float find_threshold(const Scaled& source, Scratch& scratch, i
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     sample_filtered(const float* __restrict__ logits, int vocab, const int* __restrict__ sample_slots,
                     const int* __restrict__ sample_rows, const int* __restrict__ positions, SLOT_PARAMETERS,
-                    int* __restrict__ out_tokens, int* __restrict__ bad_flag) {
+                    int* __restrict__ out_tokens, int* __restrict__ bad_flag, int rows) {
     __shared__ Scratch scratch;
     launch_next();
     wait_for_previous(logits);
-    const int number = blockIdx.x;
-    const int slot = sample_slots[number];
-    if (slot < 0) return;
-    const float temperature = temperatures[slot], penalty = penalties[slot], min_p = min_ps[slot];
-    if (!needs_filter(temperature, top_ks[slot], top_ps[slot], min_p, vocab)) return;
-    const Row row = row_of(logits, number, vocab, seen, words, slot, penalty);
-    const int blocks = (vocab + 3) / 4;
-
-    float maximum = negative_infinity();
-    bool bad = false;
+    const auto is_mine = [&](int number) {
+        const int slot = number < rows ? sample_slots[number] : -1;
+        return slot >= 0 && needs_filter(temperatures[slot], top_ks[slot], top_ps[slot], min_ps[slot], vocab);
+    };
+    // Mostly there is nothing to do, which all rows of a block can say at once.
+    if (!__syncthreads_or(is_mine(blockIdx.x + threadIdx.x * gridDim.x))) return;
 #pragma unroll 1
-    for (int block = threadIdx.x; block < blocks; block += THREADS) {
-        float x[4];
-        load_logits(row, block, x);
+    for (int number = blockIdx.x; number < rows; number += gridDim.x) {
+        if (!is_mine(number)) continue;
+        __syncthreads();  // what the row before had in `scratch` was read
+        const int slot = sample_slots[number];
+        const float temperature = temperatures[slot], penalty = penalties[slot], min_p = min_ps[slot];
+        const Row row = row_of(logits, number, vocab, seen, words, slot, penalty);
+        const int blocks = (vocab + 3) / 4;
+
+        float maximum = negative_infinity();
+        bool bad = false;
+#pragma unroll 1
+        for (int block = threadIdx.x; block < blocks; block += THREADS) {
+            float x[4];
+            load_logits(row, block, x);
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            bad |= not_finite(x[i]);
-            maximum = fmaxf(maximum, x[i]);
+            for (int i = 0; i < 4; ++i) {
+                bad |= not_finite(x[i]);
+                maximum = fmaxf(maximum, x[i]);
+            }
         }
-    }
-    maximum = warp_max(maximum);
-    if (threadIdx.x % 32 == 0) scratch.maxima[threadIdx.x / 32] = maximum;
-    bad = __syncthreads_or(bad);
-    maximum = warp_max(scratch.maxima[threadIdx.x % 32]);
-    bad = bad || maximum == negative_infinity();
-    if (bad) {  // the same for all threads
+        maximum = warp_max(maximum);
+        if (threadIdx.x % 32 == 0) scratch.maxima[threadIdx.x / 32] = maximum;
+        bad = __syncthreads_or(bad);
+        maximum = warp_max(scratch.maxima[threadIdx.x % 32]);
+        bad = bad || maximum == negative_infinity();
+        if (bad) {  // the same for all threads
+            if (threadIdx.x == 0)
+                finish_row(Best{0.0f, 0.0f, 0}, true, number, slot, penalty, vocab, last_token, seen, words, out_tokens,
+                           bad_flag);
+            continue;
+        }
+
+        const Scaled source{row, maximum, temperature, blocks};
+        float threshold = find_threshold(source, scratch, top_ks[slot], top_ps[slot]);
+        if (min_p > 0.0f) threshold = fmaxf(threshold, logf(min_p));
+        // The best, at 0, gets no less noise than -3.
+        threshold = fmaxf(threshold, -LARGEST_NOISE - 3.0f);
+
+        const unsigned position = static_cast<unsigned>(positions[sample_rows[number]] + 1);
+        const unsigned long long seed = seeds[slot];
+        Best best{negative_infinity(), 0.0f, 0x7fffffff};
+#pragma unroll 1
+        for (int block = threadIdx.x; block < blocks; block += THREADS) {
+            float x[4];
+            source.load(block, x);
+            const float largest = fmaxf(fmaxf(x[0], x[1]), fmaxf(x[2], x[3]));
+            if (largest < threshold || largest + LARGEST_NOISE < best.high) continue;
+            const uint4 words4 = philox(block, position, seed);
+            const unsigned word[4] = {words4.x, words4.y, words4.z, words4.w};
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                if (x[i] < threshold || x[i] + LARGEST_NOISE < best.high) continue;
+                const Best candidate{x[i] + gumbel(word[i]), 0.0f, block * 4 + i};
+                if (beats(candidate, best)) best = candidate;
+            }
+        }
+        best = best_of_block(best, scratch.best);
         if (threadIdx.x == 0)
-            finish_row(Best{0.0f, 0.0f, 0}, true, number, slot, penalty, vocab, last_token, seen, words, out_tokens,
-                       bad_flag);
-        return;
+            finish_row(best, false, number, slot, penalty, vocab, last_token, seen, words, out_tokens, bad_flag);
     }
-
-    const Scaled source{row, maximum, temperature, blocks};
-    float threshold = find_threshold(source, scratch, top_ks[slot], top_ps[slot]);
-    if (min_p > 0.0f) threshold = fmaxf(threshold, logf(min_p));
-    // The best, at 0, gets no less noise than -3.
-    threshold = fmaxf(threshold, -LARGEST_NOISE - 3.0f);
-
-    const unsigned position = static_cast<unsigned>(positions[sample_rows[number]] + 1);
-    const unsigned long long seed = seeds[slot];
-    Best best{negative_infinity(), 0.0f, 0x7fffffff};
-#pragma unroll 1
-    for (int block = threadIdx.x; block < blocks; block += THREADS) {
-        float x[4];
-        source.load(block, x);
-        const float largest = fmaxf(fmaxf(x[0], x[1]), fmaxf(x[2], x[3]));
-        if (largest < threshold || largest + LARGEST_NOISE < best.high) continue;
-        const uint4 words4 = philox(block, position, seed);
-        const unsigned word[4] = {words4.x, words4.y, words4.z, words4.w};
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            if (x[i] < threshold || x[i] + LARGEST_NOISE < best.high) continue;
-            const Best candidate{x[i] + gumbel(word[i]), 0.0f, block * 4 + i};
-            if (beats(candidate, best)) best = candidate;
-        }
-    }
-    best = best_of_block(best, scratch.best);
-    if (threadIdx.x == 0)
-        finish_row(best, false, number, slot, penalty, vocab, last_token, seen, words, out_tokens, bad_flag);
 }

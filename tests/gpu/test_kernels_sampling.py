@@ -213,6 +213,16 @@ def test_distributions_that_do_not_fit_the_histogram(device: Device) -> None:
         check(device, kernels, logits, rows)
 
 
+def test_more_filtered_rows_than_blocks(device: Device) -> None:
+    rng = np.random.default_rng(7)
+    count = 3 * device.multiprocessors + 5
+    rows = make_rows(rng, count)
+    _all(rng, rows)
+    rows.temperature[:] = rng.choice([0.0, 0.7, 1.0], count)
+    rows.top_k[::3], rows.top_p[::3], rows.min_p[::3] = 0, 1.0, 0.0  # rows in between that have no filter
+    check(device, make_kernels(device, 5003), random_logits(rng, count, 5003), rows)
+
+
 def test_temperatures_near_zero(device: Device) -> None:
     rng = np.random.default_rng(9)
     kernels = make_kernels(device, 5000)

@@ -149,7 +149,7 @@ class Kernels:
         self._fill_rope_table = function("qkv_rope", "rope_table", "PdPi")
         slots = "PPPPPPPPi"
         self._sample = function("sample", "sample", "PiPPP" + slots + "PPPP")
-        self._sample_filtered = function("sample_filtered", "sample_filtered", "PiPPP" + slots + "PP")
+        self._sample_filtered = function("sample_filtered", "sample_filtered", "PiPPP" + slots + "PPi")
         if self._fast:
             rows = self._decode_rows
             self._decode, self._decode_far = (
@@ -375,7 +375,8 @@ class Kernels:
             bad_flag,
         )  # fmt: skip
         if filtered:
-            self._sample_filtered.of(count)((count, 1, 1), (1024, 1, 1), *inputs, out_tokens, bad_flag)
+            grid = (min(count, self._device.multiprocessors), 1, 1)  # each at most 1,024 rows
+            self._sample_filtered.of(count)(grid, (1024, 1, 1), *inputs, out_tokens, bad_flag, count)
 
 
 def _blocks(threads: int) -> int:
