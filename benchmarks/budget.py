@@ -92,17 +92,21 @@ class Costs:
         def layered(cost: tuple[int, int]) -> tuple[int, int]:
             return layers * cost[0], layers * cost[1]
 
+        def but_last(outputs: int, inputs: int, size: int) -> tuple[int, int]:  # there, only rows that draw
+            every, last = product(outputs, inputs, size=size), product(outputs, inputs, draws, size)
+            return (layers - 1) * every[0] + last[0], (layers - 1) * every[1] + last[1]
+
         attention = layered((4 * keys * kv_heads * head + 4 * tokens * queries, 4 * head * heads * pairs))
-        swiglu = 2 * 2 * ffn * width + 2 * tokens * (width + ffn)
         parts = {
-            "qkv": layered(product(qkv, width)), "output": layered(product(width, queries, size=8)),
-            "gate_up and swiglu": layered((swiglu, 4 * tokens * ffn * width)),
-            "down": layered(product(width, ffn, size=8)), "head": product(vocab, width, draws, 4),
+            "qkv": layered(product(qkv, width)), "output": but_last(width, queries, size=8),
+            "gate_up and swiglu": but_last(2 * ffn, width, size=1),  # of two columns, one half
+            "down": but_last(width, ffn, size=8), "head": product(vocab, width, draws, 4),
         }  # fmt: skip
         self.of: dict[str, tuple[int, int]] = parts | {
             "decode_attention": attention, "prefill_attention": attention,
-            "rms_norm": ((2 * layers + 1) * 6 * tokens * width, 0), "embed": (6 * tokens * width, 0),
-            "gather_rows": (4 * draws * width, 0), "sample": (4 * draws * vocab, 0),
+            "rms_norm": (((2 * layers - 1) * tokens + 2 * draws) * 6 * width, 0),
+            "embed": (6 * tokens * width, 0), "sample": (4 * draws * vocab, 0),
+            "gather_rows": (4 * draws * (queries + 2 * width), 0),
         }  # fmt: skip
 
 

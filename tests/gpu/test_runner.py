@@ -150,6 +150,33 @@ def test_a_prompt_in_one_piece_in_chunks_and_token_by_token(file: GgufFile, conf
     compare_logits(np.concatenate(single), whole).check()
 
 
+def test_rows_that_draw_alone_and_beside_others(file: GgufFile, config: ModelConfig) -> None:
+    """Only they pass the whole last layer: the same logits where all draw, where some do, after none did."""
+    texts = [random_tokens(config, 80, seed) for seed in (8, 9, 10)]
+    pages = Pages(6, CONTEXT // BLOCK)
+    cuda = Cuda(
+        file, config, slots=6, kv_blocks=6 * 32, tune=False, max_tokens=512, max_draws=512, context=CONTEXT
+    )
+    steps = [  # length of each sequence's chunk, and how many of its rows draw
+        ((40, 5, 1), (0, 0, 0)),
+        ((20, 3, 1), (3, 0, 1)),
+        ((1, 1, 1), (0, 1, 0)),  # rows as few as those of a decode step
+        ((1, 1, 1), (0, 0, 0)),
+        ((1, 30, 1), (1, 0, 1)),
+    ]
+    starts = [0, 0, 0]
+    with closing(cuda.runner):
+        for turn, (lengths, draws) in enumerate(steps):
+            chunks = list(zip(texts, starts, lengths, strict=True))
+            every = [Chunk(slot, *chunk, chunk[2]) for slot, chunk in enumerate(chunks)]
+            some = [Chunk(3 + slot, *chunk, draws[slot]) for slot, chunk in enumerate(chunks)]
+            whole = np.split(logits_of(cuda, pages, every, admit=turn == 0), np.cumsum(lengths)[:-1])
+            expected = [rows[len(rows) - draw :] for rows, draw in zip(whole, draws, strict=True)]
+            drawn = logits_of(cuda, pages, some, admit=turn == 0)
+            np.testing.assert_array_equal(drawn, np.concatenate(expected))
+            starts = [start + length for start, length in zip(starts, lengths, strict=True)]
+
+
 @pytest.mark.parametrize(
     "params",
     [

@@ -1,6 +1,8 @@
 """The GPU runner's launches, without a GPU: against the compiled kernels where nvcc is."""
 
 from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from threading import current_thread, main_thread
 
@@ -76,6 +78,34 @@ def test_steps_of_all_sizes_launch_kernels_as_they_were_compiled(driver: Recorde
     assert expected <= driver.launches.keys()
     assert driver.launches.keys() - {"library"} <= driver.checked
     runner.close()
+
+
+@pytest.mark.parametrize(("draws", "attentions"), [((1, 0, 1), 2), ((0, 0, 0), 1), ((8, 9, 1), 2)], ids=str)
+def test_the_last_layer_computes_what_the_rows_that_draw_need(
+    hopper: RecordedDriver, monkeypatch: pytest.MonkeyPatch, draws: tuple[int, ...], attentions: int
+) -> None:
+    """After its keys and values: nothing else of it is read."""
+    file = GgufFile.open(MODEL)
+    config = replace(ModelConfig.from_gguf(file), layers=2)
+    rows: list[int] = []
+    residual = Gemm.residual
+
+    def noted(gemm: Gemm, x: int, weight: int, y: int, count: int, outputs: int, inputs: int) -> None:
+        rows.append(count)
+        residual(gemm, x, weight, y, count, outputs, inputs)
+
+    options = {"slots": 4, "context": CONTEXT, "kv_blocks": 64, "max_draws": 18}
+    with closing(CudaRunner(file, config, tune=False, **options)) as runner:  # type: ignore[arg-type]
+        chunks = [
+            Chunk(slot, [1] * CONTEXT, 0, length, draw)
+            for slot, (length, draw) in enumerate(zip((8, 9, 1), draws, strict=True))
+        ]
+        hopper.launches.clear()
+        monkeypatch.setattr(Gemm, "residual", noted)
+        runner.launch(Pages(4, CONTEXT // 16).batch(chunks, admit=True))
+    assert hopper.launches["hopper_attention"] == attentions
+    drawing = [sum(draws)] * 2 if any(draws) else []
+    assert rows == [18, 18, *drawing]
 
 
 def test_all_kernels_are_compiled_at_once(

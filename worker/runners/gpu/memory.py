@@ -56,7 +56,7 @@ def workspace_pieces(config: ModelConfig, *, max_tokens: int, max_draws: int) ->
         "mixed": 2 * tokens * heads,
         "gate_up": 2 * tokens * 2 * config.ffn_width,
         "activated": 2 * tokens * config.ffn_width,
-        "drawing": 2 * draws * config.width,
+        "drawing": 4 * draws * config.width,  # of the residual stream, the rows that draw
         "logits": 4 * padded_rows(min(draws, LOGIT_ROWS)) * config.vocab,
         "drawn": 4 * (DRAWN_HEADER + draws),
     }

@@ -4,7 +4,7 @@ The residual stream x is float; what enters a product, and what leaves it, is ha
 are float. A layer is eight launches: norm, QKV, rotation and cache write (on Hopper one launch, `qkv.py`),
 attention (one kernel for sequences of one token, one for longer chunks), output, norm, gate-up with SwiGLU
 (two launches but on Hopper), down, where output and down add to the residual stream; in steps of a few
-sequences it is five (`few_rows.py`).
+sequences it is five (`few_rows.py`). After attention, the last layer goes on with the rows that draw alone.
 """
 
 from dataclasses import dataclass
@@ -116,7 +116,8 @@ class Model:
         if self._few is not None and shape.decodes and tokens <= MAX_ROWS:
             for index, layer in enumerate(layers):
                 self._few_layer(self._few, index, layer, inputs, tokens)
-            kernels.rms_norm(at["x"], self._weights.output_norm, at["normed"], tokens, width, eps)
+            x = self._drawing(inputs, shape) if shape.gathers else at["x"]
+            kernels.rms_norm(x, self._weights.output_norm, at["normed"], shape.draws, width, eps)
         else:
             kernels.rms_norm(at["x"], layers[0].attn_norm, at["normed"], tokens, width, eps)
             norms = [*(layer.attn_norm for layer in layers[1:]), self._weights.output_norm]
@@ -127,10 +128,22 @@ class Model:
     def _layer(
         self, index: int, layer: LayerWeights, next_norm: int, inputs: StepInputs, shape: StepShape
     ) -> None:
-        config, kernels, gemm, at = self._config, self._kernels, self._gemm, self._at
-        tokens, width, ffn, eps = shape.tokens, config.width, config.ffn_width, config.norm_eps
+        """A layer, up to the norm after it. The last one computes no more than the rows that draw need."""
+        last = index == len(self._weights.layers) - 1
         keys, values = self._cache.keys[index], self._cache.values[index]
-        self._qkv(at["normed"], layer, inputs, at["qkv"], keys, values, tokens)
+        self._qkv(self._at["normed"], layer, inputs, self._at["qkv"], keys, values, shape.tokens)
+        if last and not shape.draws:
+            return
+        self._attention(keys, values, inputs, shape)
+        mixed, x, rows = self._at["mixed"], self._at["x"], shape.tokens
+        if last and shape.gathers:
+            every, mixed, rows = mixed, self._at["qkv"], shape.draws  # attention is done with queries
+            self._kernels.gather_rows(every, inputs.sample_rows, mixed, rows, self._queries, itemsize=2)
+            x = self._drawing(inputs, shape)
+        self._feed_forward(layer, next_norm, mixed, x, rows)
+
+    def _attention(self, keys: int, values: int, inputs: StepInputs, shape: StepShape) -> None:
+        kernels, at = self._kernels, self._at
         if shape.single:
             kernels.decode_attention(
                 at["qkv"], keys, values, inputs.block_tables, inputs.context_lengths, at["mixed"],
@@ -141,13 +154,24 @@ class Model:
             kernels.prefill_attention(
                 at["qkv"], keys, values, inputs.block_tables, inputs.sequence_starts,
                 inputs.context_lengths, at["mixed"], inputs.tiles, shape.tiles, self._table_width,
-                rows=padded_rows(tokens), pages=self._cache.pages,
+                rows=padded_rows(shape.tokens), pages=self._cache.pages,
             )  # fmt: skip
-        gemm.residual(at["mixed"], layer.attn_output, at["x"], tokens, width, self._queries)
-        kernels.rms_norm(at["x"], layer.ffn_norm, at["normed"], tokens, width, eps)
-        gemm.swiglu(at["normed"], layer.gate_up, at["activated"], tokens, ffn, width)
-        gemm.residual(at["activated"], layer.ffn_down, at["x"], tokens, width, ffn)
-        kernels.rms_norm(at["x"], next_norm, at["normed"], tokens, width, eps)
+
+    def _drawing(self, inputs: StepInputs, shape: StepShape) -> int:
+        """Where the residual stream of the rows that draw was gathered, in their order."""
+        at, width = self._at, self._config.width
+        self._kernels.gather_rows(at["x"], inputs.sample_rows, at["drawing"], shape.draws, width)
+        return at["drawing"]
+
+    def _feed_forward(self, layer: LayerWeights, next_norm: int, mixed: int, x: int, rows: int) -> None:
+        """From the output of attention to the norm after the layer, for so many rows of the stream x."""
+        config, kernels, gemm, at = self._config, self._kernels, self._gemm, self._at
+        width, ffn, eps = config.width, config.ffn_width, config.norm_eps
+        gemm.residual(mixed, layer.attn_output, x, rows, width, self._queries)
+        kernels.rms_norm(x, layer.ffn_norm, at["normed"], rows, width, eps)
+        gemm.swiglu(at["normed"], layer.gate_up, at["activated"], rows, ffn, width)
+        gemm.residual(at["activated"], layer.ffn_down, x, rows, width, ffn)
+        kernels.rms_norm(x, next_norm, at["normed"], rows, width, eps)
 
     def _few_layer(
         self, few: FewRows, index: int, layer: LayerWeights, inputs: StepInputs, tokens: int
@@ -170,16 +194,10 @@ class Model:
     def _draw(self, inputs: StepInputs, shape: StepShape) -> None:
         """LM head and sampling of the rows that draw, so many at a time that their logits fit."""
         config, kernels, at = self._config, self._kernels, self._at
-        drawing = at["normed"]
-        if shape.gathers and shape.draws:
-            drawing = at["drawing"]
-            kernels.gather_rows(
-                at["normed"], inputs.sample_rows, drawing, shape.draws, config.width, itemsize=2
-            )
         for first in range(0, shape.draws, LOGIT_ROWS):
             rows = min(LOGIT_ROWS, shape.draws - first)
             self._gemm(
-                drawing + 2 * first * config.width, self._weights.head, at["logits"], rows, config.vocab,
+                at["normed"] + 2 * first * config.width, self._weights.head, at["logits"], rows, config.vocab,
                 config.width, floats=True,
             )  # fmt: skip
             kernels.sample(
