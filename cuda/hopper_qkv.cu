@@ -42,40 +42,46 @@ static __device__ __forceinline__ void touch(const void* source) {
     asm volatile("prefetch.global.L1 [%0];" ::"l"(source));
 }
 
-// The words of one head of one row: after rounding, bias and, but for values, rotation. `acc`: the head's columns.
-static __device__ __forceinline__ void finish_head(uint32_t (&words)[HEAD_DIM / 8], const float* acc, int half,
-                                                   const float* bias, const float* angles, bool rotates, int t) {
-    constexpr int GROUPS = HEAD_DIM / 8;  // of 8 columns
-    float v[GROUPS][2];
+// Four words (8 columns each, of which a lane has two) of a row's head from column 32 part on, and the four of half a head
+// further on, with which they are rotated: after rounding, bias and, but for values, rotation. `acc`: the head's columns.
+static __device__ __forceinline__ void finish_part(uint32_t (&low)[4], uint32_t (&high)[4], const float* acc, int part,
+                                                   int half, const float* bias, const float* angles, bool rotates,
+                                                   int t) {
+    float v[2][4][2];
 #pragma unroll
-    for (int j = 0; j < GROUPS; ++j) {
-        const float2 added =
-            bias != nullptr ? *reinterpret_cast<const float2*>(bias + 8 * j + 2 * t) : make_float2(0.0f, 0.0f);
-        v[j][0] = rounded(acc[4 * j + 2 * half]) + added.x;
-        v[j][1] = rounded(acc[4 * j + 2 * half + 1]) + added.y;
-    }
-    if (rotates) {
+    for (int side = 0; side < 2; ++side)
 #pragma unroll
-        for (int j = 0; j < (INTERLEAVED ? GROUPS : GROUPS / 2); ++j) {
-            if (INTERLEAVED) {
+        for (int i = 0; i < 4; ++i) {
+            const int j = side * (HEAD_DIM / 16) + 4 * part + i;
+            const float2 added =
+                bias != nullptr ? *reinterpret_cast<const float2*>(bias + 8 * j + 2 * t) : make_float2(0.0f, 0.0f);
+            v[side][i][0] = rounded(acc[4 * j + 2 * half]) + added.x;
+            v[side][i][1] = rounded(acc[4 * j + 2 * half + 1]) + added.y;
+            if (INTERLEAVED && rotates) {
                 const float2 angle = *reinterpret_cast<const float2*>(angles + 8 * j + 2 * t);
-                rotate(v[j][0], v[j][1], angle.x, angle.y);
-            } else {
-                const float4 two = *reinterpret_cast<const float4*>(angles + 2 * (8 * j + 2 * t));
-                rotate(v[j][0], v[j + GROUPS / 2][0], two.x, two.y);
-                rotate(v[j][1], v[j + GROUPS / 2][1], two.z, two.w);
+                rotate(v[side][i][0], v[side][i][1], angle.x, angle.y);
             }
         }
-    }
+    if (!INTERLEAVED && rotates)
 #pragma unroll
-    for (int j = 0; j < GROUPS; ++j) words[j] = pack(v[j][0], v[j][1]);
+        for (int i = 0; i < 4; ++i) {
+            const float4 two = *reinterpret_cast<const float4*>(angles + 2 * (8 * (4 * part + i) + 2 * t));
+            rotate(v[0][i][0], v[1][i][0], two.x, two.y);
+            rotate(v[0][i][1], v[1][i][1], two.z, two.w);
+        }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        low[i] = pack(v[0][i][0], v[0][i][1]);
+        high[i] = pack(v[1][i][0], v[1][i][1]);
+    }
 }
 
 template <int GROUPS, int BN, int STAGES, int CLUSTER, int BUFFERS>
 static __device__ __forceinline__ void qkv_product(const TensorMap* x_map, const TensorMap* w_map,
                                                    const TensorMap* qkv_map, const Places& to, int tokens, int width) {
     static_assert(BN % HEAD_DIM == 0, "a tile has whole heads");
-    static_assert(BUFFERS == 0 || BUFFERS * 64 == BN, "a tile's results fill the outbox");
+    constexpr int HEADS = BN / HEAD_DIM, AT_ONCE = BUFFERS > 0 ? BUFFERS * 64 / HEAD_DIM : HEADS;  // heads in the outbox
+    static_assert(HEADS % AT_ONCE == 0, "the outbox is filled so many times");
     const int all_heads = to.heads + 2 * to.kv_heads;
     auto prepare = [&](int row, int column) {
         Rows ready;
@@ -98,48 +104,54 @@ static __device__ __forceinline__ void qkv_product(const TensorMap* x_map, const
     };
     auto finish = [&](const float(&acc)[BN / 2], int row, int column, const Rows& ready, const Outbox& outbox) {
         const int t = threadIdx.x % 4;
-        if (BUFFERS > 0) outbox.open();
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const int token = row + 8 * half;
-            const bool exists = token < tokens;
-            const int cache_row = ready.cache_row[half];
-            const float* angles = to.table + static_cast<int64_t>(ready.position[half]) * HEAD_DIM;
+        for (int begin = 0; begin < HEADS; begin += AT_ONCE) {
+            if (BUFFERS > 0) outbox.open();
 #pragma unroll
-            for (int i = 0; i < BN / HEAD_DIM; ++i) {
-                const int head = column / HEAD_DIM + i;
-                if (head >= all_heads) break;
-                const bool is_query = head < to.heads, is_value = head >= to.heads + to.kv_heads;
-                uint32_t words[HEAD_DIM / 8];
-                finish_head(words, acc + i * HEAD_DIM / 2, half,
-                            to.bias == nullptr ? nullptr : to.bias + head * HEAD_DIM, angles, !is_value, t);
-                if (BUFFERS > 0 && is_query) {
+            for (int half = 0; half < 2; ++half) {
+                const int token = row + 8 * half;
+                const bool exists = token < tokens;
+                const int cache_row = ready.cache_row[half];
+                const float* angles = to.table + static_cast<int64_t>(ready.position[half]) * HEAD_DIM;
 #pragma unroll
-                    for (int first = 0; first < HEAD_DIM / 8; first += 4) {
-                        const int place = i * (HEAD_DIM / 8) + first;
-                        const uint32_t four[4] = {words[first], words[first + 1], words[first + 2], words[first + 3]};
-                        put_halves(outbox.piece(place / 8), half, place % 8, four);
+                for (int i = begin; i < begin + AT_ONCE; ++i) {
+                    const int head = column / HEAD_DIM + i;
+                    if (head >= all_heads) break;
+                    const bool is_query = head < to.heads, is_value = head >= to.heads + to.kv_heads;
+                    const bool by_copy = BUFFERS > 0 && is_query;
+                    __half* target = to.qkv + (static_cast<int64_t>(token) * all_heads + head) * HEAD_DIM;
+                    if (!is_query) {
+                        const int kv_head = (head - to.heads) % to.kv_heads, page = max(cache_row, 0) / PAGE;
+                        const int64_t place =
+                            (static_cast<int64_t>(page) * to.kv_heads + kv_head) * PAGE + max(cache_row, 0) % PAGE;
+                        target = (is_value ? to.values : to.keys) + place * HEAD_DIM;
                     }
-                    continue;
+                    auto put = [&](const uint32_t(&words)[4], int first) {  // from column group `first` of the head on
+                        const int place = (i - begin) * (HEAD_DIM / 8) + first;
+                        if (by_copy)
+                            put_halves(outbox.piece(place / 8), half, place % 8, words);
+                        else
+                            store_row<32>(target + 8 * first, exists && (is_query || cache_row >= 0), 32, t,
+                                          [&](int j) { return words[j]; });
+                    };
+#pragma unroll
+                    for (int part = 0; part < HEAD_DIM / 64; ++part) {
+                        uint32_t low[4], high[4];
+                        finish_part(low, high, acc + i * HEAD_DIM / 2, part, half,
+                                    to.bias == nullptr ? nullptr : to.bias + head * HEAD_DIM, angles, !is_value, t);
+                        put(low, 4 * part);
+                        put(high, HEAD_DIM / 16 + 4 * part);
+                    }
                 }
-                __half* target = to.qkv + (static_cast<int64_t>(token) * all_heads + head) * HEAD_DIM;
-                if (!is_query) {
-                    const int kv_head = (head - to.heads) % to.kv_heads, page = max(cache_row, 0) / PAGE;
-                    const int64_t place =
-                        (static_cast<int64_t>(page) * to.kv_heads + kv_head) * PAGE + max(cache_row, 0) % PAGE;
-                    target = (is_value ? to.values : to.keys) + place * HEAD_DIM;
-                }
-                store_row<HEAD_DIM>(target, exists && (is_query || cache_row >= 0), HEAD_DIM, t,
-                                    [&](int j) { return words[j]; });
             }
-        }
-        if (BUFFERS > 0) {
-            const int top = row - threadIdx.x % 128 / 32 * 16 - threadIdx.x % 32 / 4;
-            outbox.send([&] {
-                for (int i = 0; i < BUFFERS; ++i)
-                    if (const int at = column + i * 64; at < to.heads * HEAD_DIM)
-                        store_box(qkv_map, outbox.piece(i), at, top);
-            });
+            if (BUFFERS > 0) {
+                const int top = row - threadIdx.x % 128 / 32 * 16 - threadIdx.x % 32 / 4;
+                outbox.send([&] {
+                    for (int i = 0; i < BUFFERS; ++i)
+                        if (const int at = column + begin * HEAD_DIM + i * 64; at < to.heads * HEAD_DIM)
+                            store_box(qkv_map, outbox.piece(i), at, top);
+                });
+            }
         }
     };
     const auto nothing = [](const auto&...) {};
@@ -161,6 +173,7 @@ static __device__ __forceinline__ void qkv_product(const TensorMap* x_map, const
 #define QKV_KERNEL(GROUPS, BN, STAGES, CLUSTER, BUFFERS)
 #endif
 
+QKV_KERNEL(2, 256, 4, 2, 2)
 QKV_KERNEL(2, 256, 3, 2, 4)
 QKV_KERNEL(2, 128, 5, 2, 2)
 QKV_KERNEL(2, 128, 5, 1, 2)
