@@ -110,15 +110,16 @@ static __device__ __forceinline__ uint32_t rank_in_cluster() {
     return rank;
 }
 
-// Arrives at the barrier at this place in block `rank` of the cluster.
-static __device__ __forceinline__ void barrier_arrive_at(uint32_t barrier, int rank) {
-    asm volatile(
-        "{\n"
-        ".reg .b32 remote;\n"
-        "mapa.shared::cluster.u32 remote, %0, %1;\n"
-        "mbarrier.arrive.shared::cluster.b64 _, [remote];\n"
-        "}\n" ::"r"(barrier), "r"(rank)
-        : "memory");
+// The address of what lies at `address` here in block `rank` of the cluster.
+static __device__ __forceinline__ uint32_t address_in(uint32_t address, int rank) {
+    uint32_t remote;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(rank));
+    return remote;
+}
+
+// Arrives at a barrier of any block of the cluster (`address_in`).
+static __device__ __forceinline__ void barrier_arrive_there(uint32_t barrier) {
+    asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
 static __device__ __forceinline__ void cluster_sync() {
@@ -135,13 +136,6 @@ static __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cl
 
 static __device__ __forceinline__ void publish_barriers() {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-}
-
-// The address of what lies at `address` here in block `rank` of the cluster.
-static __device__ __forceinline__ uint32_t address_in(uint32_t address, int rank) {
-    uint32_t remote;
-    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(rank));
-    return remote;
 }
 
 // Stores two floats in a block of the cluster; the barrier there counts their 8 bytes (addresses: `address_in`).

@@ -155,7 +155,8 @@ static __device__ __forceinline__ void multiply(const TensorMap* x_map, const Te
     const Outbox outbox{x_tile(STAGES) + group * BUFFERS * PIECE_BYTES, group};
     auto release = [&](int stage) {
         if (CLUSTER == 1 && threadIdx.x % 128 == 0) barrier_arrive(empty + 8 * stage);
-        if (CLUSTER > 1 && threadIdx.x % 128 < CLUSTER) barrier_arrive_at(empty + 8 * stage, threadIdx.x % 128);
+        if (CLUSTER > 1 && threadIdx.x % 128 < CLUSTER)
+            barrier_arrive_there(address_in(empty + 8 * stage, threadIdx.x % 128));
     };
     int count = 0;
     for (int tile = first_tile; tile < tiles; tile += stride) {

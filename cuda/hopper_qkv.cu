@@ -174,7 +174,6 @@ static __device__ __forceinline__ void qkv_product(const TensorMap* x_map, const
 #endif
 
 QKV_KERNEL(2, 256, 4, 2, 2)
-QKV_KERNEL(2, 256, 3, 2, 4)
 QKV_KERNEL(2, 128, 5, 2, 2)
 QKV_KERNEL(2, 128, 5, 1, 2)
 QKV_KERNEL(2, 128, 6, 1, 0)
@@ -182,6 +181,7 @@ QKV_KERNEL(1, 128, 8, 1, 0)
 #if HEAD_DIM == 64
 QKV_KERNEL(2, 192, 4, 2, 3)
 QKV_KERNEL(2, 192, 4, 1, 3)
+QKV_KERNEL(1, 192, 6, 1, 3)
 QKV_KERNEL(1, 64, 12, 1, 0)
 QKV_KERNEL(1, 64, 6, 1, 0)
 #endif

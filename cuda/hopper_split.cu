@@ -41,11 +41,6 @@ static __device__ __forceinline__ void load_shared(float* four, uint32_t address
                  : "memory");
 }
 
-// Arrives at a barrier of the cluster (`address_in`).
-static __device__ __forceinline__ void arrive_remotely(uint32_t barrier) {
-    asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-
 static __device__ __forceinline__ void prefetch_line(const void* line) {
     asm volatile("prefetch.global.L2 [%0];" ::"l"(line));
 }
@@ -191,7 +186,7 @@ static __device__ __forceinline__ void product(const TensorMap* x_map, const Ten
         if (step >= UNDER_WAY) {
             if (step - UNDER_WAY + STAGES < count && in_group < DOWN) {
                 if (DOWN > 1)
-                    arrive_remotely(give_back + 8 * done);
+                    barrier_arrive_there(give_back + 8 * done);
                 else
                     barrier_arrive(give_back + 8 * done);
             }

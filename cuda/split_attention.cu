@@ -1,11 +1,11 @@
 // Decode attention of too few sequences to fill the chip: as `decode_attention.cu`, to the same bits, with the segments
 // shared out among blocks.
 //
-// Arguments as there; counters (S, G * head tiles), zero before and after. The grid is (G * head tiles, S, Z), Z at most the
-// segments of the longest context: block z takes segments z, z + Z, ... A warp asks for AHEAD pages at once, in place of one after the other, and for those that
-// hold no token of this step before it waits for the kernel ahead; their scores do not wait for each other. The last
-// block of a sequence and KV head to finish merges the segments, in order, from `partials` [S][H][segments][D] and
-// `sums` [S][H][segments][2].
+// Arguments as there; counters (S, G * head tiles), zero before and after. The grid is (G * head tiles, S, Z), Z at most
+// the segments of the longest context: block z takes segments z, z + Z, ... A warp asks for AHEAD pages at once, in place
+// of one after the other, and for those that hold no token of this step before it waits for the kernel ahead; their scores
+// do not wait for each other. The last block of a sequence and KV head to finish merges the segments, in order, from
+// `partials` [S][H][segments][D] and `sums` [S][H][segments][2].
 //
 // On Hopper it may be launched in clusters along z, of a power of two of blocks. A sequence that has no more segments
 // than that is merged in shared memory: its other blocks send theirs to the first, and end. Dynamic shared memory:

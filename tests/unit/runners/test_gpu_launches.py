@@ -113,19 +113,20 @@ def test_all_kernels_are_compiled_at_once(
 ) -> None:
     """In the threads of a pool, none of them later, where the start would wait for one after the other."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    compiled: list[tuple[str, bool]] = []
+    compiled: list[tuple[str, tuple[str, ...], bool]] = []
 
     def compile_nothing(source: Path, options: Sequence[str], arch: str, nvcc: str) -> bytes:
-        compiled.append((source.name, current_thread() is main_thread()))
+        compiled.append((source.name, tuple(options), current_thread() is main_thread()))
         return b""  # as where nvcc is missing
 
     monkeypatch.setattr(compiler, "_run_compiler", compile_nothing)
     file = GgufFile.open(MODEL)
     CudaRunner(file, ModelConfig.from_gguf(file), slots=4, context=CONTEXT, kv_blocks=64).close()
-    names = [name for name, _ in compiled]
-    assert sorted(names) == sorted(set(names))
-    assert ("hopper_gemm.cu" in names) == (driver.capability == HOPPER)
-    assert not any(late for _, late in compiled)
+    jobs = [(name, options) for name, options, _ in compiled]
+    assert sorted(jobs) == sorted(set(jobs))
+    assert ("hopper_split.cu" in dict(jobs)) == (driver.capability == HOPPER)
+    assert sum(name == "hopper_gemm.cu" for name, _ in jobs) == (4 if driver.capability == HOPPER else 0)
+    assert not any(late for *_, late in compiled)
 
 
 @pytest.mark.parametrize("kind", [Kind.HALF, Kind.FLOAT, Kind.SWIGLU, Kind.RESIDUAL], ids=str)

@@ -7,8 +7,8 @@ from worker.model.config import ModelConfig
 from worker.runners.gpu.device import Device
 from worker.runners.gpu.functions import Function, Module
 from worker.runners.gpu.hopper import first_sum, is_hopper
-from worker.runners.gpu.kernels import TENSOR_CORE_HEADS, Kernels
-from worker.runners.gpu.sources import source_of
+from worker.runners.gpu.kernels import Kernels
+from worker.runners.gpu.sources import TENSOR_CORE_HEADS, source_of
 from worker.runners.gpu.steps import StepInputs
 from worker.runners.gpu.weights import LayerWeights
 

@@ -8,18 +8,17 @@ from enum import Enum
 from worker.model.config import ModelConfig
 from worker.runners.gpu.device import CudaError, Device
 from worker.runners.gpu.functions import Function, Module, bindings, error_text
-from worker.runners.gpu.sources import source_of
+from worker.runners.gpu.sources import TENSOR_CORE_HEADS, Source, source_of
 
 __all__ = [
     "QKV_TILES", "TILES", "HopperProducts", "HopperQkv", "Kind", "TensorMaps", "Tile", "first_sum",
-    "is_hopper",
+    "gemm_sources", "is_hopper",
 ]  # fmt: skip
 
 _DEPTH = 64  # elements of K in a stage
 _SHARED_ALIGNMENT = 1024
 _PIECE_ROWS, _PIECE_BYTES = 64, 128
 _NO_MAP = bytes(128)
-_QKV_HEADS = (64, 128)
 _LONG, _MANY_OUTPUTS = 4096, 2048  # inputs from which sums are taken in two halves, and outputs up to which
 
 
@@ -27,7 +26,7 @@ class Kind(Enum):
     """What becomes of a product."""
 
     HALF = "product"
-    FLOAT = "float"  # not among these kernels
+    FLOAT = "float"
     SWIGLU = "swiglu"  # the weight is gate rows, then up rows; the result their SwiGLU, half
     RESIDUAL = "residual"  # added to what is there, float
 
@@ -58,10 +57,10 @@ class Tile:
         return 128 * self.groups + 32
 
 
-# The best for many rows first.
+# The best for many rows first; kinds as `hopper_gemm.cu` numbers them.
 TILES = {
     Kind.HALF: (Tile(1, 64, 12), Tile(1, 32, 14), Tile(1, 32, 8)),
-    Kind.FLOAT: (),
+    Kind.FLOAT: (Tile(2, 256, 4, 2, 2), Tile(2, 256, 4, 1, 2)),
     Kind.SWIGLU: (
         Tile(2, 256, 4, 2, 2),
         Tile(2, 256, 4, 1, 2),
@@ -87,8 +86,8 @@ TILES = {
 QKV_TILES = (
     Tile(2, 192, 4, 2, 3),
     Tile(2, 192, 4, 1, 3),
+    Tile(1, 192, 6, 1, 3),
     Tile(2, 256, 4, 2, 2),
-    Tile(2, 256, 3, 2, 4),
     Tile(2, 128, 5, 2, 2),
     Tile(2, 128, 5, 1, 2),
     Tile(2, 128, 6),
@@ -101,6 +100,12 @@ QKV_TILES = (
 def is_hopper(device: Device) -> bool:
     """Whether these kernels run on the device; others have no wgmma."""
     return device.compute_capability == (9, 0)
+
+
+def gemm_sources() -> list[Source]:
+    """The parts of `hopper_gemm.cu`, one for each of TILES, so that they can be compiled at once."""
+    file, options = source_of("hopper_gemm")
+    return [(file, (*options, f"-DPART={number}")) for number in range(len(TILES))]
 
 
 def first_sum(outputs: int, inputs: int) -> int:
@@ -119,11 +124,11 @@ class HopperProducts:
     """y = x weight^T with the same sums in all tiles, so that they give the same bits; on Hopper only."""
 
     def __init__(self, device: Device) -> None:
-        module = Module.of(device, source_of("hopper_gemm"))
         self._maps = TensorMaps(device)
         self._functions: dict[tuple[Kind, Tile], Function] = {}
         self._blocks: dict[tuple[Kind, Tile], int] = {}
-        for kind, tiles in TILES.items():
+        for (kind, tiles), source in zip(TILES.items(), gemm_sources(), strict=True):
+            module = Module.of(device, source)
             for tile in tiles:
                 name = f"{kind.value}_{_name(tile)}"
                 function = module.function(name, "128s128s128sPiiii", shared=tile.shared, dependent=True)
@@ -139,7 +144,9 @@ class HopperProducts:
         x_map = self._maps(x, rows, inputs, 64 * tile.groups)
         weight_map = self._maps(weight, 2 * outputs if fused else outputs, inputs, tile.columns // 2)
         y_map = (
-            self._maps.of_results(y, rows, outputs, floats=kind is Kind.RESIDUAL) if tile.buffers else _NO_MAP
+            self._maps.of_results(y, rows, outputs, floats=kind in (Kind.FLOAT, Kind.RESIDUAL))
+            if tile.buffers
+            else _NO_MAP
         )
         self._functions[kind, tile](
             _grid(tile, rows, -(-outputs // results), self._blocks[kind, tile]), (tile.threads, 1, 1),
@@ -170,7 +177,7 @@ class HopperQkv:
     @staticmethod
     def suits(device: Device, config: ModelConfig) -> bool:
         """Whether the kernels take a model: on Hopper, heads of 64 or 128, no QK norm."""
-        return is_hopper(device) and config.head_dim in _QKV_HEADS and not config.qk_norm
+        return is_hopper(device) and config.head_dim in TENSOR_CORE_HEADS and not config.qk_norm
 
     @property
     def tiles(self) -> tuple[Tile, ...]:

@@ -20,14 +20,13 @@ from worker.runners.gpu.functions import Function, Module
 from worker.runners.gpu.hopper import is_hopper
 from worker.runners.gpu.prefill import TILE_ROWS, HopperPrefill, prefill_tiles
 from worker.runners.gpu.sizes import check_sizes
-from worker.runners.gpu.sources import source_of
+from worker.runners.gpu.sources import TENSOR_CORE_HEADS, source_of
 
 __all__ = ["Kernels", "Slots"]
 
 IntArray = npt.NDArray[np.int32]
 
 PAGE = 16  # tokens in a KV page
-TENSOR_CORE_HEADS = (64, 128)  # head sizes of the fast attention kernels
 _MAX_SEGMENTS = 128  # of a context, in decode attention
 _WHOLE_BLOCKS = 0.9  # a multiprocessor, from which on contexts are not split
 _AHEAD, _FAR_AHEAD = 2, 4  # pages that each warp of decode attention has under way

@@ -23,7 +23,7 @@ from worker.runners.gpu.device import Arena, Device, aligned
 from worker.runners.gpu.few_rows import FewRows
 from worker.runners.gpu.gemm import MANY_ROWS, Gemm
 from worker.runners.gpu.graphs import Graph, bucket_of, buckets
-from worker.runners.gpu.hopper import HopperQkv, is_hopper
+from worker.runners.gpu.hopper import HopperQkv, gemm_sources, is_hopper
 from worker.runners.gpu.kernels import Kernels
 from worker.runners.gpu.memory import (
     DRAWN_HEADER,
@@ -278,8 +278,9 @@ class CudaRunner:
 def _sources(device: Device, config: ModelConfig) -> list[Source]:
     """All files that a runner needs for a model; those that take longest first."""
     hopper = is_hopper(device)
-    names = ["hopper_gemm", "hopper_split"] if hopper else []
-    names += ["hopper_qkv"] if HopperQkv.suits(device, config) else []
+    names = ["hopper_qkv"] if HopperQkv.suits(device, config) else []
+    names += ["hopper_split"] if hopper else []
     names += ["few_rows"] if FewRows.suits(device, config) else []
     names += [*Kernels.files(config, hopper=hopper), "dequantize"]
-    return [source_of(name, config) for name in names]
+    products = gemm_sources() if hopper else []
+    return [*reversed(products), *(source_of(name, config) for name in names)]

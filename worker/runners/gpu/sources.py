@@ -5,7 +5,9 @@ from pathlib import Path
 from worker.model.config import ModelConfig, RopeStyle
 from worker.runners.gpu.compiler import kernel_directory
 
-__all__ = ["Source", "source_of"]
+__all__ = ["TENSOR_CORE_HEADS", "Source", "source_of"]
+
+TENSOR_CORE_HEADS = (64, 128)  # head sizes that fast attention and fused QKV are compiled for
 
 Source = tuple[Path, tuple[str, ...]]
 """A file, and options for nvcc."""
