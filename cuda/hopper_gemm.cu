@@ -2,7 +2,6 @@
 // residual stream. Kernels are named KIND_GROUPS_BN_STAGES_CLUSTER_BUFFERS.
 //
 //   product_*   y (rows, outputs) half
-//   float_*     y (rows, outputs) float
 //   swiglu_*    W holds F rows of gate, then F of up; y (rows, F) half = silu(gate) * up, gate and up rounded to half
 //               before, as `swiglu.cu` reads them
 //   residual_*  y (rows, outputs) float += x W^T, a sum for the first `first` elements of K, then one for the others
@@ -15,7 +14,7 @@
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
-enum class Kind { PRODUCT, FLOAT, SWIGLU, RESIDUAL };
+enum class Kind { PRODUCT, SWIGLU, RESIDUAL };
 
 // y += kept, then += acc, for the rows `row` and row + 8 of this thread.
 template <int BN>
@@ -44,9 +43,8 @@ static __device__ __forceinline__ void add_to(float* y, const float (&kept)[BN /
     }
 }
 
-// Sends a warpgroup's tile to y, or to be added to it, BUFFERS pieces at a time. `wait` before the first: till what it sent
-// is there.
-template <int BN, int BUFFERS, bool ADDS>
+// Sends a warpgroup's tile to be added to y, BUFFERS pieces at a time. `wait` before the first: till what it sent is there.
+template <int BN, int BUFFERS>
 static __device__ __forceinline__ void send_sums(const TensorMap* y_map, const float (&acc)[BN / 2], int top, int column,
                                                  int outputs, const Outbox& outbox, bool wait) {
     constexpr int PIECES = BN / 32;
@@ -62,8 +60,7 @@ static __device__ __forceinline__ void send_sums(const TensorMap* y_map, const f
         outbox.send([&] {
             if (wait && first == 0) wait_for_stores();
             for (int i = 0; i < BUFFERS; ++i)
-                if (const int at = column + (first + i) * 32; at < outputs)
-                    ADDS ? add_box(y_map, outbox.piece(i), at, top) : store_box(y_map, outbox.piece(i), at, top);
+                if (const int at = column + (first + i) * 32; at < outputs) add_box(y_map, outbox.piece(i), at, top);
         });
     }
 }
@@ -83,7 +80,7 @@ static __device__ __forceinline__ void product(const TensorMap* x_map, const Ten
 #pragma unroll
             for (int i = 0; i < BN / 2; ++i) kept[i] = acc[i];
         else if constexpr (SUMS > 1)
-            send_sums<BN, BUFFERS, true>(y_map, acc, row - in_tile, column, outputs, outbox, false);
+            send_sums<BN, BUFFERS>(y_map, acc, row - in_tile, column, outputs, outbox, false);
     };
     auto finish = [&](const float(&acc)[BN / 2], int row, int column, int, const Outbox& outbox) {
         auto word = [&](int half, int j) {  // of halves
@@ -99,10 +96,7 @@ static __device__ __forceinline__ void product(const TensorMap* x_map, const Ten
             return pack(pair[0], pair[1]);
         };
         if constexpr (KIND == Kind::RESIDUAL && BUFFERS > 0) {
-            send_sums<BN, BUFFERS, true>(y_map, acc, row - in_tile, column, outputs, outbox, first < inputs);
-        } else if constexpr (KIND == Kind::FLOAT) {
-            static_assert(BUFFERS > 0, "floats go by bulk copies");
-            send_sums<BN, BUFFERS, false>(y_map, acc, row - in_tile, column, outputs, outbox, false);
+            send_sums<BN, BUFFERS>(y_map, acc, row - in_tile, column, outputs, outbox, first < inputs);
         } else if constexpr (KIND == Kind::RESIDUAL) {
             add_to<BN>(y, kept, acc, row, column, rows, outputs, t);
         } else if constexpr (BUFFERS > 0) {
@@ -156,10 +150,6 @@ GEMM_KERNEL(product, PRODUCT, __half, 1, 32, 14, 1, 0)
 GEMM_KERNEL(product, PRODUCT, __half, 1, 32, 8, 1, 0)
 #endif
 #if PART < 0 || PART == 1
-GEMM_KERNEL(float, FLOAT, float, 2, 256, 4, 2, 2)
-GEMM_KERNEL(float, FLOAT, float, 2, 256, 4, 1, 2)
-#endif
-#if PART < 0 || PART == 2
 GEMM_KERNEL(swiglu, SWIGLU, __half, 2, 256, 4, 2, 2)
 GEMM_KERNEL(swiglu, SWIGLU, __half, 2, 256, 4, 1, 2)
 GEMM_KERNEL(swiglu, SWIGLU, __half, 2, 224, 5, 1, 0)
@@ -172,7 +162,7 @@ GEMM_KERNEL(swiglu, SWIGLU, __half, 1, 128, 4, 1, 0)
 GEMM_KERNEL(swiglu, SWIGLU, __half, 1, 64, 13, 1, 0)
 GEMM_KERNEL(swiglu, SWIGLU, __half, 1, 64, 6, 1, 0)
 #endif
-#if PART < 0 || PART == 3
+#if PART < 0 || PART == 2
 GEMM_KERNEL(residual, RESIDUAL, float, 2, 256, 4, 2, 2)
 GEMM_KERNEL(residual, RESIDUAL, float, 2, 128, 5, 1, 4)
 GEMM_KERNEL(residual, RESIDUAL, float, 2, 64, 8, 1, 0)

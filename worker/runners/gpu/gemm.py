@@ -275,7 +275,7 @@ class Gemm:
         found: list[Candidate] = []
         aligned = shape.inputs % 8 == 0 and shape.outputs % 8 == 0
         if self._hopper is not None and aligned:
-            found += TILES[shape.kind]
+            found += TILES.get(shape.kind, ())
             if shape.kind is Kind.RESIDUAL:
                 found += split_tiles(*shape.sizes)
         if shape.kind is not Kind.SWIGLU or self._activate is not None:

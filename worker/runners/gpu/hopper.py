@@ -26,7 +26,7 @@ class Kind(Enum):
     """What becomes of a product."""
 
     HALF = "product"
-    FLOAT = "float"
+    FLOAT = "float"  # not among these kernels
     SWIGLU = "swiglu"  # the weight is gate rows, then up rows; the result their SwiGLU, half
     RESIDUAL = "residual"  # added to what is there, float
 
@@ -60,7 +60,6 @@ class Tile:
 # The best for many rows first; kinds as `hopper_gemm.cu` numbers them.
 TILES = {
     Kind.HALF: (Tile(1, 64, 12), Tile(1, 32, 14), Tile(1, 32, 8)),
-    Kind.FLOAT: (Tile(2, 256, 4, 2, 2), Tile(2, 256, 4, 1, 2)),
     Kind.SWIGLU: (
         Tile(2, 256, 4, 2, 2),
         Tile(2, 256, 4, 1, 2),
@@ -86,7 +85,6 @@ TILES = {
 QKV_TILES = (
     Tile(2, 192, 4, 2, 3),
     Tile(2, 192, 4, 1, 3),
-    Tile(1, 192, 6, 1, 3),
     Tile(2, 256, 4, 2, 2),
     Tile(2, 128, 5, 2, 2),
     Tile(2, 128, 5, 1, 2),
@@ -144,9 +142,7 @@ class HopperProducts:
         x_map = self._maps(x, rows, inputs, 64 * tile.groups)
         weight_map = self._maps(weight, 2 * outputs if fused else outputs, inputs, tile.columns // 2)
         y_map = (
-            self._maps.of_results(y, rows, outputs, floats=kind in (Kind.FLOAT, Kind.RESIDUAL))
-            if tile.buffers
-            else _NO_MAP
+            self._maps.of_results(y, rows, outputs, floats=kind is Kind.RESIDUAL) if tile.buffers else _NO_MAP
         )
         self._functions[kind, tile](
             _grid(tile, rows, -(-outputs // results), self._blocks[kind, tile]), (tile.threads, 1, 1),
