@@ -157,11 +157,12 @@ def measure(runner: CudaRunner, batch: StepBatch, costs: Costs, rates: tuple[flo
     size = len(batch.slots)
     if decode:
         runner._model.tune(size, size)
-        inputs = runner._steps.write_padded(0, batch, size)
-        shape = StepShape(tokens=size, sequences=size, single=size, draws=size, tiles=0)
+        pieces = runner._decode_pieces(batch, size)
+        inputs = runner._steps.write_padded(0, batch, size, pieces, len(pieces))
+        shape = StepShape(tokens=size, sequences=size, single=size, draws=size, tiles=0, pieces=len(pieces))
     else:
         shape = StepShape(len(batch.tokens), size, 0, len(batch.sample_rows), len(tiles))
-        inputs = runner._steps.write(0, batch, shape, tiles)
+        inputs = runner._steps.write(0, batch, shape, tiles, np.zeros((0, 4), dtype=np.int32))
     calls: list[tuple[str, Callable[[], None]]] = []
     weights = model._weights
     names: dict[int | str, str] = {weights.head: "head", "swiglu": "gate_up and swiglu"}

@@ -206,16 +206,20 @@ def attention_cases(bench: Bench, config: ModelConfig) -> Iterator[Case]:
         for i in range(rounds):
             table = np.full((count, stride), -1)
             mine = order[i * needed.sum() : (i + 1) * needed.sum()]
-            for row, (end, pieces) in enumerate(zip(np.cumsum(needed), needed, strict=True)):
-                table[row, :pieces] = mine[end - pieces : end]
+            for row, (end, held) in enumerate(zip(np.cumsum(needed), needed, strict=True)):
+                table[row, :held] = mine[end - held : end]
             tables.append(bench.ints(table))
         contexts = bench.ints(lengths)
+        cut = kernels.decode_pieces(lengths.astype(np.int32), np.arange(count, dtype=np.int32))
+        pieces, piece_count = (bench.ints(cut), len(cut)) if len(cut) else (0, 0)
         qkv = bench.random(count * (heads + 2 * kv_heads) * head)
         out = bench.random(count * heads * head)
         yield Case(
             "decode_attention",
             f"{config.name} {count}x{context}",
-            lambda i: kernels.decode_attention(qkv, *caches, tables[i], contexts, out, count, stride),
+            lambda i: kernels.decode_attention(
+                qkv, *caches, tables[i], contexts, out, count, stride, 0, 0, pieces, piece_count
+            ),
             rounds,
             total * kv_heads * head * 4 + count * heads * head * 4,
         )

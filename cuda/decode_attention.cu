@@ -1,21 +1,24 @@
 // Attention of sequences that decode: one query each, over the paged cache.
 //
 //   q        the queries inside qkv (T, (H + 2 G) D) half, rotated
-//   caches   [pages, G, 16, D] half;  tables (S, stride): the pages of each sequence;  lengths (S,)
+//   caches   [pages, G, 16, D] half;  tables (S, stride): the pages of each sequence
 //   out      (T, H D) half
 //
 // starts: null where sequence s has row s of q and out; else (sequences + 1,), and it has row starts[s + 1] - 1.
-// listed: null, or (S,) the sequences to compute, negative ones skipped. A length of 0 is skipped too.
+// pieces   (N, 4) what blocks compute, longest first (`decode_pieces` in the launcher): of a sequence (-1: nothing) the
+//          segments `first` to `end` - 1, as first | end << 16; base: -1 where that is the whole context, else the row of
+//          partials and sums of its first segment, and its counter; the tokens of its context
+// partials, sums  (segments, H, D), (segments, H, 2) float;  counters (segments, G * head tiles), zero before and after
 //
-// A block of 4 warps takes one sequence and one KV head with up to 16 (ROWS: 8) of the query heads that share it;
-// the grid is (G * head tiles, S). Bound by memory: 4 D bytes a key and KV head, each read once. A warp takes every
-// fourth page (`decode_page.cuh`). Pages come by cp.async to a ring of AHEAD places in shared memory, of each warp its own,
-// those of the first round before the block waits for the kernel ahead: what is on its way needs neither registers nor
-// L1. Tables, lengths and starts are there before the step starts.
+// A block of 4 warps takes a piece and one KV head with up to 16 (ROWS: 8) of the query heads that share it; the grid is
+// (G * head tiles, N). Bound by memory: 4 D bytes a key and KV head, each read once. A warp takes every fourth page
+// (`decode_page.cuh`). Pages come by cp.async to a ring of AHEAD places in shared memory, of each warp its own, those of
+// the first round before the block waits for the kernel ahead: what is on its way needs neither registers nor L1. Pieces,
+// tables and starts are there before the step starts.
 //
-// The context is cut into segments of `segment_pages`. Within one, warps merge in order; then segments merge in order.
-// `split_attention.cu` does the same with a block for each segment, to the same bits: a result depends neither on which
-// of the two computed it nor on the other sequences.
+// The context is cut into segments of `segment_pages`. Within one, warps merge in order; then segments merge in order: in
+// the block that has all, or in that of a sequence's blocks that ends last. `split_attention.cu` does the same, to the same
+// bits: a result depends neither on which of the two computed it, nor on how it was cut, nor on the other sequences.
 //
 // Options: -DHEAD_DIM, 64 or 128. Dynamic shared memory: 4 warps of AHEAD pages of 64 D bytes.
 #include "decode_page.cuh"
@@ -90,24 +93,30 @@ struct Places {
     }
 };
 
+struct Piece {
+    int sequence, first, end, base;
+};
+
 template <int ROWS, int AHEAD>
-static __device__ __forceinline__ void decode(const __half* q, const Cache& cache, int shared_heads, int segment_pages,
-                                              float scale, __half* out) {
+static __device__ __forceinline__ void decode(const __half* q, const Cache& cache, const Piece& piece,
+                                              const Meeting& meeting, int shared_heads, int segment_pages, float scale,
+                                              __half* out) {
     static_assert((AHEAD & (AHEAD - 1)) == 0, "a power of two");
-    extern __shared__ __align__(16) unsigned char rings[];
+    extern __shared__ __align__(128) unsigned char rings[];  // 16 bytes further on, copies of rows take 14% longer
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int g = lane / 4, t = lane % 4;
     const int pages = (cache.length + PAGE - 1) / PAGE;
-    const int segments = (pages + segment_pages - 1) / segment_pages;
+    const int first = piece.first * segment_pages + warp, end = min(piece.end * segment_pages, pages);
     const uint32_t ring = shared_address(rings) + warp * AHEAD * PAGE_BYTES;
     const Places places(lane);
+    const bool own = Segment<ROWS>::row() < shared_heads;
     Segment<ROWS> kept{negative_infinity(), 0.0f, {}};
 
     auto start = [&](bool newest) {
 #pragma unroll
         for (int i = 0; i < AHEAD; ++i) {
-            const int page = warp + i * WARPS;
-            if (page < pages && (page == pages - 1) == newest)
+            const int page = first + i * WARPS;
+            if (page < end && (page == pages - 1) == newest)
                 places.fetch(ring + i * PAGE_BYTES, cache, cache.table[page], page);
             if (!newest) commit_copies();
         }
@@ -116,12 +125,14 @@ static __device__ __forceinline__ void decode(const __half* q, const Cache& cach
     wait_for_previous(q);
     start(true);  // it gets a token in this step
     commit_copies();
-    const bool all_asked_for = warp + AHEAD * WARPS >= pages;
+    const bool all_asked_for = first + AHEAD * WARPS >= end;
     uint32_t qa[2 * K_LOADS][4];
     load_queries<ROWS>(qa, q, shared_heads, g, t);
-    int turn = 0, page = warp;
-    int entry = page + AHEAD * WARPS < pages ? cache.table[page + AHEAD * WARPS] : 0;  // of the page to ask for next
-    for (int segment = 0; segment < segments; ++segment) {
+    int turn = 0, page = first;
+    const int* entries = cache.table + first + AHEAD * WARPS;
+    asm volatile("" : "+l"(entries));  // else it is computed anew for each page, which others then wait for
+    int entry = page + AHEAD * WARPS < end ? __ldg(entries) : 0;  // of the page to ask for next
+    for (int segment = piece.first; segment < piece.end; ++segment) {
         const int segment_end = min((segment + 1) * segment_pages, pages);
         Running<ROWS> running;
         for (; page < segment_end; page += WARPS, ++turn) {
@@ -138,9 +149,10 @@ static __device__ __forceinline__ void decode(const __half* q, const Cache& cach
             places.take_values(tile, slot);
             __syncwarp();
             const int next = page + AHEAD * WARPS;
-            if (next < pages) places.fetch(slot, cache, entry, next);
+            if (next < end) places.fetch(slot, cache, entry, next);
             commit_copies();
-            if (next + WARPS < pages) entry = cache.table[next + WARPS];
+            entries += WARPS;
+            if (next + WARPS < end) entry = __ldg(entries);
             float largest[2] = {running.m[0], running.m[1]};
             running.hide(largest, s, page * PAGE, cache.length, scale, t);
 #pragma unroll
@@ -150,29 +162,43 @@ static __device__ __forceinline__ void decode(const __half* q, const Cache& cach
             running.weigh(pa, s);
             running.mix(pa, tile);
         }
-        merge_segment(kept, merge_warps(running));
+        const Segment<ROWS> mine = merge_warps(running);
+        if (piece.base < 0)
+            merge_segment(kept, mine);
+        else if (own)
+            meeting.leave(mine, segment);
         __syncthreads();
     }
-    if (Segment<ROWS>::row() < shared_heads) store_result(kept, out);
+    if (piece.base >= 0) {
+        const int segments = (pages + segment_pages - 1) / segment_pages;
+        if (!meeting.is_last(piece.end - piece.first, segments)) return;
+        if (own) kept = meeting.merged_segments<ROWS>(segments);
+    }
+    if (own) store_result(kept, out);
 }
 
 #define DECODE_KERNEL(ROWS, AHEAD)                                                                                \
     extern "C" __global__ void __launch_bounds__(THREADS)                                                         \
         decode_attention_##ROWS##_##AHEAD(                                                                        \
             const __half* qkv, const __half* k_cache, const __half* v_cache, const int* tables, int table_stride, \
-            const int* lengths, const int* starts, const int* listed, __half* out, int heads, int kv_heads,       \
-            int segment_pages, float scale) {                                                                     \
+            const int* starts, const int4* pieces, __half* out, float* partials, float* sums, unsigned* counters, \
+            int heads, int kv_heads, int segment_pages, float scale) {                                            \
         launch_next();                                                                                            \
-        const int sequence = sequence_of(listed, lengths, blockIdx.y);                                            \
-        if (sequence < 0) return;                                                                                 \
+        const int4 words = pieces[blockIdx.y];                                                                    \
+        const Piece piece{words.x, words.y & 0xffff, words.y >> 16, words.z};                                     \
+        if (piece.sequence < 0) return;                                                                           \
         const int group = heads / kv_heads, tiles = (group + ROWS - 1) / ROWS;                                    \
         const int kv_head = blockIdx.x / tiles, first = (blockIdx.x % tiles) * ROWS;                              \
         const int head = kv_head * group + first;                                                                 \
-        const Cache cache{k_cache, v_cache, tables + static_cast<int64_t>(sequence) * table_stride,               \
-                          kv_heads, kv_head, lengths[sequence]};                                                  \
-        const int64_t row = row_of(starts, sequence);                                                             \
-        decode<ROWS, AHEAD>(qkv + (row * (heads + 2 * kv_heads) + head) * D, cache, min(ROWS, group - first),            \
-                     segment_pages, scale, out + (row * heads + head) * D);                                       \
+        const Cache cache{k_cache, v_cache, tables + static_cast<int64_t>(piece.sequence) * table_stride,         \
+                          kv_heads, kv_head, words.w};                                                            \
+        const int64_t row = row_of(starts, piece.sequence);                                                       \
+        const int base = max(piece.base, 0);                                                                      \
+        const int64_t part = static_cast<int64_t>(base) * heads + head;                                           \
+        const Meeting meeting{partials + part * D, sums + part * 2, counters + base * gridDim.x + blockIdx.x,      \
+                              heads};                                                                             \
+        decode<ROWS, AHEAD>(qkv + (row * (heads + 2 * kv_heads) + head) * D, cache, piece, meeting,               \
+                            min(ROWS, group - first), segment_pages, scale, out + (row * heads + head) * D);      \
     }
 
 DECODE_KERNEL(8, 2)

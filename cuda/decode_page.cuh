@@ -233,22 +233,64 @@ static __device__ __forceinline__ void store_result(const Segment<ROWS>& kept, _
         target[i / 2] = __floats2half2_rn(__fmul_rn(kept.o[i], inverse), __fmul_rn(kept.o[i + 1], inverse));
 }
 
-// Leaves a segment where those of a sequence and head meet: o at partials, (m, l) at sums.
-template <int ROWS>
-static __device__ __forceinline__ void store_partial(const Segment<ROWS>& result, float* partials, float* sums,
-                                                     int segment, int max_segments) {
-    const int64_t place = static_cast<int64_t>(Segment<ROWS>::row()) * max_segments + segment;
+// Where the segments of a sequence meet that several blocks compute: o (segments, H, D) and (m, l) (segments, H, 2) from
+// the block's first head on, and how many there are so far, zero before and after.
+struct Meeting {
+    float *partials, *sums;
+    unsigned* counter;
+    int heads;
+
+    template <int ROWS>
+    __device__ __forceinline__ void leave(const Segment<ROWS>& result, int segment) const {
+        const int64_t place = static_cast<int64_t>(segment) * heads + Segment<ROWS>::row();
 #pragma unroll
-    for (int i = 0; i < Segment<ROWS>::PART; ++i) partials[place * D + Segment<ROWS>::column() + i] = result.o[i];
-    if (Segment<ROWS>::column() == 0) sums[place * 2] = result.m, sums[place * 2 + 1] = result.l;
-}
+        for (int i = 0; i < Segment<ROWS>::PART; ++i) partials[place * D + Segment<ROWS>::column() + i] = result.o[i];
+        if (Segment<ROWS>::column() == 0) sums[place * 2] = result.m, sums[place * 2 + 1] = result.l;
+    }
 
-// The row of q and out that is sequence s's, and the sequence that block y computes; -1: none.
-static __device__ __forceinline__ int sequence_of(const int* listed, const int* lengths, int place) {
-    const int sequence = listed != nullptr ? listed[place] : place;
-    return sequence >= 0 && lengths[sequence] > 0 ? sequence : -1;
-}
+    // Whether this block, which left `done` segments, is the last of those that compute all; its threads all call this.
+    __device__ __forceinline__ bool is_last(int done, int segments) const {
+        __shared__ bool last;
+        __threadfence();
+        __syncthreads();
+        if (threadIdx.x == 0) last = atomicAdd(counter, done) == static_cast<unsigned>(segments - done);
+        __syncthreads();
+        if (!last) return false;
+        __threadfence();
+        if (threadIdx.x == 0) *counter = 0;
+        return true;
+    }
 
+    // All segments, merged in order. Many loads are under way at once: with four, the segments of 32,000 tokens took
+    // longer to merge than to compute.
+    template <int ROWS>
+    __device__ __forceinline__ Segment<ROWS> merged_segments(int segments) const {
+        constexpr int PART = Segment<ROWS>::PART, AT_ONCE = PART <= 4 ? 16 : PART <= 8 ? 8 : 4;
+        Segment<ROWS> kept{negative_infinity(), 0.0f, {}};
+        for (int begin = 0; begin < segments; begin += AT_ONCE) {
+            Segment<ROWS> next[AT_ONCE];
+#pragma unroll
+            for (int i = 0; i < AT_ONCE; ++i) {
+                if (begin + i >= segments) break;
+                const int64_t place = static_cast<int64_t>(begin + i) * heads + Segment<ROWS>::row();
+                const float2 sum = __ldcg(reinterpret_cast<const float2*>(sums + place * 2));
+                next[i].m = sum.x, next[i].l = sum.y;
+#pragma unroll
+                for (int j = 0; j < PART; j += 4) {
+                    const float4 o =
+                        __ldcg(reinterpret_cast<const float4*>(partials + place * D + Segment<ROWS>::column() + j));
+                    next[i].o[j] = o.x, next[i].o[j + 1] = o.y, next[i].o[j + 2] = o.z, next[i].o[j + 3] = o.w;
+                }
+            }
+#pragma unroll
+            for (int i = 0; i < AT_ONCE; ++i)
+                if (begin + i < segments) merge_segment(kept, next[i]);
+        }
+        return kept;
+    }
+};
+
+// The row of q and out that is sequence s's.
 static __device__ __forceinline__ int64_t row_of(const int* starts, int sequence) {
     return starts != nullptr ? starts[sequence + 1] - 1 : sequence;
 }

@@ -5,7 +5,7 @@
 // the segments of the longest context: block z takes segments z, z + Z, ... A warp asks for AHEAD pages at once, in place
 // of one after the other, and for those that hold no token of this step before it waits for the kernel ahead; their scores
 // do not wait for each other. The last block of a sequence and KV head to finish merges the segments, in order, from
-// `partials` [S][H][segments][D] and `sums` [S][H][segments][2].
+// `partials` [S][segments][H][D] and `sums` [S][segments][H][2].
 //
 // On Hopper it may be launched in clusters along z, of a power of two of blocks. A sequence that has no more segments
 // than that is merged in shared memory: its other blocks send theirs to the first, and end. Dynamic shared memory:
@@ -61,11 +61,10 @@ static __device__ __forceinline__ void decode_split(const __half* qkv, const __h
                                                   int segment_pages, int max_segments, float scale) {
     extern __shared__ __align__(16) unsigned char shared[];
     __shared__ uint64_t all_sent;
-    __shared__ bool last;
     launch_next();
     // Tables, lengths and starts are there before the step starts.
-    const int sequence = sequence_of(listed, lengths, blockIdx.y);
-    if (sequence < 0) return;
+    const int sequence = listed != nullptr ? listed[blockIdx.y] : blockIdx.y;
+    if (sequence < 0 || lengths[sequence] <= 0) return;
     const int length = lengths[sequence], pages = (length + PAGE - 1) / PAGE;
     const int segments = (pages + segment_pages - 1) / segment_pages;
     int segment = blockIdx.z;
@@ -124,7 +123,8 @@ static __device__ __forceinline__ void decode_split(const __half* qkv, const __h
     const bool own = Segment<ROWS>::row() < shared_heads;
     out += (row * heads + head) * D;
     Segment<ROWS> kept{negative_infinity(), 0.0f, {}};
-    const int64_t part = (static_cast<int64_t>(blockIdx.y) * heads + head) * max_segments;
+    const int64_t part = static_cast<int64_t>(blockIdx.y) * max_segments * heads + head;
+    const Meeting meeting{partials + part * D, sums + part * 2, counters + blockIdx.y * gridDim.x + blockIdx.x, heads};
     int done = 0;
     while (true) {
         Running<ROWS> running;
@@ -172,7 +172,7 @@ static __device__ __forceinline__ void decode_split(const __half* qkv, const __h
             if (own) store_result(kept, out);
             return;
         }
-        if (own) store_partial(mine, partials + part * D, sums + part * 2, segment, max_segments);
+        if (own) meeting.leave(mine, segment);
         ++done;
         segment += gridDim.z;
         if (segment >= segments) break;
@@ -183,26 +183,7 @@ static __device__ __forceinline__ void decode_split(const __half* qkv, const __h
         load(false);
         load(true);
     }
-    __threadfence();
-    __syncthreads();
-    unsigned* counter = counters + blockIdx.y * gridDim.x + blockIdx.x;
-    if (threadIdx.x == 0) last = atomicAdd(counter, done) == static_cast<unsigned>(segments - done);
-    __syncthreads();
-    if (!last) return;
-    __threadfence();
-    if (threadIdx.x == 0) *counter = 0;
-    if (!own) return;
-    const int64_t place = part + static_cast<int64_t>(Segment<ROWS>::row()) * max_segments;
-#pragma unroll 4
-    for (int other = 0; other < segments; ++other) {
-        Segment<ROWS> next;
-        next.m = __ldcg(sums + (place + other) * 2), next.l = __ldcg(sums + (place + other) * 2 + 1);
-#pragma unroll
-        for (int i = 0; i < Segment<ROWS>::PART; ++i)
-            next.o[i] = __ldcg(partials + (place + other) * D + Segment<ROWS>::column() + i);
-        merge_segment(kept, next);
-    }
-    store_result(kept, out);
+    if (meeting.is_last(done, segments) && own) store_result(meeting.merged_segments<ROWS>(segments), out);
 }
 
 #define SPLIT_KERNEL(ROWS)                                                                                          \

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from tests.gpu.oracles import ATTENTION, Paged, assert_close, attention_oracle, make_config, make_paged
+from worker.runners.gpu.decode import decode_pieces
 from worker.runners.gpu.device import Device
 from worker.runners.gpu.graphs import Graph
 from worker.runners.gpu.kernels import Kernels
@@ -26,14 +27,23 @@ def make_queries(rng: np.random.Generator, rows: int, config: Any) -> np.ndarray
 
 def run_decode(
     device: Device, kernels: Kernels, config: Any, qkv: np.ndarray, paged: Paged, lengths: list[int],
-    listed: list[int] | None = None,
+    listed: list[int] | None = None, pieces: np.ndarray | None = None,
 ) -> np.ndarray:  # fmt: skip
+    """pieces: in place of those that the kernels choose; a padding piece is added."""
+    contexts = np.array(lengths, dtype=np.int32)
+    if pieces is None and listed is None:
+        pieces = kernels.decode_pieces(contexts, np.arange(len(lengths), dtype=np.int32))
+    if pieces is None or not len(pieces):
+        shared_out = (0, 0)
+    else:
+        padded = np.concatenate([pieces, [[-1] * 4]]).astype(np.int32)
+        shared_out = (device.upload(padded), len(padded))
     out = device.upload(np.full((len(lengths), config.heads, config.head_dim), np.nan, dtype=np.float16))
     kernels.decode_attention(
         device.upload(qkv), device.upload(paged.k_cache), device.upload(paged.v_cache),
-        device.upload(paged.tables), device.upload(np.array(lengths, dtype=np.int32)), out,
+        device.upload(paged.tables), device.upload(contexts), out,
         len(lengths if listed is None else listed), paged.tables.shape[1], 0,
-        0 if listed is None else device.upload(np.array(listed, dtype=np.int32)),
+        0 if listed is None else device.upload(np.array(listed, dtype=np.int32)), *shared_out,
     )  # fmt: skip
     return device.download(out, (len(lengths), config.heads, config.head_dim), np.float16)
 
@@ -120,6 +130,42 @@ def test_decode_in_clusters_gives_the_bits_of_other_launches(
                 computed = [s for s in listed if s >= 0]
                 np.testing.assert_array_equal(actual[computed], together[computed])
                 assert np.isnan(np.delete(actual, computed, axis=0)).all()
+
+
+@pytest.mark.parametrize("shape", [(14, 2, 64), (16, 2, 128), (32, 2, 64), (20, 1, 64)])
+def test_contexts_cut_anyhow_give_the_bits_of_whole_ones(device: Device, shape: tuple[int, int, int]) -> None:
+    config = make_config(heads=shape[0], kv_heads=shape[1], head_dim=shape[2])
+    kernels = Kernels(device, config, max_context=LONG)
+    rng = np.random.default_rng(13)
+    lengths = [9000, 1, 300, 5000, 255, 256, 257, LONG, 0, 4097, 2000, 16]
+    paged = make_paged(rng, lengths, config.kv_heads, config.head_dim, stride=LONG // 16)
+    qkv = make_queries(rng, len(lengths), config)
+    held = np.flatnonzero(lengths)
+    contexts, everyone = np.array(lengths, dtype=np.int32), np.arange(len(lengths), dtype=np.int32)
+    cuts = [
+        (1, 0),
+        (1, 1000),
+        (3, 1000),
+        (20, 1000),
+        (20, 150),
+        (500, 1000),
+    ]  # at once, most that is cut
+    whole, *cut = (
+        decode_pieces(contexts, everyone, segment=256, at_once=at_once, most_cut=most)
+        for at_once, most in cuts
+    )
+    assert len(whole) == len(lengths)
+    assert len({len(pieces) for pieces in cut}) > 3
+    expected = run_decode(device, kernels, config, qkv, paged, lengths, pieces=whole)
+    visible = Paged([paged.keys[s] for s in held], [paged.values[s] for s in held], *[np.empty(0)] * 3)
+    oracle = decode_oracle(config, qkv[held], visible, [lengths[s] for s in held])
+    assert_close(expected[held], oracle, ATTENTION)
+    assert np.isnan(expected[8]).all()
+    for pieces in cut:
+        actual = run_decode(device, kernels, config, qkv, paged, lengths, pieces=pieces)
+        np.testing.assert_array_equal(actual, expected)
+    split = run_decode(device, kernels, config, qkv, paged, lengths, pieces=whole[:0])
+    np.testing.assert_array_equal(split, expected)
 
 
 @pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[1], SLOW_SHAPES[0]])
@@ -342,12 +388,20 @@ def test_a_captured_launch_serves_other_contexts(device: Device, count: int) -> 
     tables = device.upload(np.zeros_like(paged.tables))
     addresses = [device.upload(array) for array in (qkv, paged.k_cache, paged.v_cache)]
     out = device.upload(np.full((count, config.heads, config.head_dim), np.nan, dtype=np.float16))
+    now = np.array(lengths, dtype=np.int32)
+    pieces = kernels.decode_pieces(now, np.arange(count, dtype=np.int32))
+    assert (len(pieces) > 0) == (count > 3)
+    later = device.upload(np.full((max(len(pieces), 1), 4), -1, dtype=np.int32))
     graph = Graph(
         device,
-        lambda: kernels.decode_attention(*addresses, tables, contexts, out, count, paged.tables.shape[1]),
+        lambda: kernels.decode_attention(
+            *addresses, tables, contexts, out, count, paged.tables.shape[1], 0, 0, later, len(pieces)
+        ),
     )
     device.copy_in(tables, paged.tables)
-    device.copy_in(contexts, np.array(lengths, dtype=np.int32))
+    device.copy_in(contexts, now)
+    if len(pieces):
+        device.copy_in(later, pieces)
     device.synchronize()
     graph.launch()
     actual = device.download(out, (count, config.heads, config.head_dim), np.float16)

@@ -223,6 +223,21 @@ def test_graphs_change_no_token(make: Make, prompts: list[tuple[int, ...]]) -> N
     assert results[0] == results[1]
 
 
+def test_contexts_that_grow_until_they_are_cut_change_no_token(
+    make: Make, prompts: list[tuple[int, ...]]
+) -> None:
+    """Steps are captured for whole contexts at the start, for pieces of them when the first come."""
+    asked = requests(prompts[:64], GenerationParams(temperature=0.8, max_tokens=270, ignore_eos=True))
+    results = []
+    for graphs in (False, True):
+        runner = make(graphs=graphs, slots=64, kv_blocks=64 * 24)
+        results.append(generate(runner, asked, context=CONTEXT, token_budget=2048, check=False))
+    contexts = np.full(64, 300, dtype=np.int32), np.arange(64, dtype=np.int32)
+    are_cut = len(runner._kernels.decode_pieces(*contexts)) > 64
+    assert any(room > size for size, room in runner._graphs) == are_cut
+    assert results[0] == results[1]
+
+
 def test_preemption_changes_no_token(make: Make, prompts: list[tuple[int, ...]]) -> None:
     params = GenerationParams(temperature=0.8, repetition_penalty=1.1, max_tokens=60, ignore_eos=True)
     asked = requests(prompts[:12], params)

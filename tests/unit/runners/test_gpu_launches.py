@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from threading import current_thread, main_thread
 
+import numpy as np
 import pytest
 
 from tests.gpu.driving import Chunk, Pages
@@ -163,7 +164,9 @@ def test_attention_of_all_shapes_is_launched_as_it_was_compiled(
         qkv = device.allocate(rows * (config.heads + 2 * config.kv_heads) * config.head_dim * 2)
         numbers, out = device.allocate(4096), device.allocate(rows * config.heads * config.head_dim * 2)
         for count in (1, 20, 128):
-            kernels.decode_attention(qkv, *cache, numbers, numbers, out, count, 256)
+            contexts = np.full(count, 300, dtype=np.int32)
+            pieces = len(kernels.decode_pieces(contexts, np.arange(count, dtype=np.int32)))
+            kernels.decode_attention(qkv, *cache, numbers, numbers, out, count, 256, 0, 0, numbers, pieces)
         kernels.prefill_attention(
             qkv, *cache, numbers, numbers, numbers, out, numbers, 7, 256, rows=rows, pages=pages
         )

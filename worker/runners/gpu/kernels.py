@@ -6,7 +6,6 @@ serves whatever the arrays hold. Shapes and layouts of the arrays are told at th
 the number of tokens, S of sequences, R of rows that draw, H and G of query and KV heads, D a head's size.
 """
 
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -15,8 +14,9 @@ import numpy.typing as npt
 from jobs.errors import RunnerError
 from worker.model.config import ModelConfig
 from worker.runners.gpu.compiler import compile_all
+from worker.runners.gpu.decode import NO_PIECES, DecodeAttention
 from worker.runners.gpu.device import Device
-from worker.runners.gpu.functions import Function, Module
+from worker.runners.gpu.functions import KernelPair, Module
 from worker.runners.gpu.hopper import is_hopper
 from worker.runners.gpu.prefill import TILE_ROWS, HopperPrefill, prefill_tiles
 from worker.runners.gpu.sizes import check_sizes
@@ -27,13 +27,6 @@ __all__ = ["Kernels", "Slots"]
 IntArray = npt.NDArray[np.int32]
 
 PAGE = 16  # tokens in a KV page
-_MAX_SEGMENTS = 128  # of a context, in decode attention
-_WHOLE_BLOCKS = 0.9  # a multiprocessor, from which on contexts are not split
-_AHEAD, _FAR_AHEAD = 2, 4  # pages that each warp of decode attention has under way
-_FAR_BLOCKS = 3  # a multiprocessor, up to which these are more
-_SPLIT_BLOCKS = 4  # a multiprocessor, of split attention
-_MAX_CLUSTER = 8  # blocks, on every Hopper
-_FEW_ROWS = 320  # of a step, up to which kernels had better overlap (`_Kernel`)
 _BLOCK = (256, 1, 1)
 _SAMPLE_BLOCKS = 4  # blocks of `sample` that a multiprocessor holds
 _BEST_BYTES = 12
@@ -52,22 +45,6 @@ class Slots(Protocol):
     last_token: int
     seen: int
     words: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Kernel:
-    """A kernel, twice.
-
-    few   for steps of few rows: leaves L1 no more than must be, so that kernels overlap (`Module.function`)
-    many  with L1 as the driver divides it: from some hundred rows on, bandwidth counts for more. Steps of 256
-          sequences took 1.54 and 1.64 ms, of 512 2.54 and 2.40, of 1,024 4.53 and 4.22 (Qwen2.5-0.5B, H200)
-    """
-
-    few: Function
-    many: Function
-
-    def of(self, rows: int) -> Function:
-        return self.few if rows <= _FEW_ROWS else self.many
 
 
 class Kernels:
@@ -96,7 +73,6 @@ class Kernels:
         self._hopper = is_hopper(device) and not portable
         self._hopper_prefill: HopperPrefill | None = None
         self._scale = config.head_dim**-0.5 * _LOG2_E
-        self._plan_decode()
         self._load()
         self._rope_table = device.allocate(max_context * config.head_dim * 4, "the rotation table")
         self._sample_blocks = _SAMPLE_BLOCKS * device.multiprocessors
@@ -124,8 +100,8 @@ class Kernels:
             for _ in range(2)
         )
 
-        def function(module: str, name: str, arguments: str, shared: int = 0, cluster: int = 1) -> _Kernel:
-            return _Kernel(
+        def function(module: str, name: str, arguments: str, shared: int = 0, cluster: int = 1) -> KernelPair:
+            return KernelPair(
                 *(
                     modules[module].function(
                         name,
@@ -150,16 +126,9 @@ class Kernels:
         self._sample = function("sample", "sample", "PiPPP" + slots + "PPPP")
         self._sample_filtered = function("sample_filtered", "sample_filtered", "PiPPP" + slots + "PPi")
         if self._fast:
-            rows = self._decode_rows
-            self._decode, self._decode_far = (
-                function(
-                    "decode_attention", f"decode_attention_{rows}_{ahead}", "PPPPiPPPPiiif", self._ring(ahead)
-                )
-                for ahead in (_AHEAD, self._far)
+            self._decode = DecodeAttention(
+                self._device, config, function, max_context=self._max_context, clusters=self._hopper
             )
-            split = ("split_attention", f"split_attention_{rows}", "PPPPiPPPPPPPiiiif")
-            self._split = function(*split)
-            self._split_in_clusters = function(*split, self._sent, self._cluster)
             self._prefill_threads = 256 if config.head_dim == 128 else 128
             self._prefill_shared = 4 * 64 * config.head_dim * 2
             if self._hopper:
@@ -171,36 +140,8 @@ class Kernels:
                 self._prefill = function(prefill, prefill, "PPPPiPPPPiif", self._prefill_shared)
         else:
             self._prefill_threads, self._prefill_shared = 128, 0
-            self._decode = function("attention_any", "decode_attention_any", "PPPPiPPPPiif")
+            self._decode_any = function("attention_any", "decode_attention_any", "PPPPiPPPPiif")
             self._prefill = function("attention_any", "prefill_attention_any", "PPPPiPPPPiif")
-
-    def _plan_decode(self) -> None:
-        """Room for split attention: where too few sequences give each multiprocessor work."""
-        if not self._fast:
-            return
-        config = self._config
-        self._far = _FAR_AHEAD if config.head_dim == 64 else _AHEAD
-        self._decode_rows = rows = 8 if self._group <= 8 else 16
-        self._decode_blocks = config.kv_heads * -(-self._group // rows)  # a sequence
-        self._segment_pages = 16
-        while -(-self._max_context // (self._segment_pages * PAGE)) > _MAX_SEGMENTS:
-            self._segment_pages *= 2
-        self._segments = -(-self._max_context // (self._segment_pages * PAGE))
-        self._cluster = 1 << (min(self._segments, _MAX_CLUSTER) - 1).bit_length() if self._hopper else 1
-        # What the first block of a cluster is sent: o, and m and l of each of the 128 threads.
-        self._sent = 4 * (self._cluster - 1) * (rows * config.head_dim + 2 * 128)
-        self._full_chip = int(_WHOLE_BLOCKS * self._device.multiprocessors)
-        most = -(-self._full_chip // self._decode_blocks)  # sequences that are split
-        parts = most * config.heads * self._segments
-        self._partials = self._device.allocate(4 * parts * config.head_dim, "split attention")
-        self._sums = self._device.allocate(8 * parts, "split attention")
-        counters = 4 * most * self._decode_blocks
-        self._split_counters = self._device.allocate(counters, "split attention")
-        self._device.fill(self._split_counters, 0, counters)
-
-    def _ring(self, ahead: int) -> int:
-        """Bytes of shared memory for pages of keys and values, so many for each of four warps."""
-        return 4 * ahead * 4 * PAGE * self._config.head_dim
 
     @property
     def rope_table(self) -> int:
@@ -266,52 +207,46 @@ class Kernels:
             config.kv_heads,
         )  # fmt: skip
 
+    def decode_pieces(self, lengths: IntArray, sequences: IntArray) -> IntArray:
+        """What `decode_attention` is to be given as pieces, on the host; none where it had better be without.
+
+        lengths    (S,) tokens of contexts
+        sequences  (S,) which of the step's they are
+        """
+        return self._decode.pieces(lengths, sequences) if self._fast else NO_PIECES
+
+    def piece_room(self, sequences: int, pieces: int) -> int:
+        """The number that so many pieces are padded to: one of few for each number of sequences."""
+        return self._decode.room(sequences, pieces) if pieces else 0
+
+    def most_pieces(self, sequences: int) -> int:
+        """The most pieces that there are of so many contexts, padded."""
+        return self._decode.most_pieces(sequences) if self._fast else 0
+
     def decode_attention(
         self, qkv: int, k_cache: int, v_cache: int, block_tables: int, context_lengths: int, out: int,
-        count: int, table_stride: int, sequence_starts: int = 0, sequences: int = 0,
+        count: int, table_stride: int, sequence_starts: int = 0, sequences: int = 0, pieces: int = 0,
+        piece_count: int = 0,
     ) -> None:  # fmt: skip
         """Attention of S sequences with one token each -> out (T, H D) half.
 
         sequence_starts  0: sequence s has row s of qkv and out; else its row is sequence_starts[s + 1] - 1
-        sequences        0: sequences 0 .. S - 1; else (S,) which ones, negative: none
+        sequences        without pieces: 0: sequences 0 .. S - 1; else (S,) which ones, negative: none
+        pieces           (piece_count, 4) as from `decode_pieces`, or with more pieces of sequence -1
 
-        Where the sequences do not fill the chip, their contexts are split; the result is the same to the bit.
+        The result is the same to the bit, however contexts are shared out.
         """
-        config = self._config
-        inputs = (qkv, k_cache, v_cache, block_tables, table_stride, context_lengths, sequence_starts)
-        if not self._fast:
-            grid = (config.heads, count, 1)
+        inputs = (qkv, k_cache, v_cache, block_tables, table_stride)
+        if self._fast and piece_count:
+            self._decode.in_pieces(inputs, sequence_starts, pieces, piece_count, out, count, self._scale)
+        elif self._fast and count:
+            self._decode.split(inputs, context_lengths, sequence_starts, sequences, out, count, self._scale)
+        elif not self._fast:
+            config = self._config
             _launch(
-                count, self._decode, grid, (32, 1, 1), *inputs, sequences, out, config.heads, config.kv_heads,
-                self._scale,
+                count, self._decode_any, (config.heads, count, 1), (32, 1, 1), *inputs, context_lengths,
+                sequence_starts, sequences, out, config.heads, config.kv_heads, self._scale,
             )  # fmt: skip
-            return
-        if not count:
-            return
-        sizes = (config.heads, config.kv_heads, self._segment_pages)
-        if self._decode_blocks * count >= self._full_chip:
-            few_blocks = self._decode_blocks * count <= _FAR_BLOCKS * self._device.multiprocessors
-            kernel, ahead = (self._decode_far, self._far) if few_blocks else (self._decode, _AHEAD)
-            kernel.of(count)(
-                (self._decode_blocks, count, 1), (128, 1, 1), *inputs, sequences, out, *sizes, self._scale,
-                shared=self._ring(ahead),
-            )  # fmt: skip
-            return
-        segments = min(self._segments, -(-table_stride // self._segment_pages))
-        split, shared = self._split.few, 0
-        # A cluster starts only where one GPC has room for all of it. None should wait for that while blocks
-        # with work have a multiprocessor each; with more, the latency of a merge in global memory hides.
-        busy = self._decode_blocks * count * self._cluster
-        if segments > 1 and self._cluster > 1 and busy <= self._device.multiprocessors:
-            split, shared = self._split_in_clusters.few, self._sent
-            segments = -(-segments // self._cluster) * self._cluster
-        # Contexts are mostly shorter than they may be: no more blocks than keep the chip busy.
-        enough = -(-_SPLIT_BLOCKS * self._device.multiprocessors // (self._decode_blocks * count))
-        segments = min(segments, max(_MAX_CLUSTER, -(-enough // _MAX_CLUSTER) * _MAX_CLUSTER))
-        split(
-            (self._decode_blocks, count, segments), (128, 1, 1), *inputs, sequences, out, self._partials,
-            self._sums, self._split_counters, *sizes, self._segments, self._scale, shared=shared,
-        )  # fmt: skip
 
     def prefill_attention(
         self, qkv: int, k_cache: int, v_cache: int, block_tables: int, sequence_starts: int,
@@ -391,6 +326,6 @@ def _norm_shape(width: int) -> tuple[int, tuple[int, int, int]]:
     return pieces, (-(-chunks // (32 * pieces)) * 32, 1, 1)
 
 
-def _launch(count: int, kernel: _Kernel, *arguments: Any, shared: int = 0) -> None:
+def _launch(count: int, kernel: KernelPair, *arguments: Any, shared: int = 0) -> None:
     if count:
         kernel.of(count)(*arguments, shared=shared)

@@ -115,7 +115,7 @@ class Model:
         layers = self._weights.layers
         if self._few is not None and shape.decodes and tokens <= MAX_ROWS:
             for index, layer in enumerate(layers):
-                self._few_layer(self._few, index, layer, inputs, tokens)
+                self._few_layer(self._few, index, layer, inputs, shape)
             x = self._drawing(inputs, shape) if shape.gathers else at["x"]
             kernels.rms_norm(x, self._weights.output_norm, at["normed"], shape.draws, width, eps)
         else:
@@ -148,7 +148,7 @@ class Model:
             kernels.decode_attention(
                 at["qkv"], keys, values, inputs.block_tables, inputs.context_lengths, at["mixed"],
                 shape.single, self._table_width, 0 if shape.decodes else inputs.sequence_starts,
-                0 if shape.decodes else inputs.singles,
+                0 if shape.decodes else inputs.singles, inputs.pieces, shape.pieces,
             )  # fmt: skip
         if shape.tiles:
             kernels.prefill_attention(
@@ -174,15 +174,13 @@ class Model:
         kernels.rms_norm(x, next_norm, at["normed"], rows, width, eps)
 
     def _few_layer(
-        self, few: FewRows, index: int, layer: LayerWeights, inputs: StepInputs, tokens: int
+        self, few: FewRows, index: int, layer: LayerWeights, inputs: StepInputs, shape: StepShape
     ) -> None:
         """A layer over `x`, from its norm to its last residual addition, in five launches."""
         at, keys, values = self._at, self._cache.keys[index], self._cache.values[index]
+        tokens = shape.tokens
         few.qkv(at["x"], layer, inputs, at["qkv"], keys, values, tokens)
-        self._kernels.decode_attention(
-            at["qkv"], keys, values, inputs.block_tables, inputs.context_lengths, at["mixed"], tokens,
-            self._table_width,
-        )  # fmt: skip
+        self._attention(keys, values, inputs, shape)
         few.residual(at["mixed"], layer.attn_output, at["x"], tokens, self._queries)
         few.swiglu(at["x"], layer, at["activated"], tokens)
         down = few.residual if tokens <= _FEWEST_ROWS else self._down

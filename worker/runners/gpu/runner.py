@@ -19,6 +19,7 @@ from worker.model.config import ModelConfig
 from worker.model.gguf_file import GgufFile
 from worker.runners.base import IntArray, SampledTokens, StepBatch
 from worker.runners.gpu.compiler import compile_all
+from worker.runners.gpu.decode import whole_pieces
 from worker.runners.gpu.device import Arena, Device, aligned
 from worker.runners.gpu.few_rows import FewRows
 from worker.runners.gpu.gemm import MANY_ROWS, Gemm
@@ -38,7 +39,7 @@ from worker.runners.gpu.qkv import Qkv
 from worker.runners.gpu.sizes import check_sizes
 from worker.runners.gpu.slots import SlotState
 from worker.runners.gpu.sources import Source, source_of
-from worker.runners.gpu.steps import PADDING, StepBuffers, StepShape
+from worker.runners.gpu.steps import PADDING, StepBuffers, StepShape, padded_lengths
 from worker.runners.gpu.weights import load_weights
 
 __all__ = ["CudaRunner"]
@@ -92,7 +93,8 @@ class CudaRunner:
         self._context = min(context or config.context_length, config.context_length)
         self._report = report
         self._pending: deque[_Launch] = deque()
-        self._graphs: dict[int, Graph] = {}
+        self._graphs: dict[tuple[int, int], Graph] = {}
+        """By sequences, and pieces of their contexts."""
         self._use_graphs = graphs
         self._tune = tune
         self._reproducible = reproducible
@@ -123,8 +125,9 @@ class CudaRunner:
             else None
         )
         extra = SlotState.bytes(slots, config.vocab) + StepBuffers.bytes(
-            max_tokens=self._max_tokens, max_draws=self._max_draws, slots=slots, table_width=width
-        )
+            max_tokens=self._max_tokens, max_draws=self._max_draws, slots=slots, table_width=width,
+            max_pieces=kernels.most_pieces(slots),
+        )  # fmt: skip
         self.memory: MemoryPlan = plan_memory(
             config, free=device.free_memory(), gpu_memory=gpu_memory, block_size=self.block_size, slots=slots,
             context=self._context, max_tokens=self._max_tokens, max_draws=self._max_draws,
@@ -138,7 +141,7 @@ class CudaRunner:
         self._slots = SlotState(device, slots=slots, vocab=config.vocab, depth=self.depth)
         self._steps = StepBuffers(
             device, max_tokens=self._max_tokens, max_draws=self._max_draws, slots=slots,
-            table_width=width, block_size=self.block_size,
+            table_width=width, max_pieces=kernels.most_pieces(slots), block_size=self.block_size,
             padding_row=self.kv_blocks * self.block_size, depth=self.depth,
         )  # fmt: skip
         arena = Arena(device, sum(map(aligned, pieces.values())), "the workspace")
@@ -191,8 +194,10 @@ class CudaRunner:
         count, draws = len(batch.slots), len(batch.sample_rows)
         if self._use_graphs and count == len(batch.tokens) == draws:
             size = min(bucket_of(count), self.slots)
-            graph = self._graphs.get(size) or self._capture(size, turn)
-            self._steps.write_padded(turn, batch, size)
+            pieces = self._decode_pieces(batch, size)
+            room = self._kernels.piece_room(size, len(pieces))
+            graph = self._graphs.get((size, room)) or self._capture(size, room, turn)
+            self._steps.write_padded(turn, batch, size, pieces, room)
             graph.launch()
         else:
             self._launch_kernels(turn, batch)
@@ -247,32 +252,45 @@ class CudaRunner:
         began = time.monotonic()
         sizes = buckets(self.slots)
         for size in reversed(sizes):
-            self._capture(size, 0)
+            self._capture(size, len(self._decode_pieces(PADDING, size)), 0)
         self._report(f"captured {len(sizes)} decode graphs in {time.monotonic() - began:.1f} s")
 
-    def _capture(self, size: int, turn: int) -> Graph:
-        """Capture a decode step of `size` sequences, after one run in the open, which loads what it needs."""
+    def _decode_pieces(self, batch: StepBatch, size: int) -> IntArray:
+        """How a decode step, padded to `size`, is shared out."""
+        lengths = padded_lengths(batch, size)
+        return self._kernels.decode_pieces(lengths, np.arange(size, dtype=np.int32))
+
+    def _capture(self, size: int, room: int, turn: int) -> Graph:
+        """Capture a decode step of `size` sequences, after one run in the open, which loads what it needs.
+
+        room  for pieces of contexts; steps with long contexts are captured when they first come
+        """
         if self._tune:
             self._model.tune(size, size)
-        inputs = self._steps.write_padded(turn, PADDING, size)
-        shape = StepShape(tokens=size, sequences=size, single=size, draws=size, tiles=0)
+        ones = np.ones(size if room else 0, dtype=np.int32)
+        pieces = whole_pieces(ones, np.arange(len(ones), dtype=np.int32), segment=self.block_size)
+        inputs = self._steps.write_padded(turn, PADDING, size, pieces, room)
+        shape = StepShape(tokens=size, sequences=size, single=size, draws=size, tiles=0, pieces=room)
         self._model.forward(inputs, shape)
         self.device.synchronize()
         graph = Graph(self.device, lambda: self._model.forward(inputs, shape))
-        self._graphs[size] = graph
+        self._graphs[size, room] = graph
         return graph
 
     def _launch_kernels(self, turn: int, batch: StepBatch) -> None:
         """Queue a step of any composition, kernel by kernel."""
         tiles = self._kernels.prefill_tiles(batch.sequence_starts, batch.context_lengths)
+        singles = np.flatnonzero(np.diff(batch.sequence_starts) == 1).astype(np.int32)
+        pieces = self._kernels.decode_pieces(batch.context_lengths[singles], singles)
         shape = StepShape(
             tokens=len(batch.tokens),
             sequences=len(batch.slots),
-            single=int(np.count_nonzero(np.diff(batch.sequence_starts) == 1)),
+            single=len(singles),
             draws=len(batch.sample_rows),
             tiles=len(tiles),
+            pieces=len(pieces),
         )
-        self._model.forward(self._steps.write(turn, batch, shape, tiles), shape)
+        self._model.forward(self._steps.write(turn, batch, shape, tiles, pieces), shape)
 
 
 def _sources(device: Device, config: ModelConfig) -> list[Source]:

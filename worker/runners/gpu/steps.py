@@ -13,7 +13,7 @@ import numpy.typing as npt
 from worker.runners.base import IntArray, StepBatch
 from worker.runners.gpu.device import Device
 
-__all__ = ["PADDING", "StepBuffers", "StepInputs", "StepShape"]
+__all__ = ["PADDING", "StepBuffers", "StepInputs", "StepShape", "padded_lengths"]
 
 _ALIGN = 64  # int32 words
 
@@ -32,6 +32,7 @@ class StepShape:
     single: int  # sequences with one token
     draws: int
     tiles: int  # pieces of longer chunks
+    pieces: int = 0  # of the contexts of single tokens; 0: decode attention goes without
 
     @property
     def gathers(self) -> bool:
@@ -59,18 +60,20 @@ class StepInputs:
     sample_slots: int  # (R,)
     singles: int  # (single,) the sequences that have one token
     tiles: int  # (tiles, 2) the pieces of longer chunks that prefill attention computes
+    pieces: int  # (pieces, 4) the pieces of contexts that decode attention computes
 
 
 class StepBuffers:
     """Staging for `depth` outstanding steps.
 
     max_tokens, max_draws, slots  bounds of a step; table_width: the most pages of a sequence
+    max_pieces         room for `StepInputs.pieces`
     padding_row        the cache row that padding tokens are written to, in a page of its own
     """
 
     def __init__(
         self, device: Device, *, max_tokens: int, max_draws: int, slots: int, table_width: int,
-        block_size: int, padding_row: int, depth: int,
+        max_pieces: int, block_size: int, padding_row: int, depth: int,
     ) -> None:  # fmt: skip
         self._device = device
         self._slots = slots
@@ -78,7 +81,7 @@ class StepBuffers:
         self._padding_page = padding_row // block_size
         self.table_width = table_width
         rows = max(slots, 1)
-        words = _layout(max_tokens, rows, max_draws, rows, max_tokens)[1]
+        words = _layout(max_tokens, rows, max_draws, rows, max_tokens, max_pieces)[1]
         self._packed = device.allocate(4 * words, "a step's arrays")
         self._tables = device.allocate(4 * rows * table_width, "block tables")
         self._numbers = np.arange(rows + 1, dtype=np.int32)
@@ -86,14 +89,19 @@ class StepBuffers:
         self._host_tables = [device.pinned((rows, table_width), np.int32) for _ in range(depth)]
 
     @staticmethod
-    def bytes(*, max_tokens: int, max_draws: int, slots: int, table_width: int) -> int:
+    def bytes(*, max_tokens: int, max_draws: int, slots: int, table_width: int, max_pieces: int) -> int:
         """Device memory that the buffers take."""
-        return 4 * (_layout(max_tokens, slots, max_draws, slots, max_tokens)[1] + slots * table_width) + 1024
+        words = _layout(max_tokens, slots, max_draws, slots, max_tokens, max_pieces)[1]
+        return 4 * (words + slots * table_width) + 1024
 
-    def write(self, turn: int, batch: StepBatch, shape: StepShape, tiles: IntArray) -> StepInputs:
+    def write(
+        self, turn: int, batch: StepBatch, shape: StepShape, tiles: IntArray, pieces: IntArray
+    ) -> StepInputs:
         """Queue the copy of a batch; `turn`: a buffer whose earlier copies are done."""
         lengths = np.diff(batch.sequence_starts)
-        offsets, words = _layout(shape.tokens, shape.sequences, shape.draws, shape.single, shape.tiles)
+        offsets, words = _layout(
+            shape.tokens, shape.sequences, shape.draws, shape.single, shape.tiles, shape.pieces
+        )
         host = self._host[turn]
         arrays: tuple[npt.NDArray[np.integer[Any]], ...] = (
             batch.tokens,
@@ -106,6 +114,7 @@ class StepBuffers:
             batch.sample_slots,
             np.flatnonzero(lengths == 1),
             tiles.reshape(-1),
+            pieces.reshape(-1),
         )
         for offset, array in zip(offsets, arrays, strict=True):
             host[offset : offset + len(array)] = array
@@ -114,10 +123,13 @@ class StepBuffers:
         tables[:count, :width] = batch.block_tables
         return self._send(turn, offsets, words, count, width)
 
-    def write_padded(self, turn: int, batch: StepBatch, size: int) -> StepInputs:
-        """Queue a batch in which every sequence decodes one token and draws the next, padded to `size`."""
+    def write_padded(self, turn: int, batch: StepBatch, size: int, pieces: IntArray, room: int) -> StepInputs:
+        """Queue a batch in which every sequence decodes one token and draws the next, padded to `size`.
+
+        pieces  for the contexts of `padded_lengths`, padded to `room`
+        """
         count = len(batch.slots)
-        offsets, words = _layout(size, size, size, 0, 0)
+        offsets, words = _layout(size, size, size, 0, 0, room)
         host = self._host[turn]
         arrays: tuple[tuple[IntArray, int], ...] = (
             (batch.tokens, 0),
@@ -133,6 +145,8 @@ class StepBuffers:
             used = len(array)
             host[offset : offset + used] = array
             host[offset + used : offset + size] = padding
+        host[offsets[-1] : offsets[-1] + 4 * room] = -1
+        host[offsets[-1] : offsets[-1] + pieces.size] = pieces.reshape(-1)
         tables = self._host_tables[turn]
         width = batch.block_tables.shape[1]
         tables[:count, :width] = batch.block_tables
@@ -147,9 +161,18 @@ class StepBuffers:
         return StepInputs(self._tables, *addresses)
 
 
-def _layout(tokens: int, sequences: int, draws: int, single: int, tiles: int) -> tuple[list[int], int]:
+def padded_lengths(batch: StepBatch, size: int) -> IntArray:
+    """Of the contexts of a batch as `StepBuffers.write_padded` pads it."""
+    lengths = np.ones(size, dtype=np.int32)
+    lengths[: len(batch.context_lengths)] = batch.context_lengths
+    return lengths
+
+
+def _layout(
+    tokens: int, sequences: int, draws: int, single: int, tiles: int, pieces: int
+) -> tuple[list[int], int]:
     """Offsets of the arrays in `StepInputs`' order, but for the tables, and the words in all."""
-    sizes = (tokens,) * 4 + (sequences + 1, sequences, draws, draws, single, 2 * tiles)
+    sizes = (tokens,) * 4 + (sequences + 1, sequences, draws, draws, single, 2 * tiles, 4 * pieces)
     offsets, end = [], 0
     for size in sizes:
         offsets.append(end)

@@ -1,0 +1,100 @@
+"""How contexts are shared out among blocks of decode attention: each token once, none waits for one block."""
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from worker.runners.gpu.decode import Planner, decode_pieces
+
+SEGMENT = 256
+LENGTHS = st.lists(st.integers(0, 40_000), min_size=1, max_size=80)
+
+
+def cut(lengths: list[int], at_once: int, most_cut: int = 10_000) -> np.ndarray:
+    contexts, sequences = np.array(lengths, dtype=np.int32), np.arange(len(lengths), dtype=np.int32) + 1000
+    return decode_pieces(contexts, sequences, segment=SEGMENT, at_once=at_once, most_cut=most_cut)
+
+
+@given(LENGTHS, st.integers(1, 300), st.integers(0, 500))
+def test_every_segment_is_computed_once_and_meets_the_others_of_its_context(
+    lengths: list[int], at_once: int, most_cut: int
+) -> None:
+    pieces = cut(lengths, at_once, most_cut)
+    assert len(pieces) <= len(lengths) + 2 * at_once
+    taken: set[int] = set()
+    for place, length in enumerate(lengths):
+        mine = pieces[pieces[:, 0] == 1000 + place]
+        segments = -(-length // SEGMENT)
+        spans = sorted((word & 0xFFFF, word >> 16) for word in mine[:, 1].tolist())
+        assert [index for first, end in spans for index in range(first, end)] == list(range(segments))
+        assert set(mine[:, 3].tolist()) <= {length}
+        if len(mine) < 2:
+            assert mine[:, 2].tolist() == [-1] * len(mine)
+            continue
+        (base,) = set(mine[:, 2].tolist())
+        room = set(range(base, base + segments))
+        assert not room & taken
+        assert max(room) < most_cut
+        taken |= room
+
+
+@given(LENGTHS, st.integers(1, 300))
+def test_the_longest_pieces_come_first_and_none_has_more_than_twice_its_share(
+    lengths: list[int], at_once: int
+) -> None:
+    pieces = cut(lengths, at_once)
+    sizes = (pieces[:, 1] >> 16) - (pieces[:, 1] & 0xFFFF)
+    assert (np.diff(sizes) <= 0).all()
+    segments = [-(-length // SEGMENT) for length in lengths]
+    share = max(2, -(-sum(segments) // (2 * at_once)))
+    of_one_length = max(segments) * len(segments) < 1.5 * sum(segments) and len(segments) >= 0.4 * at_once
+    assert of_one_length or sizes[0] < 2 * share
+
+
+def test_one_long_context_among_short_ones_is_cut_and_they_are_not() -> None:
+    lengths = [500] * 63 + [30_000]
+    assert len(cut(lengths, 264)) == 63 * 2 + 118  # few: each segment is a piece
+    assert len(cut(lengths, 132)) == 63 + 59  # of two segments
+
+
+def test_many_contexts_of_one_length_stay_whole() -> None:
+    assert len(cut([9000] * 32, 66)) == 32
+    assert len(cut([9000] * 32, 264)) == 32 * 12
+    assert len(cut([9000] * 31 + [20_000], 66)) > 32
+
+
+def test_whole_contexts_stand_in_order_of_their_tokens() -> None:
+    pieces = cut([300, 500, 0, 400], 6)
+    assert pieces.tolist() == [
+        [1001, 2 << 16, -1, 500],
+        [1003, 2 << 16, -1, 400],
+        [1000, 2 << 16, -1, 300],
+        [-1, 0, -1, 0],
+    ]
+
+
+def test_a_plan_that_is_kept_while_contexts_grow_is_the_one_that_would_be_made() -> None:
+    rng = np.random.default_rng(3)
+    lengths = rng.integers(0, 2000, 70).astype(np.int32)
+    sequences = rng.permutation(100)[:70].astype(np.int32)
+    planner = Planner(segment=SEGMENT, at_once=264, most_cut=10_000)
+    kept = 0
+    for step in range(600):
+        before = planner._pieces
+        pieces = planner.pieces(lengths, sequences)
+        kept += pieces is before
+        made = decode_pieces(lengths, sequences, segment=SEGMENT, at_once=264, most_cut=10_000)
+        without_base = [sorted(map(tuple, rows[:, [0, 1, 3]].tolist())) for rows in (pieces, made)]
+        assert without_base[0] == without_base[1], step
+        lengths[lengths > 0] += 1
+        if step % 100 == 50:  # another batch
+            lengths, sequences = lengths[1:].copy(), sequences[1:].copy()
+    assert kept > 300
+
+
+def test_the_same_contexts_of_other_sequences_are_another_plan() -> None:
+    planner = Planner(segment=SEGMENT, at_once=6, most_cut=0)
+    lengths = np.array([300, 500], dtype=np.int32)
+    for sequences in ([4, 9], [9, 4], [4, 9]):
+        pieces = planner.pieces(lengths, np.array(sequences, dtype=np.int32))
+        assert pieces[:, [0, 3]].tolist() == [[sequences[1], 500], [sequences[0], 300]]
