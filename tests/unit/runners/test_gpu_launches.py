@@ -1,5 +1,6 @@
 """The GPU runner's launches, without a GPU: against the compiled kernels where nvcc is."""
 
+import fcntl
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
@@ -11,17 +12,18 @@ import pytest
 
 from tests.gpu.driving import Chunk, Pages
 from tests.gpu.oracles import make_config
-from tests.unit.runners.recorded_cuda import RecordedDriver
+from tests.unit.runners.recorded_cuda import RecordedDriver, nvcc_is_there
 from worker.model.config import ModelConfig
 from worker.model.gguf_file import GgufFile
 from worker.runners.base import FROM_SLOT
 from worker.runners.gpu import compiler
+from worker.runners.gpu.compiler import compile_all
 from worker.runners.gpu.device import Device
 from worker.runners.gpu.few_rows import MAX_ROWS
 from worker.runners.gpu.gemm import Gemm, padded_rows
 from worker.runners.gpu.hopper import Kind
 from worker.runners.gpu.kernels import Kernels
-from worker.runners.gpu.runner import CudaRunner
+from worker.runners.gpu.runner import CudaRunner, _sources
 
 MODEL = Path(__file__).parents[3] / "models" / "nightmill-demo.gguf"
 HOPPER, AMPERE = (9, 0), (8, 0)
@@ -44,7 +46,19 @@ def record(capability: tuple[int, int], patch: pytest.MonkeyPatch, cubins: Path)
 
 @pytest.fixture(scope="session")
 def cubins(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.getbasetemp().parent / "cubins"
+    """With the kernels of the bundled model in it: one test process compiles them, the others wait for it."""
+    directory = tmp_path_factory.getbasetemp().parent / "cubins"
+    directory.mkdir(exist_ok=True)
+    if nvcc_is_there():
+        config = ModelConfig.from_gguf(GgufFile.open(MODEL))
+        with (directory / "lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            for capability in (HOPPER, AMPERE):
+                with pytest.MonkeyPatch.context() as patch:
+                    record(capability, patch, directory)
+                    with Device() as device:
+                        compile_all(_sources(device, config), device.architecture)
+    return directory
 
 
 @pytest.fixture
@@ -81,9 +95,8 @@ def test_steps_of_all_sizes_launch_kernels_as_they_were_compiled(driver: Recorde
     runner.close()
 
 
-@pytest.mark.parametrize(("draws", "attentions"), [((1, 0, 1), 2), ((0, 0, 0), 1), ((8, 9, 1), 2)], ids=str)
 def test_the_last_layer_computes_what_the_rows_that_draw_need(
-    hopper: RecordedDriver, monkeypatch: pytest.MonkeyPatch, draws: tuple[int, ...], attentions: int
+    hopper: RecordedDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After its keys and values: nothing else of it is read."""
     file = GgufFile.open(MODEL)
@@ -97,16 +110,17 @@ def test_the_last_layer_computes_what_the_rows_that_draw_need(
 
     options = {"slots": 4, "context": CONTEXT, "kv_blocks": 64, "max_draws": 18}
     with closing(CudaRunner(file, config, tune=False, **options)) as runner:  # type: ignore[arg-type]
-        chunks = [
-            Chunk(slot, [1] * CONTEXT, 0, length, draw)
-            for slot, (length, draw) in enumerate(zip((8, 9, 1), draws, strict=True))
-        ]
-        hopper.launches.clear()
         monkeypatch.setattr(Gemm, "residual", noted)
-        runner.launch(Pages(4, CONTEXT // 16).batch(chunks, admit=True))
-    assert hopper.launches["hopper_attention"] == attentions
-    drawing = [sum(draws)] * 2 if any(draws) else []
-    assert rows == [18, 18, *drawing]
+        for draws, attentions in (((1, 0, 1), 2), ((0, 0, 0), 1), ((8, 9, 1), 2)):
+            lengths = enumerate(zip((8, 9, 1), draws, strict=True))
+            chunks = [Chunk(slot, [1] * CONTEXT, 0, length, draw) for slot, (length, draw) in lengths]
+            rows.clear()
+            hopper.launches.clear()
+            runner.launch(Pages(4, CONTEXT // 16).batch(chunks, admit=True))
+            runner.collect()
+            assert hopper.launches["hopper_attention"] == attentions
+            drawing = [sum(draws)] * 2 if any(draws) else []
+            assert rows == [18, 18, *drawing]
 
 
 def test_all_kernels_are_compiled_at_once(
