@@ -111,3 +111,16 @@ def noisy_scores(logits: Array, rows: SamplingRows, row: int) -> Array:
     positions = np.full(len(blocks), rows.positions[row], dtype=np.uint32)
     words = token_words(seeds, positions, blocks)
     return penalised[0] + gumbel(uniform(words)).reshape(-1)[:vocab]
+
+
+# query heads, KV heads, head size
+SHAPES = [(14, 2, 64), (16, 8, 128), (4, 4, 64), (32, 2, 128), (12, 1, 64), (20, 1, 64)]
+SLOW_SHAPES = [(4, 2, 16), (3, 3, 40), (8, 2, 32), (2, 1, 96), (2, 1, 256)]
+LONG = 32_000  # tokens
+
+
+def make_queries(rng: np.random.Generator, rows: int, config: Any) -> np.ndarray:
+    """qkv (rows, H + 2 G, D): queries large enough for sharp softmax, the rest poison."""
+    qkv = np.full((rows, config.heads + 2 * config.kv_heads, config.head_dim), np.nan, dtype=np.float16)
+    qkv[:, : config.heads] = rng.standard_normal((rows, config.heads, config.head_dim)) * 2
+    return qkv
