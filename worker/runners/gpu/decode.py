@@ -23,10 +23,8 @@ _AHEAD, _FAR_AHEAD = 2, 4  # pages that each warp has under way
 _FAR_BLOCKS = 3  # a multiprocessor, up to which these are more
 # Where contexts are cut (chosen on an H200 by the times of 40 mixtures of lengths, heads of 64 and of 128):
 _WAVES = 2  # of pieces
-_LEAST, _FEW = (
-    2,
-    4,
-)  # segments in a piece, unless there are less sequences than a fourth of the pieces at once
+_LEAST = 2  # segments in a piece ...
+_FEW = 4  # ... but where there are fewer sequences than one for so many pieces at once
 _UNEVEN, _FILLED = 1.5, 0.4  # contexts of nearly one length stay whole where there are so many for each piece
 _MOST_CUT = 8192  # segments, 30 MB with 14 heads of 64
 _WHOLE_BLOCKS = 0.9  # a multiprocessor, from which on contexts are not split
