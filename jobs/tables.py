@@ -23,7 +23,7 @@ from sqlalchemy.types import TypeDecorator
 
 from jobs.contract import JobState, JsonObject
 
-SCHEMA_REVISION = "0003"
+SCHEMA_REVISION = "0004"
 """The migration that these declarations match."""
 
 
@@ -78,6 +78,7 @@ class BatchRow(Base):
     scheduled_at: Mapped[datetime | None]
     deadline_at: Mapped[datetime | None]
     cancel_requested_at: Mapped[datetime | None]
+    deleting_at: Mapped[datetime | None]  # set once its rows are being deleted: nothing is added any more
 
 
 class WorkerRow(Base):
@@ -93,6 +94,7 @@ class WorkerRow(Base):
     state: Mapped[str] = mapped_column(String(16))
     started_at: Mapped[datetime]
     heartbeat_at: Mapped[datetime]
+    detail: Mapped[str | None] = mapped_column(String(200))  # what it is doing, as while it loads
 
 
 def _partial(name: str, *columns: str, where: str, unique: bool = False) -> Index:
@@ -122,6 +124,7 @@ class JobRow(Base):
     max_attempts: Mapped[int]
     priority: Mapped[int]
     worker: Mapped[str | None] = mapped_column(String(32))
+    suspects: Mapped[str | None] = mapped_column(String(32))  # the group it was in flight with at a death
     sent_at: Mapped[datetime | None]
     cancel_requested_at: Mapped[datetime | None]
 
@@ -165,6 +168,7 @@ class JobRow(Base):
             *("model", "priority", "sent_at", "id"),
             where="state = 'queued' AND sent_at IS NOT NULL",
         ),
+        _partial("ix_jobs_suspects", "suspects", "id", where="state = 'queued' AND suspects IS NOT NULL"),
         _partial("ix_jobs_expiring", "deadline_at", where="state = 'queued' AND deadline_at IS NOT NULL"),
         _partial(
             "uq_jobs_idempotency_key", "idempotency_key", where="idempotency_key IS NOT NULL", unique=True
