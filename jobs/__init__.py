@@ -9,40 +9,44 @@ The functions use one client, made from the environment at the first call. For o
 `Client` of your own: it has the same methods.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
-from datetime import datetime, timedelta
+from __future__ import annotations
+
 from functools import cache
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, Unpack
 
-from jobs.announcing import DeliveryDelayedWarning
-from jobs.batch_status import BatchState, BatchStatus
-from jobs.batches import Batch, BatchSettings, BatchSource
-from jobs.client import Client
-from jobs.contract import FINAL_STATES, GenerationParams, Job, JobState, Prompt, StopReason
-from jobs.errors import (
-    BatchConflictError,
-    BatchFileError,
-    BatchNotFoundError,
-    BrokerError,
-    DatabaseError,
-    IdempotencyConflictError,
-    InvalidParameterError,
-    InvalidPromptError,
-    InvalidRequestError,
-    InvalidTransitionError,
-    JobNotFoundError,
-    NightmillError,
-    SettingsError,
-    UnknownModelError,
-    WaitTimeoutError,
-)
-from jobs.ids import JobIds
-from jobs.requests import JobSettings
-from jobs.settings import Settings
-from jobs.waiting import Order
-
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping
+    from datetime import datetime, timedelta
+
     from sqlalchemy.orm import Session
+
+    from jobs.announcing import DeliveryDelayedWarning
+    from jobs.batch_status import BatchState, BatchStatus
+    from jobs.batches import Batch, BatchSettings, BatchSource
+    from jobs.client import Client
+    from jobs.contract import FINAL_STATES, GenerationParams, Job, JobState, Prompt, StopReason
+    from jobs.errors import (
+        BatchConflictError,
+        BatchFileError,
+        BatchNotFoundError,
+        BrokerError,
+        DatabaseError,
+        IdempotencyConflictError,
+        InvalidParameterError,
+        InvalidPromptError,
+        InvalidRequestError,
+        InvalidTransitionError,
+        JobNotFoundError,
+        NightmillError,
+        SettingsError,
+        UnknownModelError,
+        WaitTimeoutError,
+    )
+    from jobs.ids import JobIds
+    from jobs.requests import JobSettings
+    from jobs.settings import Settings
+    from jobs.waiting import Order
 
 __all__ = [
     # the main path
@@ -95,14 +99,42 @@ __all__ = [
     "DeliveryDelayedWarning",
 ]
 
+# Where the names above are, by module. They are imported when they are first used: SQLAlchemy and Celery take
+# most of a second, which a program pays when it has something to enqueue, and the engine's process never.
+_HOMES = {
+    "announcing": ("DeliveryDelayedWarning",),
+    "batch_status": ("BatchState", "BatchStatus"),
+    "batches": ("Batch", "BatchSettings"),
+    "client": ("Client",),
+    "contract": ("FINAL_STATES", "GenerationParams", "Job", "JobState", "StopReason"),
+    "errors": tuple(name for name in __all__ if name.endswith("Error")),
+    "ids": ("JobIds",),
+    "requests": ("JobSettings",),
+    "settings": ("Settings",),
+}
+_HOME = {name: f"{__name__}.{module}" for module, names in _HOMES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:  # submodules among them: `from jobs import store` goes on to import that
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(_HOME[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
 
 @cache
 def default_client() -> Client:
     """The client that the functions of this module use, made from the environment."""
+    from jobs.client import Client
+
     return Client()
 
 
-def enqueue(prompt: Prompt, *, session: "Session | None" = None, **settings: Unpack[JobSettings]) -> str:
+def enqueue(prompt: Prompt, *, session: Session | None = None, **settings: Unpack[JobSettings]) -> str:
     """Queue one prompt (a text, or a list of chat messages); returns its job id. See Client.enqueue."""
     return default_client().enqueue(prompt, session=session, **settings)
 
@@ -110,7 +142,7 @@ def enqueue(prompt: Prompt, *, session: "Session | None" = None, **settings: Unp
 def enqueue_many(
     prompts: Iterable[Prompt | Mapping[str, Any]],
     *,
-    session: "Session | None" = None,
+    session: Session | None = None,
     **settings: Unpack[JobSettings],
 ) -> JobIds:
     """Queue every prompt of an iterable, in constant memory. See Client.enqueue_many."""
