@@ -256,7 +256,7 @@ def sampling_cases(bench: Bench, config: ModelConfig) -> Iterator[Case]:
         rounds = rounds_for(count * vocab * 4)
         logits = [bench.random(count * vocab, np.float32, 3.0) for _ in range(rounds)]
         numbers, out = bench.ints(np.arange(count)), bench.ints(np.zeros(count))
-        flag, seen = bench.ints(np.zeros(1)), bench.ints(np.zeros(count * words))
+        seen = bench.ints(np.zeros(count * words))
         seeds = bench.device.upload(bench.rng.integers(0, 1 << 63, count, dtype=np.uint64))
         settings = {
             "greedy": (0.0, 0, 1.0, 0.0),
@@ -285,7 +285,7 @@ def sampling_cases(bench: Bench, config: ModelConfig) -> Iterator[Case]:
             yield Case(
                 "sample",
                 f"{count}x{vocab} {name}",
-                lambda i: kernels.sample(logits[i], count, numbers, numbers, numbers, slots, out, flag),
+                lambda i: kernels.sample(logits[i], count, numbers, numbers, numbers, slots, out),
                 rounds,
                 count * vocab * 4,
             )

@@ -1,7 +1,7 @@
 // Draws tokens of rows without top-k, top-p and min-p: greedy, or temperature and Gumbel-max, in one pass.
 //
 //   logits (R, V) float; sample_slots (R,), negative: row skipped; sample_rows (R,): the row's token in `positions`
-//   slot state: see sampling.cuh; out_tokens (R,); bad_flag: |= 1 where a row holds NaN or +inf, or nothing but -inf
+//   slot state: see sampling.cuh; out_tokens (R,): NOT_A_NUMBER where a row holds NaN or +inf, or nothing but -inf
 //   partial (R, gridDim.x) and counters (R,), zero before and after: where blocks of a row meet
 //
 // Rows that need a threshold are left to `sample_filtered`. 4 V bytes a row are read once, nothing is written: bound by
@@ -56,8 +56,7 @@ static __device__ __forceinline__ Best scored(float x, float temperature, float 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     sample(const float* __restrict__ logits, int vocab, const int* __restrict__ sample_slots,
            const int* __restrict__ sample_rows, const int* __restrict__ positions, SLOT_PARAMETERS,
-           Best* __restrict__ partial, unsigned* __restrict__ counters, int* __restrict__ out_tokens,
-           int* __restrict__ bad_flag) {
+           Best* __restrict__ partial, unsigned* __restrict__ counters, int* __restrict__ out_tokens) {
     __shared__ Best scratch[32];
     // By a thread of the block: a lower bound of the best score. Warps read and write it as they come, which `volatile`
     // makes relaxed accesses (PTX ISA, "ld"): an old value costs time, not the result. racecheck reports them.
@@ -85,6 +84,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
         if (first + threadIdx.x < end) {
             plain_logits(source, first + threadIdx.x, next);
             float x[4] = {next[0], next[1], next[2], next[3]};
+            bounded(x);  // what is no number is found below
             penalise(source, first + threadIdx.x, x);
             const uint4 words4 = philox(first + threadIdx.x, position, seed);
             const unsigned word[4] = {words4.x, words4.y, words4.z, words4.w};
@@ -107,9 +107,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
             if (block < end) {
                 float x[4] = {next[0], next[1], next[2], next[3]};
                 if (block + THREADS < end) plain_logits(source, block + THREADS, next);
+                bad |= bounded(x);
                 penalise(source, block, x);
-                if (not_finite((x[0] + x[1]) + (x[2] + x[3])))
-                    bad |= not_finite(x[0]) || not_finite(x[1]) || not_finite(x[2]) || not_finite(x[3]);
                 const float largest = fmaxf(fmaxf(x[0], x[1]), fmaxf(x[2], x[3])) * inverse;
                 if (!(largest + LARGEST_NOISE < bar)) {
                     const uint4 words4 = philox(block, position, seed);
@@ -133,21 +132,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     } else {
         for (int block = first + threadIdx.x; block < end; block += THREADS) {
             float x[4];
-            load_logits(source, block, x);
+            bad |= load_logits(source, block, x);
 #pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                bad |= not_finite(x[i]);
+            for (int i = 0; i < 4; ++i)
                 if (x[i] > best.high) best = Best{x[i], 0.0f, block * 4 + i};
-            }
         }
     }
     bad = __syncthreads_or(bad);
     best = best_of_block(best, scratch);
+    if (bad) best = not_a_number();  // which the other blocks of the row learn from `partial`
     if (gridDim.x > 1) {
         __shared__ bool last;
         Best* shares = partial + row * gridDim.x;
         if (threadIdx.x == 0) {
-            if (bad) atomicOr(bad_flag, 1);
             shares[blockIdx.x] = best;
             __threadfence();
             last = atomicAdd(counters + row, 1u) == gridDim.x - 1;
@@ -164,6 +161,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
         best = best_of_block(best, scratch);
         if (threadIdx.x == 0) counters[row] = 0;
     }
-    if (threadIdx.x == 0)
-        finish_row(best, bad, row, slot, penalty, vocab, last_token, seen, words, out_tokens, bad_flag);
+    if (threadIdx.x == 0) finish_row(best, row, slot, penalty, vocab, last_token, seen, words, out_tokens);
 }

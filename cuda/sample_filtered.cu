@@ -324,7 +324,7 @@ static __device__ float find_threshold(const Scaled& source, Scratch& scratch, i
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     sample_filtered(const float* __restrict__ logits, int vocab, const int* __restrict__ sample_slots,
                     const int* __restrict__ sample_rows, const int* __restrict__ positions, SLOT_PARAMETERS,
-                    int* __restrict__ out_tokens, int* __restrict__ bad_flag, int rows) {
+                    int* __restrict__ out_tokens, int rows) {
     __shared__ Scratch scratch;
     launch_next();
     wait_for_previous(logits);
@@ -348,12 +348,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #pragma unroll 1
         for (int block = threadIdx.x; block < blocks; block += THREADS) {
             float x[4];
-            load_logits(row, block, x);
+            bad |= load_logits(row, block, x);
 #pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                bad |= not_finite(x[i]);
-                maximum = fmaxf(maximum, x[i]);
-            }
+            for (int i = 0; i < 4; ++i) maximum = fmaxf(maximum, x[i]);
         }
         maximum = warp_max(maximum);
         if (threadIdx.x % 32 == 0) scratch.maxima[threadIdx.x / 32] = maximum;
@@ -362,8 +359,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         bad = bad || maximum == negative_infinity();
         if (bad) {  // the same for all threads
             if (threadIdx.x == 0)
-                finish_row(Best{0.0f, 0.0f, 0}, true, number, slot, penalty, vocab, last_token, seen, words, out_tokens,
-                           bad_flag);
+                finish_row(not_a_number(), number, slot, penalty, vocab, last_token, seen, words, out_tokens);
             continue;
         }
 
@@ -393,6 +389,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         }
         best = best_of_block(best, scratch.best);
         if (threadIdx.x == 0)
-            finish_row(best, false, number, slot, penalty, vocab, last_token, seen, words, out_tokens, bad_flag);
+            finish_row(best, number, slot, penalty, vocab, last_token, seen, words, out_tokens);
     }
 }

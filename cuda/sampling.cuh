@@ -6,6 +6,8 @@
 #include "common.cuh"
 
 static constexpr float LARGEST_NOISE = 22.88f;  // -ln(-ln(1 - 2^-33)) = 22.874, rounded up
+static constexpr float LARGEST_LOGIT = 1e30f;   // see `bounded`
+static constexpr int NOT_A_NUMBER = -1;         // in place of a token, as in worker/runners/base.py
 static constexpr float COLDEST_FAST = 0.01f;    // below it l / T is too coarse beside the noise: `sample_filtered`
 
 // Arrays over slots, and how they are passed to a kernel; `words` is the number of 32-bit words of a row of `seen`.
@@ -42,6 +44,19 @@ static __device__ __forceinline__ void plain_logits(const Row& row, int block, f
     }
 }
 
+// Whether one of four logits is NaN or +inf; takes finite ones beyond LARGEST_LOGIT as that, so that neither the penalty
+// nor a temperature makes infinity of them. Nearly always a sum of absolute values settles it.
+static __device__ __forceinline__ bool bounded(float (&x)[4]) {
+    if ((fabsf(x[0]) + fabsf(x[1])) + (fabsf(x[2]) + fabsf(x[3])) <= LARGEST_LOGIT) return false;
+    bool bad = false;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        bad |= !(x[i] < __int_as_float(0x7f800000));
+        if (x[i] > negative_infinity()) x[i] = fminf(fmaxf(x[i], -LARGEST_LOGIT), LARGEST_LOGIT);
+    }
+    return bad;
+}
+
 static __device__ __forceinline__ void penalise(const Row& row, int block, float (&x)[4]) {
     if (row.seen == nullptr) return;
     const int token = block * 4;
@@ -51,9 +66,12 @@ static __device__ __forceinline__ void penalise(const Row& row, int block, float
         if (bits >> i & 1) x[i] = x[i] > 0.0f ? __fdiv_rn(x[i], row.penalty) : __fmul_rn(x[i], row.penalty);
 }
 
-static __device__ __forceinline__ void load_logits(const Row& row, int block, float (&x)[4]) {
+// As the definition takes them; whether one is no number.
+static __device__ __forceinline__ bool load_logits(const Row& row, int block, float (&x)[4]) {
     plain_logits(row, block, x);
+    const bool bad = bounded(x);
     penalise(row, block, x);
+    return bad;
 }
 
 static __device__ __forceinline__ bool needs_filter(float temperature, int top_k, float top_p, float min_p,
@@ -89,6 +107,11 @@ struct Best {
     int token;
 };
 
+// What beats all tokens.
+static __device__ __forceinline__ Best not_a_number() {
+    return Best{__int_as_float(0x7f800000), 0.0f, NOT_A_NUMBER};
+}
+
 static __device__ __forceinline__ bool beats(const Best& a, const Best& b) {
     if (a.high != b.high) return a.high > b.high;
     if (a.low != b.low) return a.low > b.low;
@@ -115,16 +138,14 @@ static __device__ __forceinline__ Best best_of_block(Best best, Best* scratch) {
     return best;
 }
 
-// Called by one thread a row.
-static __device__ __forceinline__ void finish_row(const Best& best, bool bad, int row, int slot, float penalty,
-                                                  int vocab, int* last_token, unsigned* seen, int words,
-                                                  int* out_tokens, int* bad_flag) {
+// Called by one thread a row. Where no token was found, since a logit was no number or none was above -inf, the slot goes
+// on with token 0, which is not marked as seen.
+static __device__ __forceinline__ void finish_row(const Best& best, int row, int slot, float penalty, int vocab,
+                                                  int* last_token, unsigned* seen, int words, int* out_tokens) {
     const bool found = best.token >= 0 && best.token < vocab;
     const int token = found ? best.token : 0;
-    if (bad || !found) atomicOr(bad_flag, 1);
-    out_tokens[row] = token;
+    out_tokens[row] = found ? token : NOT_A_NUMBER;
     last_token[slot] = token;
-    if (penalty != 1.0f) atomicOr(seen + static_cast<int64_t>(slot) * words + token / 32, 1u << (token % 32));
+    if (found && penalty != 1.0f)
+        atomicOr(seen + static_cast<int64_t>(slot) * words + token / 32, 1u << (token % 32));
 }
-
-static __device__ __forceinline__ bool not_finite(float x) { return !(x < __int_as_float(0x7f800000)); }  // NaN or +inf

@@ -72,7 +72,7 @@ class GenerationParams(BaseModel):
     top_k: int = Field(default=0, ge=0, le=2**31 - 1)
     top_p: float = Field(default=1.0, gt=0.0, le=1.0)
     min_p: float = Field(default=0.0, ge=0.0, le=1.0)
-    repetition_penalty: float = Field(default=1.0, gt=0.0, le=100.0)
+    repetition_penalty: float = Field(default=1.0, ge=0.01, le=100.0)
     seed: int | None = Field(default=None, ge=0, le=MAX_SEED)
     stop: tuple[str, ...] = Field(default=(), max_length=16)
     ignore_eos: bool = False

@@ -54,7 +54,7 @@ class Settings(BaseModel):
     """Index of the worker's GPU."""
     gpu_memory: float = Field(default=0.9, gt=0.0, le=1.0)
     """Share of the GPU's free memory that the worker may take."""
-    max_sequences: int | None = Field(default=None, ge=1, le=65536)
+    max_sequences: int | None = Field(default=None, ge=1, le=32768)
     """Sequences generated at once."""
     context: int | None = Field(default=None, ge=2)
     """Tokens a sequence may hold; by default the model's own limit, or what memory allows."""

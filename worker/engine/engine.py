@@ -19,7 +19,13 @@ from worker.engine.request import Completion, Partial, Progress, Request, Sequen
 from worker.engine.scheduler import Scheduler, StepPlan
 from worker.engine.sharing import PrefixGroups
 from worker.engine.stops import NewTextStream, TextWatch, decode, reason_to_stop
-from worker.runners.base import Runner, SampledTokens
+from worker.runners.base import NOT_A_NUMBER, Runner, SampledTokens
+
+_NO_NUMBERS = (
+    "the model's output for this prompt is not a number: what it computes is too large for half precision, "
+    "or its file is damaged. Try another file or quantisation of the model, or a shorter or different "
+    "prompt; if every prompt fails like this, the file is damaged: download it again"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +50,7 @@ class _Launch:
 
     number: int
     plan: StepPlan
-    drawing: list[Sequence]  # in the order of the tokens it will return
+    drawing: list[Sequence | None]  # in the order of the tokens it will return; None: nobody wants that one
 
 
 class Engine:
@@ -270,7 +276,7 @@ class Engine:
         for chunk in plan.chunks:
             end = min(chunk.start + chunk.length, chunk.sequence.prompt_length)
             self._prompt_tokens += max(0, end - chunk.start)
-        self._outstanding.append(_Launch(self._steps, plan, drawing))
+        self._outstanding.append(_Launch(self._steps, plan, [*drawing]))
 
     def _collect(self) -> SampledTokens:
         self._failed = True  # unless the runner returns what it should
@@ -286,13 +292,24 @@ class Engine:
         self._scheduler.collected = launch.number
         finished, eos_ids = SequenceState.FINISHED, self._eos_ids
         for sequence, token in zip(launch.drawing, drawn.tokens.tolist(), strict=True):
-            if sequence.state is finished:
+            if sequence is None or sequence.state is finished:
+                continue
+            if token == NOT_A_NUMBER:
+                self._blame(sequence)
                 continue
             self._generated += 1
             tokens = sequence.tokens
             tokens.append(token)
             if sequence.watch is not None or len(tokens) >= sequence.length_limit or token in eos_ids:
                 self._finish_if_over(sequence)  # in other cases there is no reason to stop
+
+    def _blame(self, sequence: Sequence) -> None:
+        """A sequence's logits are not numbers: it fails, or is computed again without pages of others."""
+        if not self._scheduler.acquit(sequence):
+            self._finish(sequence, StopReason.ERROR, error=_NO_NUMBERS)
+            return
+        for launch in self._outstanding:
+            launch.drawing = [None if drawing is sequence else drawing for drawing in launch.drawing]
 
     def _finish_if_over(self, sequence: Sequence) -> None:
         """Look at the token that was added last."""

@@ -67,6 +67,13 @@ class BlockPool:
             raise ValueError(f"page {page} is free: there is nothing in it to keep")
         self._kept[page] = True
 
+    def forget(self, page: int) -> None:
+        """Undo `keep`: without an owner the page is free, as any other."""
+        self._kept[page] = False
+        if page in self._idle:
+            del self._idle[page]
+            self._empty.append(page)
+
     def share(self, pages: Iterable[int]) -> None:
         """Add an owner to pages that are owned or idle; raises ValueError for one that holds nothing."""
         for page in pages:

@@ -74,6 +74,19 @@ class PrefixTree:
         self._pool.keep(page)
         return node
 
+    def drop(self, first: bytes) -> set[PrefixNode]:
+        """Let no page be found any more of the prefixes whose first page is `first`; returns those nodes."""
+        top = self.root.children.pop(first, None)
+        dropped: set[PrefixNode] = set()
+        stack = [] if top is None else [top]
+        while stack:
+            node = stack.pop()
+            stack += node.children.values()
+            dropped.add(node)
+            del self._nodes[node.page]
+            self._pool.forget(node.page)
+        return dropped
+
     def _forget(self, page: int) -> None:
         node = self._nodes.pop(page)
         if node.children or node.parent is None:

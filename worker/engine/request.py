@@ -97,6 +97,8 @@ class Sequence:
     watch: TextWatch | None = None  # only where there are stop strings
 
     # What `PrefixSharing` knows of it.
+    borrowed: bool = False  # it has pages that others computed, or it did itself before it was preempted
+    alone: bool = False  # it shares no pages any more: what it had of others may not have been numbers
     node: PrefixNode | None = None  # its last page that others can find; None: none, or nothing is shared
     findable: int = 0  # its pages up to there
     page_keys: list[bytes] | None = None  # while it waits or computes pages that others may want

@@ -119,6 +119,24 @@ class Scheduler:
             self._leave(sequence)
         sequence.state = SequenceState.FINISHED
 
+    def acquit(self, sequence: Sequence) -> bool:
+        """A launch found that a sequence's logits are not numbers: whether that may be another's fault.
+
+        It may where it had pages that it did not compute: then it waits to be computed again, alone. In any
+        case nobody is given its pages any more.
+        """
+        if self._sharing is None:
+            return False
+        if len(sequence.tokens) >= self._pool.block_size:
+            self._sharing.drop(sequence, [*self._running, *self._leaving])
+        if sequence.alone or not sequence.borrowed:
+            return False
+        sequence.alone = True
+        if sequence.state is SequenceState.RUNNING:
+            self._wait_again(sequence)
+        sequence.decoding = False  # what launches that ran ahead draw for it counts no more
+        return True
+
     def release(self) -> None:
         """Take back the pages and slots of sequences that left and that no launch touches any more."""
         if not self._leaving:
@@ -192,16 +210,21 @@ class Scheduler:
         while not self._pool.free:
             if any(leaving.last_launch > self.collected for leaving in self._leaving):
                 return False
-            victim = self._running.pop()  # ranks no higher than `sequence`: it is not in this plan yet
-            victim.state = SequenceState.WAITING
-            self._waiting_count += 1
-            self._leave(victim)
+            victim = self._running[-1]  # ranks no higher than `sequence`: it is not in this plan yet
+            self._wait_again(victim)
             preempted.append(victim)
             self.preemptions += 1
             self.release()
             if victim is sequence:
                 return False
         return True
+
+    def _wait_again(self, sequence: Sequence) -> None:
+        """Take a sequence's slot and pages, once no launch uses them; its tokens are kept."""
+        del self._running[bisect_left(self._running, sequence.rank, key=_rank)]
+        sequence.state = SequenceState.WAITING
+        self._waiting_count += 1
+        self._leave(sequence)
 
     def _leave(self, sequence: Sequence) -> None:
         self._leaving.append(sequence)

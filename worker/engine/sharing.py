@@ -6,9 +6,14 @@ drawn from. A page can be found once the launch that fills it is queued, for lau
 A sequence whose next page is being computed by a running one *follows* it: it waits rather than compute the
 same again. It follows only who ranks higher, so whoever ranks highest never waits, those who are followed
 get on with every step, and nobody waits for longer than the other's prefill, which it could not beat.
+
+What a page holds may turn out to be not numbers (`worker.runners.base`). Then all prefixes with that
+beginning are dropped, and who had pages of others is computed again *alone*: it neither takes pages nor gives
+any. So the one to blame is found out, and nobody else fails.
 """
 
 from collections import OrderedDict
+from collections.abc import Iterable
 
 from worker.engine.kv_cache import BlockPool, CacheIntegrityError
 from worker.engine.prefix_tree import PrefixNode, PrefixTree, page_keys
@@ -32,6 +37,8 @@ class PrefixSharing:
 
     def find(self, sequence: Sequence) -> list[PrefixNode] | None:
         """The pages that a waiting sequence can use; None where it should wait for one that is running."""
+        if sequence.alone:
+            return []
         if sequence.follows is not None:
             leader, pages = sequence.follows
             if self._computes(leader) and leader.findable < pages:
@@ -53,8 +60,11 @@ class PrefixSharing:
 
     def adopt(self, sequence: Sequence, nodes: list[PrefixNode]) -> list[int]:
         """Give the pages that were found to a sequence that is admitted; returns them."""
+        if sequence.alone:
+            return []
         pages = [node.page for node in nodes]
         self._pool.share(pages)
+        sequence.borrowed = bool(nodes)
         sequence.node = nodes[-1] if nodes else self._tree.root
         sequence.findable = len(nodes)
         self.shared_tokens += min(len(nodes) * self._block_size, sequence.prompt_length)
@@ -86,6 +96,17 @@ class PrefixSharing:
             self._add(sequence, page_keys(sequence.tokens, full, self._block_size))
         sequence.node = None
         sequence.findable = 0
+
+    def drop(self, sequence: Sequence, holders: Iterable[Sequence]) -> None:
+        """Its pages hold what is not a number: let no page be found that follows on the same first one.
+
+        holders: all sequences that have pages. Those that have such pages keep them, and give none of theirs.
+        """
+        dropped = self._tree.drop(page_keys(sequence.tokens, 1, self._block_size)[0])
+        for holder in holders:
+            if holder is sequence or holder.node in dropped:
+                self._withdraw(holder)
+                holder.node = holder.page_keys = None
 
     def _add(self, sequence: Sequence, keys: list[bytes]) -> None:
         """Enter the pages of `keys`; where another's page holds the same, this one's need not be found."""

@@ -9,6 +9,13 @@ Running ahead: with `depth` > 1 the engine launches the next step before it has 
 last one. A token that was drawn in the sequence's slot is always written as FROM_SLOT, and the runner takes
 the one it last sampled there. Results of sequences that turn out to have stopped are simply dropped.
 
+Not a number: where a row's logits are none (`worker.runners.sampling` says when), NOT_A_NUMBER is returned
+in place of its token, and every other row draws as if that row were not there. The slot goes on as if token 0
+had been drawn, but does not count it among the tokens seen: launches that ran ahead compute something
+harmless. The pages of such a sequence may hold NaN at any of its positions, also at those before the one that
+is to blame: attention computes a chunk in one piece. What a page holds past the context of whoever has it
+never counts.
+
 Sharing: block tables of several sequences may name the same page, which is then full, written by an earlier
 launch and only read.
 """
@@ -24,6 +31,7 @@ from jobs.contract import GenerationParams
 IntArray = npt.NDArray[np.int32]
 
 FROM_SLOT = -1  # instead of a token id: the one last sampled in this sequence's slot
+NOT_A_NUMBER = -1  # instead of a drawn token: the row's logits were no numbers to draw from
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +74,10 @@ class StepBatch:
 
 @dataclass(frozen=True, slots=True)
 class SampledTokens:
-    """The tokens one launch drew: `tokens[i]` for `slots[i]`, in the order of `StepBatch.sample_slots`."""
+    """The tokens one launch drew: `tokens[i]` for `slots[i]`, in the order of `StepBatch.sample_slots`.
+
+    NOT_A_NUMBER stands for a token that could not be drawn.
+    """
 
     slots: IntArray
     tokens: IntArray

@@ -2,6 +2,9 @@
 
 For one row of logits l over the vocabulary, in this order:
 
+0. numbers      NaN or +inf anywhere, or -inf everywhere: NOT_A_NUMBER, and nothing below applies. -inf
+                beside finite logits is a token that is never drawn. Finite logits are taken as within -1e30
+                and 1e30: then nothing below overflows, whatever the parameters are
 1. penalty      a token seen in prompt or answer: l / r where l > 0, else l * r (Keskar et al. 2019, CTRL)
 2. greedy       temperature 0: the largest l, the lowest id of equals; nothing below applies
 3. temperature  l = (l - max l) / T
@@ -11,7 +14,8 @@ For one row of logits l over the vocabulary, in this order:
 7. draw         the largest l + g, g = -ln(-ln(1 - v)), v the uniform of (seed, position, token id)
 
 Every filter keeps l >= a threshold: equals stand or fall together, and a GPU finds the threshold by search,
-without a sort. k = 0, p = 1 and min_p = 0 switch a filter off. The most likely token always survives.
+without a sort. k = 0, p = 1 and min_p = 0 switch a filter off. The most likely token always survives, also
+where p is 0 in float32. Parameters are taken as float32; a temperature that is 0 there is greedy.
 
 The draw is Gumbel-max: it picks token i with probability q_i (renormalised over the survivors), whatever was
 filtered, needs neither a normalised distribution nor an order, and is one pass with a running maximum that
@@ -28,11 +32,13 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from worker.runners.base import NOT_A_NUMBER
 from worker.runners.philox import token_words, uniform
 
 FloatArray = npt.NDArray[np.float32]
 IntArray = npt.NDArray[np.int32]
 
+_LARGEST_LOGIT = np.float32(1e30)  # times 100, for the penalty, and by 0.01: still far from infinity
 _LARGEST_NOISE = np.float32(22.88)  # -ln(-ln(1 - 2**-33)) = 22.874, rounded up
 
 
@@ -52,9 +58,30 @@ class SamplingRows:
     positions: npt.NDArray[np.int64]
     seen: list[npt.NDArray[np.bool_] | None]
 
+    def of(self, which: npt.NDArray[np.intp]) -> "SamplingRows":
+        """Those of these rows."""
+        return SamplingRows(
+            self.temperature[which], self.top_k[which], self.top_p[which], self.min_p[which],
+            self.penalty[which], self.seeds[which], self.positions[which], [self.seen[row] for row in which],
+        )  # fmt: skip
+
 
 def sample(logits: FloatArray, rows: SamplingRows) -> IntArray:
-    """Draw one token id a row from logits (R, V). Not-finite logits are the caller's to refuse."""
+    """Draw one token id a row from logits (R, V), or NOT_A_NUMBER."""
+    largest = logits.max(axis=1)  # with NaN it is NaN
+    numbers = np.isfinite(largest)
+    if not numbers.all():
+        tokens = np.full(len(logits), NOT_A_NUMBER, dtype=np.int32)
+        if (which := np.flatnonzero(numbers)).size:
+            tokens[which] = sample(logits[which], rows.of(which))
+        return tokens
+    if not logits.size or max(largest.max(), -logits.min()) <= _LARGEST_LOGIT:
+        return _draw(logits, rows)
+    bounded = np.clip(logits, -_LARGEST_LOGIT, _LARGEST_LOGIT)
+    return _draw(np.where(logits == -np.inf, logits, bounded), rows)
+
+
+def _draw(logits: FloatArray, rows: SamplingRows) -> IntArray:
     penalised = penalise(logits, rows)
     tokens: IntArray = penalised.argmax(axis=1).astype(np.int32)
     warm = np.flatnonzero(rows.temperature > 0)
@@ -104,6 +131,7 @@ def _top_p_threshold(ranked: FloatArray, kth: FloatArray, top_p: FloatArray) -> 
     before = np.cumsum(mass, axis=1) - mass
     # Of equals the first in order has the least before it, so it decides for all of them.
     kept = before < top_p[:, None].astype(np.float64) * mass.sum(axis=1, keepdims=True)
+    kept[:, 0] = True  # also where top_p is 0 in float32
     last = kept.shape[1] - 1 - kept[:, ::-1].argmax(axis=1)
     threshold: FloatArray = np.where(top_p < 1, ranked[np.arange(len(ranked)), last], np.float32(-np.inf))
     return threshold

@@ -14,7 +14,7 @@ from jobs.contract import GenerationParams, StopReason
 from jobs.errors import RunnerError
 from worker.engine.engine import Engine
 from worker.engine.request import Completion, Request
-from worker.runners.base import FROM_SLOT, SampledTokens, StepBatch
+from worker.runners.base import FROM_SLOT, NOT_A_NUMBER, SampledTokens, StepBatch
 
 # Two bytes of "é", three of "€" and overlapping words, so that borders fall everywhere.
 PIECES = [
@@ -59,7 +59,11 @@ def next_token(seed: int, tokens: list[int]) -> int:
 
 
 class ScriptedRunner:
-    """Computes in `launch`; checks every batch it is given."""
+    """Computes in `launch`; checks every batch it is given.
+
+    poison: a token of which no number can be computed. As with real attention, it spoils every place of the
+    chunk that it is in, those before it too, and every later one that reads a spoilt place.
+    """
 
     def __init__(
         self,
@@ -69,6 +73,7 @@ class ScriptedRunner:
         slots: int = 8,
         depth: int = 1,
         script: list[int] | None = None,
+        poison: int | None = None,
     ) -> None:
         self.kv_blocks, self.block_size, self.slots, self.depth, self.vocab = (
             kv_blocks,
@@ -78,7 +83,9 @@ class ScriptedRunner:
             VOCAB,
         )
         self.script = script  # the tokens of every answer, instead of the hash
+        self.poison = poison
         self.cache = np.full(kv_blocks * block_size, -7)
+        self.spoilt = np.zeros(kv_blocks * block_size, dtype=np.bool_)
         self.last = np.zeros(slots, dtype=np.int64)
         self.admitted: list[tuple[int, int] | None] = [None] * slots  # seed, prompt and answer length
         self.queue: deque[tuple[SampledTokens, set[int]]] = deque()
@@ -120,14 +127,17 @@ class ScriptedRunner:
             readers[rows] += 1
             assert batch.cache_rows[part].tolist() == rows[length - len(tokens) :].tolist()
             self.cache[batch.cache_rows[part]] = tokens
+            spoilt = bool((tokens == self.poison).any() or self.spoilt[rows[: length - len(tokens)]].any())
+            self.spoilt[batch.cache_rows[part]] = spoilt
             if starts[s + 1] - 1 in batch.sample_rows:
                 admitted = self.admitted[slot]
                 assert admitted is not None
-                drawn.append((slot, self.draw(admitted[0], self.cache[rows].tolist())))
+                token = NOT_A_NUMBER if spoilt else self.draw(admitted[0], self.cache[rows].tolist())
+                drawn.append((slot, token))
         assert (readers[batch.cache_rows] == 1).all(), "a page is written that another sequence reads"
         assert [slot for slot, _ in drawn] == batch.sample_slots.tolist()
         for slot, token in drawn:
-            self.last[slot] = token
+            self.last[slot] = 0 if token == NOT_A_NUMBER else token
         tokens = np.array([token for _, token in drawn], dtype=np.int32)
         self.queue.append((SampledTokens(batch.sample_slots, tokens), set(batch.slots.tolist())))
 
@@ -197,11 +207,16 @@ def stable_prefix(tokens: list[int]) -> str:
     return codecs.getincrementaldecoder("utf-8")(errors="replace").decode(b"".join(PIECES[t] for t in tokens))
 
 
-def expected(request: Request, context: int) -> tuple[tuple[int, ...], str, StopReason]:
+def expected(
+    request: Request, context: int, poison: int | None = None
+) -> tuple[tuple[int, ...], str, StopReason]:
     """The answer by definition: one request, no cache, the whole text looked at anew after each token."""
     tokens, params = list(request.prompt_ids), request.params
     answer: list[int] = []
     while True:
+        if poison in tokens:
+            reason, visible = StopReason.ERROR, text_of(answer)
+            break
         token = next_token(request.seed, tokens)
         tokens.append(token)
         answer.append(token)
@@ -218,8 +233,6 @@ def expected(request: Request, context: int) -> tuple[tuple[int, ...], str, Stop
             reason, visible = StopReason.CONTEXT_FULL, text_of(answer)
             break
     cut = first_stop(visible, params.stop)  # bytes that never became a character may complete one
-    return (
-        (tuple(answer), visible, reason)
-        if cut is None
-        else (tuple(answer), visible[:cut], StopReason.STOP_SEQUENCE)
-    )
+    if cut is not None:
+        reason = StopReason.ERROR if reason is StopReason.ERROR else StopReason.STOP_SEQUENCE
+    return tuple(answer), visible[:cut], reason

@@ -1,7 +1,8 @@
 """The engine under random use: each request completes once, with the text it would have alone.
 
 Many prompts begin alike, so that pages are shared, evicted and waited for; work is abandoned at any step and
-goes on from the tokens that it had.
+goes on from the tokens that it had. In some runs a token cannot be computed with: only requests that have it
+fail.
 """
 
 from dataclasses import replace
@@ -30,10 +31,17 @@ class EngineMachine(RuleBasedStateMachine):
         slots=st.integers(1, 5),
         spare=st.sampled_from([0, 1, 3, 30]),
         sharing=st.sampled_from([True, True, False]),
+        poison=st.sampled_from([None, 3, 9, 13]),
     )
-    def build(self, depth: int, blocks: int, block_size: int, slots: int, spare: int, sharing: bool) -> None:
+    def build(
+        self, depth: int, blocks: int, block_size: int, slots: int, spare: int, sharing: bool,
+        poison: int | None,
+    ) -> None:  # fmt: skip
         self.clock = Clock()
-        runner = ScriptedRunner(kv_blocks=blocks, block_size=block_size, slots=slots, depth=depth)
+        self.poison = poison
+        runner = ScriptedRunner(
+            kv_blocks=blocks, block_size=block_size, slots=slots, depth=depth, poison=poison
+        )
         self.context = min(CONTEXT, blocks * block_size)
         self.engine = make_engine(
             runner,
@@ -100,9 +108,7 @@ class EngineMachine(RuleBasedStateMachine):
             key = (progress.job_id, progress.attempt)
             known = len(self.reported.get(key, self.requests[key].generated_ids))
             assert len(progress.token_ids) >= known + at_least
-            assert expected(self.requests[key], self.context)[0][: len(progress.token_ids)] == (
-                progress.token_ids
-            )
+            assert self.expected(self.requests[key])[0][: len(progress.token_ids)] == progress.token_ids
             self.reported[key] = progress.token_ids
         for key, request in self.requests.items():
             partial = self.engine.partial(key[0])
@@ -118,9 +124,9 @@ class EngineMachine(RuleBasedStateMachine):
             key = (partial.job_id, partial.attempt)
             request = self.requests.pop(key)
             assert key not in self.done
-            tokens = expected(request, self.context)[0]
+            tokens, _, reason = self.expected(request)
             assert tokens[: len(partial.token_ids)] == partial.token_ids
-            assert len(partial.token_ids) < len(tokens)
+            assert len(partial.token_ids) < len(tokens) or reason is StopReason.ERROR
             if keep is not None:
                 attempt = self.attempts[partial.job_id] = self.attempts[partial.job_id] + 1
                 again = replace(request, attempt=attempt, generated_ids=partial.token_ids[:keep])
@@ -141,13 +147,16 @@ class EngineMachine(RuleBasedStateMachine):
             self.done[key] = completion
             self.check(self.requests[key], completion)
 
+    def expected(self, request: Request) -> tuple[tuple[int, ...], str, StopReason]:
+        return expected(request, self.context, self.poison)
+
     def check(self, request: Request, completion: Completion) -> None:
         assert completion.completion_tokens == len(completion.token_ids)
         assert completion.prompt_tokens == len(request.prompt_ids)
-        if completion.stop_reason is StopReason.ERROR:
-            assert not request.prompt_ids or len(request.prompt_ids) >= self.context
+        if not request.prompt_ids or len(request.prompt_ids) >= self.context:
+            assert completion.stop_reason is StopReason.ERROR
             return
-        tokens, text, reason = expected(request, self.context)
+        tokens, text, reason = self.expected(request)
         if completion.stop_reason in EARLY:
             if completion.stop_reason is StopReason.DEADLINE:
                 assert request.deadline is not None

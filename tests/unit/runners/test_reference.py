@@ -293,12 +293,6 @@ def test_the_seed_decides_and_repeats(make_bench: MakeBench) -> None:
     assert first == again
 
 
-def test_damaged_weights_are_an_error_not_a_text(make_bench: MakeBench) -> None:
-    bench = make_bench(tensors={"output_norm.weight": np.full(64, np.nan, dtype=np.float32)})
-    with pytest.raises(RunnerError, match="not a number"):
-        bench.generate([request("j", [1, 2, 3])])
-
-
 def one_token_batch(tokens: list[int]) -> StepBatch:
     def ints(*values: int) -> npt.NDArray[np.int32]:
         return np.array(values, dtype=np.int32)

@@ -123,8 +123,8 @@ class Kernels:
         self._qkv_rope = function("qkv_rope", "qkv_rope_write", "PPPPfPPPiPPiii")
         self._fill_rope_table = function("qkv_rope", "rope_table", "PdPi")
         slots = "PPPPPPPPi"
-        self._sample = function("sample", "sample", "PiPPP" + slots + "PPPP")
-        self._sample_filtered = function("sample_filtered", "sample_filtered", "PiPPP" + slots + "PPi")
+        self._sample = function("sample", "sample", "PiPPP" + slots + "PPP")
+        self._sample_filtered = function("sample_filtered", "sample_filtered", "PiPPP" + slots + "Pi")
         if self._fast:
             self._decode = DecodeAttention(
                 self._device, config, function, max_context=self._max_context, clusters=self._hopper
@@ -282,14 +282,14 @@ class Kernels:
 
     def sample(
         self, logits: int, count: int, sample_slots: int, sample_rows: int, positions: int, slots: Slots,
-        out_tokens: int, bad_flag: int, *, filtered: bool = True,
+        out_tokens: int, *, filtered: bool = True,
     ) -> None:  # fmt: skip
         """Draw a token for each row of logits (R, V) float, as `worker.runners.sampling` defines it.
 
         sample_slots  (R,) int32, negative: the row is skipped
         sample_rows   (R,) indices into `positions` of the rows' last tokens; the token drawn is the one after
-        out_tokens    (R,) int32; the slots' last_token is set too, and with a penalty the bit in `seen`
-        bad_flag      one int32, |= 1 where a row's maximum is not finite
+        out_tokens    (R,) int32; the slots' last_token is set too, and with a penalty the bit in `seen`;
+                      NOT_A_NUMBER where the logits are none, and 0 in last_token
         filtered      False promises that no row has top-k, top-p, min-p or a temperature under 0.01
         """
         if count > self._max_sample_rows:
@@ -306,11 +306,10 @@ class Kernels:
         blocks = min(-(-self._sample_blocks // count), -(-vocab // 2048))
         self._sample.of(count)(
             (blocks, count, 1), (512, 1, 1), *inputs, self._partial_best, self._sample_counters, out_tokens,
-            bad_flag,
         )  # fmt: skip
         if filtered:
             grid = (min(count, self._device.multiprocessors), 1, 1)  # each at most 1,024 rows
-            self._sample_filtered.of(count)(grid, (1024, 1, 1), *inputs, out_tokens, bad_flag, count)
+            self._sample_filtered.of(count)(grid, (1024, 1, 1), *inputs, out_tokens, count)
 
 
 def _blocks(threads: int) -> int:

@@ -8,10 +8,9 @@ from worker.runners.gpu.gemm import padded_rows
 from worker.runners.gpu.library import WORKSPACE_BYTES
 from worker.runners.gpu.weights import weight_bytes
 
-__all__ = ["DRAWN_HEADER", "LOGIT_ROWS", "MemoryPlan", "page_bytes", "plan_memory", "workspace_pieces"]
+__all__ = ["LOGIT_ROWS", "MemoryPlan", "page_bytes", "plan_memory", "workspace_pieces"]
 
 LOGIT_ROWS = 512  # rows of logits computed and sampled at once
-DRAWN_HEADER = 4  # numbers in front of the drawn tokens
 _LEAST_PAGES = 16
 _GIB = 1 << 30
 
@@ -58,7 +57,7 @@ def workspace_pieces(config: ModelConfig, *, max_tokens: int, max_draws: int) ->
         "activated": 2 * tokens * config.ffn_width,
         "drawing": 4 * draws * config.width,  # of the residual stream, the rows that draw
         "logits": 4 * padded_rows(min(draws, LOGIT_ROWS)) * config.vocab,
-        "drawn": 4 * (DRAWN_HEADER + draws),
+        "drawn": 4 * draws,
     }
 
 

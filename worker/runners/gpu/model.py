@@ -15,7 +15,7 @@ from worker.runners.gpu.few_rows import MAX_ROWS, FewRows
 from worker.runners.gpu.gemm import Gemm, padded_rows
 from worker.runners.gpu.hopper import Kind
 from worker.runners.gpu.kernels import Kernels
-from worker.runners.gpu.memory import DRAWN_HEADER, LOGIT_ROWS
+from worker.runners.gpu.memory import LOGIT_ROWS
 from worker.runners.gpu.qkv import Qkv
 from worker.runners.gpu.slots import SlotState
 from worker.runners.gpu.steps import StepInputs, StepShape
@@ -64,10 +64,7 @@ class Model:
 
     @property
     def drawn(self) -> int:
-        """Where a step leaves the tokens that it drew, int32 (DRAWN_HEADER + R,).
-
-        The first number is no longer 0 once a row of logits had no finite maximum.
-        """
+        """Where a step leaves the tokens that it drew, int32 (R,)."""
         return self._at["drawn"]
 
     @property
@@ -200,5 +197,5 @@ class Model:
             )  # fmt: skip
             kernels.sample(
                 at["logits"], rows, inputs.sample_slots + 4 * first, inputs.sample_rows + 4 * first,
-                inputs.positions, self._slots, self.drawn + 4 * (DRAWN_HEADER + first), self.drawn,
+                inputs.positions, self._slots, self.drawn + 4 * first,
             )  # fmt: skip

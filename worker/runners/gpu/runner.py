@@ -27,7 +27,6 @@ from worker.runners.gpu.graphs import Graph, bucket_of, buckets
 from worker.runners.gpu.hopper import HopperQkv, gemm_sources, is_hopper
 from worker.runners.gpu.kernels import Kernels
 from worker.runners.gpu.memory import (
-    DRAWN_HEADER,
     LOGIT_ROWS,
     MemoryPlan,
     page_bytes,
@@ -45,6 +44,8 @@ from worker.runners.gpu.weights import load_weights
 __all__ = ["CudaRunner"]
 
 log = logging.getLogger(__name__)
+
+_MOST_ROWS = 65_535  # of a grid: attention has a row of blocks for each piece of a context, and of a prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +125,12 @@ class CudaRunner:
             if FewRows.suits(device, config)
             else None
         )
+        rows = max(self._max_tokens, kernels.most_pieces(slots))
+        if rows > _MOST_ROWS:
+            raise RunnerError(
+                f"{slots:,} sequences in steps of up to {self._max_tokens:,} tokens may need {rows:,} rows "
+                f"of blocks in one launch; a GPU takes {_MOST_ROWS:,}: lower --max-sequences"
+            )
         extra = SlotState.bytes(slots, config.vocab) + StepBuffers.bytes(
             max_tokens=self._max_tokens, max_draws=self._max_draws, slots=slots, table_width=width,
             max_pieces=kernels.most_pieces(slots),
@@ -158,8 +165,7 @@ class CudaRunner:
             width,
             few,
         )
-        device.fill(self._model.drawn, 0, 4 * DRAWN_HEADER)
-        self._drawn = [device.pinned(DRAWN_HEADER + self._max_draws, np.int32) for _ in range(self.depth)]
+        self._drawn = [device.pinned(self._max_draws, np.int32) for _ in range(self.depth)]
         self._done: list[Any] = [device.event() for _ in range(self.depth)]
         if self._tune:
             self._tune_many_rows()
@@ -202,21 +208,17 @@ class CudaRunner:
         else:
             self._launch_kernels(turn, batch)
         if draws:
-            self.device.copy_out(self._drawn[turn][: DRAWN_HEADER + draws], self._model.drawn)
+            self.device.copy_out(self._drawn[turn][:draws], self._model.drawn)
         self._done[turn].record(self.device.stream)
         self._pending.append(_Launch(turn, batch.sample_slots))
 
     def collect(self) -> SampledTokens | None:
-        """Wait for the oldest launch. Raises RunnerError where the GPU failed or computed no number."""
+        """Wait for the oldest launch. Raises RunnerError where the GPU failed."""
         if not self._pending:
             return None
         launch = self._pending.popleft()
         self.device.wait(self._done[launch.turn], f"a step that draws {len(launch.slots)} tokens")
-        drawn = self._drawn[launch.turn]
-        tokens = drawn[DRAWN_HEADER : DRAWN_HEADER + len(launch.slots)].copy()
-        if len(tokens) and drawn[0]:
-            raise RunnerError("the model's output is not a number; its file is damaged or overflows FP16")
-        return SampledTokens(launch.slots, tokens)
+        return SampledTokens(launch.slots, self._drawn[launch.turn][: len(launch.slots)].copy())
 
     def logits(self, rows: int) -> np.ndarray:
         """The logits of the `rows` rows that the last launch drew from, float32 (rows, vocab); for tests.
