@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 
 from tests.gpu.oracles import NEAR_TIE, make_config, noisy_scores
+from worker.runners.base import NOT_A_NUMBER
 from worker.runners.gpu.device import Device
 from worker.runners.gpu.kernels import Kernels
-from worker.runners.sampling import SamplingRows, sample
+from worker.runners.sampling import SamplingRows, penalise, sample
 
 Change = Callable[[np.random.Generator, SamplingRows], None]
 
@@ -55,8 +56,8 @@ def penalise_some(rng: np.random.Generator, rows: SamplingRows, vocab: int) -> N
 
 def draw(
     device: Device, kernels: Kernels, logits: np.ndarray, rows: SamplingRows, *, filtered: bool = True
-) -> tuple[np.ndarray, bool]:
-    """The kernels' tokens, and whether they reported a bad number; checks what they leave in the slots."""
+) -> np.ndarray:
+    """The kernels' tokens; checks what they leave in the slots."""
     count, vocab = logits.shape
     slots = count + 3
     words = -(-vocab // 32)
@@ -83,32 +84,32 @@ def draw(
     sample_rows = np.random.default_rng(count + 1).permutation(2 * count + 1)[: count + 1].astype(np.int32)
     positions[sample_rows[:count]] = rows.positions - 1
     out = device.upload(np.full(count + 1, -7, dtype=np.int32))
-    flag = device.upload(np.zeros(1, dtype=np.int32))
     kernels.sample(
         device.upload(logits), count + 1, device.upload(np.append(order, -1).astype(np.int32)),
-        device.upload(sample_rows), device.upload(positions), state, out, flag, filtered=filtered,
+        device.upload(sample_rows), device.upload(positions), state, out, filtered=filtered,
     )  # fmt: skip
     tokens = device.download(out, count + 1, np.int32)
     assert tokens[-1] == -7
     last = device.download(state.last_token, slots, np.int32)
-    np.testing.assert_array_equal(last[order], tokens[:-1])
+    drawn = tokens[:-1]
+    np.testing.assert_array_equal(last[order], np.where(drawn == NOT_A_NUMBER, 0, drawn))
     assert (np.delete(last, order) == -9).all()
     after = np.unpackbits(
         device.download(state.seen, (slots, words), np.uint32).view(np.uint8), axis=1, bitorder="little"
     ).astype(bool)
     for row, mask in enumerate(rows.seen):
-        if mask is not None:
+        if mask is not None and tokens[row] != NOT_A_NUMBER:
             seen[order[row], tokens[row]] = True
     np.testing.assert_array_equal(after, seen)
-    return tokens[:-1], bool(device.download(flag, 1, np.int32)[0])
+    return drawn
 
 
 def check(
     device: Device, kernels: Kernels, logits: np.ndarray, rows: SamplingRows, *, filtered: bool = True
 ) -> int:
     """Compare with the definition; returns the number of near-ties."""
-    tokens, bad = draw(device, kernels, logits, rows, filtered=filtered)
-    assert not bad
+    tokens = draw(device, kernels, logits, rows, filtered=filtered)
+    assert ((tokens >= 0) & (tokens < logits.shape[1])).all()
     expected = sample(logits, rows)
     ties = 0
     for row in np.flatnonzero(tokens != expected):
@@ -163,6 +164,14 @@ def _top_p(rng: np.random.Generator, rows: SamplingRows) -> None:
 
 def _min_p(rng: np.random.Generator, rows: SamplingRows) -> None:
     rows.min_p[:] = rng.choice([0.001, 0.05, 0.3, 1.0], len(rows.min_p))
+
+
+def _greedy(rng: np.random.Generator, rows: SamplingRows) -> None:
+    rows.temperature[:] = 0
+
+
+def _plain(rng: np.random.Generator, rows: SamplingRows) -> None:
+    rows.temperature[:] = 0.9
 
 
 def _all(rng: np.random.Generator, rows: SamplingRows) -> None:
@@ -233,24 +242,115 @@ def test_temperatures_near_zero(device: Device) -> None:
     check(device, kernels, logits, rows)
 
 
-@pytest.mark.parametrize("poison", [np.nan, np.inf])
-@pytest.mark.parametrize("top_k", [0, 10])
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_logits_that_are_no_numbers_are_reported(
-    device: Device, poison: float, top_k: int, temperature: float
+@pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("penalties", [False, True])
+@pytest.mark.parametrize("change", [_greedy, _plain, _all])
+@pytest.mark.parametrize(("count", "vocab"), [(5, 3001), (6, 151_936), (700, 1003), (700, 4096)])
+def test_a_row_that_is_not_a_number_is_told_and_changes_no_other(
+    device: Device, poison: float, penalties: bool, change: Change, count: int, vocab: int
 ) -> None:
+    """One bad logit anywhere, in a block of the row or another; all of -inf, of which one is no fault."""
     rng = np.random.default_rng(10)
-    kernels = make_kernels(device, 3001)
-    rows = make_rows(rng, 5)
-    rows.temperature[:] = temperature
-    rows.top_k[:] = top_k
-    logits = random_logits(rng, 5, 3001)
-    logits[3, 3000] = poison
-    _, bad = draw(device, kernels, logits, rows)
-    assert bad
-    logits[3] = -np.inf
-    _, bad = draw(device, kernels, logits, rows)
-    assert bad
+    kernels = make_kernels(device, vocab)
+    rows = make_rows(rng, count)
+    rows.temperature[:] = 0.9
+    change(rng, rows)
+    if penalties:
+        penalise_some(rng, rows, vocab)
+        rows.seen[0][:] = True  # type: ignore[index]  # also where all of a row are seen
+        rows.penalty[0] = 100.0
+    logits = random_logits(rng, count, vocab)
+    clean = draw(device, kernels, logits, rows)
+    assert (clean >= 0).all()
+    bad = np.unique([0, 1, count // 2, count - 1])
+    for place in (0, 2047, vocab // 2, vocab - 1):
+        spoilt = logits.copy()
+        if poison == -np.inf:
+            spoilt[bad] = -np.inf
+        else:
+            spoilt[bad, min(place, vocab - 1)] = poison
+        drawn = draw(device, kernels, spoilt, rows)
+        assert (drawn[bad] == NOT_A_NUMBER).all()
+        np.testing.assert_array_equal(np.delete(drawn, bad), np.delete(clean, bad))
+        np.testing.assert_array_equal(drawn == NOT_A_NUMBER, sample(spoilt, rows) == NOT_A_NUMBER)
+    np.testing.assert_array_equal(draw(device, kernels, logits, rows), clean)  # nothing is left behind
+
+
+def test_a_token_of_minus_infinity_is_never_drawn_and_no_fault(device: Device) -> None:
+    rng = np.random.default_rng(21)
+    vocab = 5003
+    kernels = make_kernels(device, vocab)
+    for change in (_greedy, _plain, _all):
+        rows = make_rows(rng, 64)
+        change(rng, rows)
+        penalise_some(rng, rows, vocab)
+        logits = random_logits(rng, 64, vocab)
+        logits[rng.random(logits.shape) < 0.9] = -np.inf
+        check(device, kernels, logits, rows)
+
+
+# All that `GenerationParams` accepts, to its ends and to what float32 has no number for.
+_EXTREMES: dict[str, list[float]] = {
+    "temperature": [0.0, 5e-324, 1e-45, 1e-38, 1e-3, 0.00999, 0.01, 1.0, 100.0],
+    "top_k": [0, 1, 2, 50, 2**31 - 1],
+    "top_p": [5e-324, 1e-46, 1e-45, 1e-38, 1e-6, 0.5, 1.0],
+    "min_p": [0.0, 5e-324, 1e-45, 1e-38, 0.5, 1.0],
+    "penalty": [0.01, 1.0, 100.0],
+}
+
+
+def _extreme(rng: np.random.Generator, rows: SamplingRows, vocab: int) -> None:
+    for name, values in _EXTREMES.items():
+        column = getattr(rows, name)
+        column[:] = rng.choice(values, len(column)).astype(column.dtype)
+    for row, penalty in enumerate(rows.penalty):
+        rows.seen[row] = rng.random(vocab) < 0.3 if penalty != 1.0 else None
+
+
+@pytest.mark.parametrize("vocab", [67, 1003, 4096, 151_936])
+def test_every_accepted_value_draws_what_the_definition_draws(device: Device, vocab: int) -> None:
+    rng = np.random.default_rng(22)
+    count = 40 if vocab > 100_000 else 600
+    rows = make_rows(rng, count)
+    _extreme(rng, rows, vocab)
+    check(device, make_kernels(device, vocab), random_logits(rng, count, vocab), rows)
+
+
+@pytest.mark.parametrize("vocab", [67, 1003, 4096, 151_936])
+def test_every_accepted_value_draws_a_possible_token_of_any_finite_logits(device: Device, vocab: int) -> None:
+    """Up to the largest and down to the smallest of float32; a sum of such logits is far beyond it."""
+    rng = np.random.default_rng(23)
+    count = 40 if vocab > 100_000 else 600
+    rows = make_rows(rng, count)
+    _extreme(rng, rows, vocab)
+    largest = np.finfo(np.float32).max
+    logits = random_logits(rng, count, vocab)
+    kinds = np.arange(count) % 8
+    logits[kinds == 0] = rng.choice([largest, -largest], (int((kinds == 0).sum()), vocab))
+    logits[kinds == 1] = largest
+    logits[kinds == 2] = -largest
+    logits[kinds == 3] *= np.float32(1e36)
+    logits[kinds == 4] = rng.choice([1e-45, -1e-45, 0.0, -0.0], (int((kinds == 4).sum()), vocab))
+    one = np.flatnonzero(kinds == 5)
+    logits[one] = -np.inf
+    logits[one, rng.integers(0, vocab, len(one))] = -largest
+    some = np.flatnonzero(kinds == 6)
+    logits[some[:, None], rng.integers(0, vocab, (len(some), 9))] = largest
+    tokens = draw(device, make_kernels(device, vocab), logits, rows)
+    expected = sample(logits, rows)
+    bounded = np.where(logits == -np.inf, logits, np.clip(logits, -1e30, 1e30)).astype(np.float32)
+    penalised = penalise(bounded, rows)
+    for row, token in enumerate(tokens):
+        assert 0 <= token < vocab, row
+        assert logits[row, token] > -np.inf, row
+        if rows.temperature[row] == 0:
+            assert token == expected[row], row
+            continue
+        with np.errstate(over="ignore"):
+            scaled = (penalised[row] - penalised[row].max()) / rows.temperature[row]
+        assert scaled[token] > -26.5, row
+        if rows.top_p[row] < 1e-6 or rows.min_p[row] == 1 or rows.top_k[row] == 1:
+            assert scaled[token] == 0, row
 
 
 def test_frequencies_follow_the_probabilities(device: Device) -> None:
@@ -262,7 +362,7 @@ def test_frequencies_follow_the_probabilities(device: Device) -> None:
     counts = np.zeros(64)
     for start in range(1, 10):
         rows.positions[:] = start * 10_000 + np.arange(count)
-        tokens, _ = draw(device, kernels, logits, rows)
+        tokens = draw(device, kernels, logits, rows)
         counts += np.bincount(tokens, minlength=64)
     expected = np.exp(logits[0].astype(np.float64))
     expected *= counts.sum() / expected.sum()

@@ -6,16 +6,21 @@ from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from threading import current_thread, main_thread
+from typing import Any
 
 import numpy as np
 import pytest
+from annotated_types import Le
 
+from jobs.errors import RunnerError
+from jobs.settings import Settings
+from tests.ggufs import write_model
 from tests.gpu.driving import Chunk, Pages
 from tests.gpu.oracles import make_config
 from tests.unit.runners.recorded_cuda import RecordedDriver, nvcc_is_there
 from worker.model.config import ModelConfig
 from worker.model.gguf_file import GgufFile
-from worker.runners.base import FROM_SLOT
+from worker.runners.base import FROM_SLOT, IntArray, StepBatch
 from worker.runners.gpu import compiler
 from worker.runners.gpu.compiler import compile_all
 from worker.runners.gpu.device import Device
@@ -93,6 +98,56 @@ def test_steps_of_all_sizes_launch_kernels_as_they_were_compiled(driver: Recorde
     assert expected <= driver.launches.keys()
     assert driver.launches.keys() - {"library"} <= driver.checked
     runner.close()
+
+
+def decode_all(slots: int, pages: IntArray) -> StepBatch:
+    """A step of one token of each sequence, at its position 20."""
+    everyone, at = np.arange(slots, dtype=np.int32), np.full(slots, 20, dtype=np.int32)
+    return StepBatch(
+        tokens=np.full(slots, FROM_SLOT, dtype=np.int32), positions=at, cache_rows=pages[:, 1] * 16 + 4,
+        sequence_starts=np.arange(slots + 1, dtype=np.int32), context_lengths=at + 1, block_tables=pages,
+        slots=everyone, sample_rows=everyone, sample_slots=everyone,
+    )  # fmt: skip
+
+
+def prefill_all(slots: int, pages: IntArray) -> StepBatch:
+    """Two tokens of every second sequence: as many chunks as there can be in a step of `slots` tokens."""
+    half = slots // 2
+    starts = np.arange(half + 1, dtype=np.int32) * 2
+    return StepBatch(
+        tokens=np.ones(slots, dtype=np.int32), positions=np.tile(np.arange(2, dtype=np.int32), half),
+        cache_rows=(pages[:half, :1] * 16 + np.arange(2, dtype=np.int32)).reshape(-1), sequence_starts=starts,
+        context_lengths=np.full(half, 2, dtype=np.int32), block_tables=pages[:half, :1],
+        slots=np.arange(half, dtype=np.int32), sample_rows=starts[1:] - 1,
+        sample_slots=np.arange(half, dtype=np.int32),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("heads", [(2, 1, 64), (16, 1, 64), (4, 1, 40)], ids=str)
+def test_the_most_sequences_that_settings_allow_fit_the_grid_of_every_launch(
+    driver: RecordedDriver, heads: tuple[int, int, int], tmp_path: Path
+) -> None:
+    """A grid has 65,535 rows at most, which the driver that records holds every launch to."""
+    (slots,) = (one.le for one in Settings.model_fields["max_sequences"].metadata if isinstance(one, Le))
+    assert isinstance(slots, int)
+    options: dict[str, Any] = {"heads": heads[0], "kv_heads": heads[1], "head_dim": heads[2], "width": 64}
+    file = GgufFile.open(write_model(tmp_path / "wide.gguf", layers=1, **options))
+    config = ModelConfig.from_gguf(file)
+    pages = np.arange(2 * slots, dtype=np.int32).reshape(slots, 2)
+    runner = CudaRunner(
+        file, config, slots=slots, context=32, kv_blocks=2 * slots, max_tokens=slots, tune=False, graphs=False
+    )
+    with closing(runner):
+        runner.launch(prefill_all(slots, pages))
+        runner.launch(decode_all(slots, pages))
+        assert [len(runner.collect().tokens) for _ in range(2)] == [slots // 2, slots]  # type: ignore[union-attr]
+    assert sum(count for name, count in driver.launches.items() if "attention" in name) == 2
+
+
+def test_more_sequences_than_a_grid_has_rows_are_refused(hopper: RecordedDriver) -> None:
+    file = GgufFile.open(MODEL)
+    with pytest.raises(RunnerError, match=r"70,000 sequences .* a GPU takes 65,535: lower --max-sequences"):
+        CudaRunner(file, ModelConfig.from_gguf(file), slots=70_000, context=32, max_tokens=70_000)
 
 
 def test_the_last_layer_computes_what_the_rows_that_draw_need(
