@@ -290,11 +290,11 @@ class Engine:
         """Give each sequence its token; those that stopped in the meantime get none."""
         launch = self._outstanding.popleft()
         self._scheduler.collected = launch.number
-        finished, eos_ids = SequenceState.FINISHED, self._eos_ids
+        finished, eos_ids, not_a_number = SequenceState.FINISHED, self._eos_ids, NOT_A_NUMBER
         for sequence, token in zip(launch.drawing, drawn.tokens.tolist(), strict=True):
             if sequence is None or sequence.state is finished:
                 continue
-            if token == NOT_A_NUMBER:
+            if token == not_a_number:
                 self._blame(sequence)
                 continue
             self._generated += 1
