@@ -46,6 +46,7 @@ PARAMS: list[dict[str, Any]] = [
 
 def write(path: Path, sizes: dict[str, Any], tensors: dict[str, Any]) -> GgufFile:
     options = {"layers": 2, "width": 128, "ffn": 256, "heads": 4, "kv_heads": 2, "tied": False} | sizes
+    options["padding_rows"] = -VOCAB % 64
     return GgufFile.open(write_model(path, tensors=tensors, **options))
 
 
@@ -193,7 +194,10 @@ def test_steps_that_run_ahead_of_a_poisoned_row_are_safe(
     tmp_path: Path, change: dict[str, Any], graphs: bool
 ) -> None:
     """Its slot goes on with token 0, unseen; the next sequence there finds nothing of it."""
-    file = write(tmp_path / "model.gguf", {"head_dim": 64}, {})
+    plain = write(tmp_path / "plain.gguf", {"head_dim": 64}, {})
+    head = np.array(plain.array("output.weight"), dtype=np.float32)
+    head[POISON] = 0  # hardly ever drawn: the other row is not to be poisoned
+    file = write(tmp_path / "model.gguf", {"head_dim": 64}, {"output.weight": head})
     params = GenerationParams.parse(change)
     texts = [[70, 71, 72, 73], [80, 81, POISON, 82]]
     fresh = [90, 91, 92, 93]
