@@ -137,6 +137,7 @@ class Steps:
             slots=np.array(slots, dtype=np.int32),
             sample_rows=ends - 1,
             sample_slots=np.array(slots, dtype=np.int32),
+            drawn=count if start and length == 1 else 0,
             admissions=tuple(Admission(slot, (1,), params, slot) for slot in slots) if admit else (),
         )
 
@@ -152,14 +153,14 @@ class Steps:
 def measure(runner: CudaRunner, batch: StepBatch, costs: Costs, rates: tuple[float, float]) -> Iterator[Line]:
     """Each operation of this step alone, then the whole step."""
     model = runner._model
-    decode = len(batch.tokens) == len(batch.slots)
-    tiles = runner._kernels.prefill_tiles(batch.sequence_starts, batch.context_lengths)
+    decode = len(batch.tokens) == batch.drawn
+    tiles = runner._kernels.prefill_tiles(batch.sequence_starts, batch.context_lengths, batch.drawn)
     size = len(batch.slots)
     if decode:
         runner._model.tune(size, size)
         pieces = runner._decode_pieces(batch, size)
         inputs = runner._steps.write_padded(0, batch, size, pieces, len(pieces))
-        shape = StepShape(tokens=size, sequences=size, single=size, draws=size, tiles=0, pieces=len(pieces))
+        shape = StepShape(tokens=size, sequences=size, drawn=size, draws=size, tiles=0, pieces=len(pieces))
     else:
         shape = StepShape(len(batch.tokens), size, 0, len(batch.sample_rows), len(tiles))
         inputs = runner._steps.write(0, batch, shape, tiles, np.zeros((0, 4), dtype=np.int32))

@@ -26,6 +26,7 @@ class InstantRunner:
 
     block_size = 16
     depth = 1
+    arithmetic = "none"
 
     def __init__(self, vocab: int, slots: int) -> None:
         self.vocab = vocab

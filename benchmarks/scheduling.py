@@ -29,6 +29,7 @@ class NoRunner:
     block_size = 16
     depth = 3
     vocab = VOCAB
+    arithmetic = "none"
 
     def __init__(self, slots: int) -> None:
         self.slots = slots

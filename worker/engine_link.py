@@ -60,6 +60,8 @@ class EngineLink:
         self._answers: SimpleQueue[Told] = SimpleQueue()
         self._over = False  # it failed or was stopped
         self._stats: EngineStats | None = None
+        self.arithmetic = ""
+        """Of the engine's runner, once it has started."""
         self._receiver = threading.Thread(target=self._receive, name="engine link", daemon=True)
 
     def start(
@@ -79,6 +81,7 @@ class EngineLink:
             self.stop()
             raise RunnerError(answer.reason if isinstance(answer, Failed) else f"unexpected: {answer}")
         self._stats = answer.stats
+        self.arithmetic = answer.arithmetic
         self._receiver.start()
 
     @property

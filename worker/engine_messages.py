@@ -56,9 +56,10 @@ class Stop:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """The engine is built."""
+    """The engine is built. `arithmetic`: as of `Runner`."""
 
     stats: EngineStats
+    arithmetic: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,7 +50,7 @@ def serve(connection: Connection, build: Callable[[], Engine]) -> int:
         return _fail(connection, error)
     try:
         with QuietCollector() as collector:
-            connection.send(Ready(engine.stats))
+            connection.send(Ready(engine.stats, engine.arithmetic))
             _Loop(engine, connection, collector).run()
     except (EOFError, BrokenPipeError, ConnectionResetError):
         log.warning("the worker is gone: the engine ends, and other workers take over the jobs")

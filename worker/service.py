@@ -170,7 +170,7 @@ class Service:
                 Outcome(claim.job_id, claim.attempt, StopReason.ERROR, "", 0, 0, error=str(error))
             )
             return 0
-        mark = fingerprint(self._model_digest, prompt_ids)
+        mark = fingerprint(self._model_digest, self.engine.arithmetic, prompt_ids)
         self.in_flight.mark((claim.job_id, claim.attempt), mark)
         generated_ids = tokens_to_resume(claim.saved, mark)
         deadline = None

@@ -23,13 +23,17 @@ Logits = npt.NDArray[np.float32]
 
 @dataclass(frozen=True)
 class Chunk:
-    """Compute tokens[start:start + length] of the sequence in `slot`; the last `draws` rows give logits."""
+    """Compute tokens[start:start + length] of the sequence in `slot`; the last `draws` rows give logits.
+
+    drawn  the token (then it is one) counts as drawn, not as part of a prompt
+    """
 
     slot: int
     tokens: Sequence[int]
     start: int
     length: int
     draws: int = 1
+    drawn: bool = False
 
 
 class Pages:
@@ -40,7 +44,10 @@ class Pages:
         self.tables = order.reshape(slots, per_slot)
 
     def batch(self, chunks: Sequence[Chunk], *, admit: bool) -> StepBatch:
-        """The step of these chunks; admit: the sequences are new in their slots, and greedy."""
+        """The step of these chunks, drawn tokens first; admit: the sequences are new, and greedy."""
+        drawn = [chunk.drawn for chunk in chunks]
+        assert drawn == sorted(drawn, reverse=True)
+        assert all(chunk.length == 1 for chunk in chunks if chunk.drawn)
         lengths = np.array([chunk.length for chunk in chunks])
         starts = np.zeros(len(chunks) + 1, dtype=np.int32)
         np.cumsum(lengths, out=starts[1:])
@@ -64,6 +71,7 @@ class Pages:
             slots=slots,
             sample_rows=sample_rows.astype(np.int32),
             sample_slots=np.repeat(slots, [c.draws for c in chunks]).astype(np.int32),
+            drawn=sum(drawn),
             admissions=tuple(admissions) if admit else (),
         )
 

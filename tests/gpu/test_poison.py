@@ -215,7 +215,7 @@ def test_steps_that_run_ahead_of_a_poisoned_row_are_safe(
                 spoil_embedding(runner)
             launch(runner, [Chunk(slot, text, 0, 4) for slot, text in enumerate(texts)], texts)
             for position in (4, 5, 6):
-                launch(runner, [Chunk(slot, fed_back, position, 1) for slot in (0, 1)], [])
+                launch(runner, [Chunk(slot, fed_back, position, 1, drawn=True) for slot in (0, 1)], [])
             if spoilt:
                 last = runner.device.download(runner._slots.last_token, 2, np.int32)
                 assert last[1] == 0
@@ -225,7 +225,7 @@ def test_steps_that_run_ahead_of_a_poisoned_row_are_safe(
                 if params.repetition_penalty != 1.0:
                     assert bits.tolist() == sorted(texts[1])
             launch(runner, [Chunk(slot, fresh, 0, 4) for slot in (0, 1)], [fresh, fresh])
-            launch(runner, [Chunk(slot, fed_back, 4, 1) for slot in (0, 1)], [])
+            launch(runner, [Chunk(slot, fed_back, 4, 1, drawn=True) for slot in (0, 1)], [])
             results = [runner.collect() for _ in range(6)]
             drawn.append(np.array([one.tokens for one in results if one is not None]))
     clean, poisoned = drawn
@@ -263,10 +263,16 @@ def test_what_lies_past_a_context_counts_for_nothing(sizes: str, graphs: bool, t
     )  # fmt: skip  # more slots than sequences: replayed steps are padded
     everyone = list(zip(range(count), texts, LENGTHS, strict=True))
     steps = [[Chunk(slot, text, 0, length) for slot, text, length in everyone]]  # whole prompts at once
-    steps += [[Chunk(slot, text, length + i, 1) for slot, text, length in everyone] for i in range(3)]
-    steps += [[Chunk(slot, text, length + 3, 1)] for slot, text, length in everyone]  # each by itself
+
+    def drawn(slot: int, text: list[int], place: int) -> Chunk:
+        return Chunk(slot, text, place, 1, drawn=True)
+
+    steps += [[drawn(slot, text, length + i) for slot, text, length in everyone] for i in range(3)]
+    steps += [[drawn(slot, text, length + 3)] for slot, text, length in everyone]  # each by itself
     steps += [[Chunk(slot, text, length + 4, 7) for slot, text, length in everyone]]  # a piece, further on
-    steps += [[Chunk(slot, text, length + 11, 1 + slot % 2) for slot, text, length in everyone]]  # both kinds
+    both = [drawn(slot, text, length + 11) for slot, text, length in everyone[::2]]
+    both += [Chunk(slot, text, length + 11, 2) for slot, text, length in everyone[1::2]]
+    steps.append(both)
     found = []
     with closing(cuda.runner):
         for byte in (0, NOT_A_HALF):

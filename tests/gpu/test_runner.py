@@ -77,20 +77,21 @@ def requests(prompts: Sequence[tuple[int, ...]], params: GenerationParams) -> li
 
 
 def test_logits_agree_with_the_reference_in_every_kind_of_step(file: GgufFile, config: ModelConfig) -> None:
-    """A long prompt, a short one, one of a single token; then mixed steps; then steps of one token each."""
+    """A long prompt, a short one, one of a single token; then mixed steps; then steps of drawn tokens."""
     pages = Pages(4, CONTEXT // BLOCK)
     options = {"kv_blocks": 4 * CONTEXT // BLOCK, "slots": 4}
     texts = [random_tokens(config, 400, seed) for seed in range(4)]
+
+    def drawn(slot: int, place: int) -> Chunk:
+        return Chunk(slot, texts[slot], place, 1, drawn=True)
+
     steps: list[tuple[bool, list[Chunk]]] = [
         (True, [Chunk(0, texts[0], 0, 200, 200)]),
         (True, [Chunk(1, texts[1], 0, 1), Chunk(2, texts[2], 0, 17, 17)]),
-        (True, [Chunk(1, texts[1], 1, 1), Chunk(3, texts[3], 0, 63, 63), Chunk(0, texts[0], 200, 1)]),
-        (False, [Chunk(0, texts[0], 201, 65, 65), Chunk(1, texts[1], 2, 100, 3), Chunk(2, texts[2], 17, 1)]),
-        *((False, [Chunk(0, texts[0], 266 + i, 1), Chunk(2, texts[2], 18 + i, 1)]) for i in range(20)),
-        *(
-            (False, [Chunk(s, texts[s], p + i, 1) for s, p in ((0, 286), (1, 102), (2, 38))])
-            for i in range(20)
-        ),
+        (True, [drawn(0, 200), Chunk(1, texts[1], 1, 1), Chunk(3, texts[3], 0, 63, 63)]),
+        (False, [drawn(2, 17), Chunk(0, texts[0], 201, 65, 65), Chunk(1, texts[1], 2, 100, 3)]),
+        *((False, [drawn(0, 266 + i), drawn(2, 18 + i)]) for i in range(20)),
+        *((False, [drawn(s, p + i) for s, p in ((0, 286), (1, 102), (2, 38))]) for i in range(20)),
     ]
     cuda = Cuda(file, config, tune=False, max_tokens=512, max_draws=512, context=CONTEXT, **options)
     reference = Reference(file, config, **options)
@@ -134,9 +135,9 @@ def test_greedy_text_is_the_references(
 
 def test_a_prompt_in_one_piece_in_chunks_and_token_by_token(file: GgufFile, config: ModelConfig) -> None:
     text = random_tokens(config, 300, 7)
-    pages = Pages(3, CONTEXT // BLOCK)
+    pages = Pages(4, CONTEXT // BLOCK)
     cuda = Cuda(
-        file, config, slots=3, kv_blocks=3 * 32, tune=False, max_tokens=512, max_draws=512, context=CONTEXT
+        file, config, slots=4, kv_blocks=4 * 32, tune=False, max_tokens=512, max_draws=512, context=CONTEXT
     )
     with closing(cuda.runner):
         whole = logits_of(cuda, pages, [Chunk(0, text, 0, 300, 300)], admit=True)
@@ -145,9 +146,11 @@ def test_a_prompt_in_one_piece_in_chunks_and_token_by_token(file: GgufFile, conf
             chunked.append(logits_of(cuda, pages, [Chunk(1, text, start, length, length)], admit=start == 0))
             start += length
         single = [logits_of(cuda, pages, [Chunk(2, text, i, 1)], admit=i == 0) for i in range(300)]
-    assert nmse(np.concatenate(chunked), whole) < 1e-5
-    assert nmse(np.concatenate(single), whole) < 1e-5
-    compare_logits(np.concatenate(single), whole).check()
+        drawn = [logits_of(cuda, pages, [Chunk(3, text, i, 1, 1, True)], admit=i == 0) for i in range(300)]
+    np.testing.assert_array_equal(np.concatenate(chunked), whole)
+    np.testing.assert_array_equal(np.concatenate(single), whole)
+    assert nmse(np.concatenate(drawn), whole) < 1e-5  # as if all were drawn: other kernels
+    compare_logits(np.concatenate(drawn), whole).check()
 
 
 def test_rows_that_draw_alone_and_beside_others(file: GgufFile, config: ModelConfig) -> None:

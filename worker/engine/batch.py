@@ -1,5 +1,7 @@
 """Turns a plan into the flat arrays that a runner takes."""
 
+from itertools import compress
+
 import numpy as np
 
 from worker.engine.request import Sequence
@@ -20,27 +22,39 @@ class BatchBuilder:
     def build(self, plan: StepPlan) -> tuple[StepBatch, list[Sequence]]:
         """Return the arrays of `plan` and the sequences that draw a token, in the order of `sample_slots`.
 
-        Sequences that decode come first; their tokens are left to the runner, which drew them.
+        Sequences that decode come first; their tokens are left to the runner, which drew them. Then come the
+        drawn tokens that are computed again, then the prompts.
         """
         self._enter_pages(plan)
-        decodes, chunks = plan.decodes, plan.chunks
+        decodes = plan.decodes
+        again = [(chunk.sequence, place) for chunk in plan.chunks for place in _drawn_places(chunk)]
+        prompts = [chunk for chunk in plan.chunks if chunk.of_prompt]
+        drawn = len(decodes) + len(again)
         slots = np.array(
-            [sequence.slot for sequence in decodes] + [chunk.sequence.slot for chunk in chunks],
+            [sequence.slot for sequence in decodes]
+            + [sequence.slot for sequence, _ in again]
+            + [chunk.sequence.slot for chunk in prompts],
             dtype=np.int32,
         )
         starts = np.array(
-            [sequence.computed for sequence in decodes] + [chunk.start for chunk in chunks], dtype=np.int32
+            [sequence.computed for sequence in decodes]
+            + [place for _, place in again]
+            + [chunk.start for chunk in prompts],
+            dtype=np.int32,
         )
         lengths = np.ones(len(slots), dtype=np.int32)
-        lengths[len(decodes) :] = [chunk.length for chunk in chunks]
+        lengths[drawn:] = [chunk.of_prompt for chunk in prompts]
         ends = np.cumsum(lengths, dtype=np.int32)
         sequence_starts = np.zeros(len(slots) + 1, dtype=np.int32)
         sequence_starts[1:] = ends
         tokens = np.full(ends[-1], FROM_SLOT, dtype=np.int32)
-        tokens[len(decodes) :] = _tokens(chunks)
+        tokens[len(decodes) : drawn] = [sequence.tokens[place] for sequence, place in again]
+        tokens[drawn:] = _prompt_tokens(prompts)
         draws = np.ones(len(slots), dtype=np.bool_)
-        draws[len(decodes) :] = [chunk.draws for chunk in chunks]
-        drawing = decodes + [chunk.sequence for chunk in chunks if chunk.draws]
+        draws[len(decodes) : drawn] = [place == len(sequence.tokens) - 1 for sequence, place in again]
+        draws[drawn:] = [chunk.start + chunk.of_prompt == len(chunk.sequence.tokens) for chunk in prompts]
+        others = [sequence for sequence, _ in again] + [chunk.sequence for chunk in prompts]
+        drawing = decodes + list(compress(others, draws[len(decodes) :]))
         token_slots = np.repeat(slots, lengths)
         positions = np.arange(len(tokens), dtype=np.int32)
         positions += np.repeat(starts - sequence_starts[:-1], lengths)
@@ -56,6 +70,7 @@ class BatchBuilder:
             slots=slots,
             sample_rows=ends[draws] - 1,
             sample_slots=slots[draws],
+            drawn=drawn,
             admissions=tuple(_admission(sequence) for sequence in plan.admitted),
         ), drawing
 
@@ -74,10 +89,15 @@ class BatchBuilder:
         return rows + positions % self._block_size
 
 
-def _tokens(chunks: list[Chunk]) -> list[int]:
+def _drawn_places(chunk: Chunk) -> range:
+    """The positions of the drawn tokens that are computed again."""
+    return range(chunk.start + chunk.of_prompt, chunk.start + chunk.length)
+
+
+def _prompt_tokens(chunks: list[Chunk]) -> list[int]:
     tokens: list[int] = []
     for chunk in chunks:
-        tokens += chunk.sequence.tokens[chunk.start : chunk.start + chunk.length]
+        tokens += chunk.sequence.tokens[chunk.start : chunk.start + chunk.of_prompt]
     return tokens
 
 

@@ -156,6 +156,11 @@ class Engine:
         return bool(self._sequences or self._outstanding or self._done)
 
     @property
+    def arithmetic(self) -> str:
+        """The runner's: what the bits of results depend on beside the requests."""
+        return self._runner.arithmetic
+
+    @property
     def running(self) -> int:
         """Requests being computed."""
         return self._scheduler.running

@@ -16,11 +16,19 @@ from worker.engine.kv_cache import BlockPool, CacheIntegrityError
 _TOKEN_BYTES = array("i").itemsize
 
 
-def page_keys(tokens: Sequence[int], count: int, block_size: int) -> list[bytes]:
-    """The keys of the first `count` pages of `tokens`: each is the tokens of one page, as bytes."""
+def page_keys(tokens: Sequence[int], count: int, block_size: int, prompt_length: int) -> list[bytes]:
+    """The keys of the first `count` pages of `tokens`: each is the tokens of one page, as bytes.
+
+    Keys and values of drawn tokens may differ in their last bits from those of the same tokens in a prompt,
+    since other kernels computed them. So the key of a page that reaches behind the prompt begins with the
+    prompt's length, and only an equal prompt with an equal answer finds it.
+    """
     packed = array("i", tokens[: count * block_size]).tobytes()
     size = _TOKEN_BYTES * block_size
-    return [packed[start : start + size] for start in range(0, count * size, size)]
+    keys = [packed[start : start + size] for start in range(0, count * size, size)]
+    mark = array("i", [prompt_length]).tobytes()
+    whole = min(count, prompt_length // block_size)
+    return keys[:whole] + [mark + key for key in keys[whole:]]
 
 
 class PrefixNode:

@@ -6,8 +6,9 @@ earlier submission.
 
 Pages for all tokens that a sequence has are taken at admission, one more each time it grows past a page. When
 none is left, the lowest-ranked running sequence gives its pages back and waits to be admitted again; its
-tokens are kept, and computed again as one prompt. The highest-ranked sequence never gives way to another, and
-fits the pool alone, so there is always one that gets nearer to its end: no livelock.
+tokens are kept, and computed again: the prompt as at first, the drawn ones as when they were drawn, each by
+itself, but several in a step where slots are free. The highest-ranked sequence never gives way to another,
+and fits the pool alone, so there is always one that gets nearer to its end: no livelock.
 
 Where prefixes are shared (`PrefixSharing`), a sequence takes the pages that are there already and computes
 the rest. One that waits for pages that a running sequence is computing keeps its place: what ranks below it
@@ -29,11 +30,16 @@ Rank = tuple[int, int, int]
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Compute `length` known tokens of `sequence` from position `start`."""
+    """Compute `length` known tokens of `sequence` from position `start`: of its prompt, then drawn ones."""
 
     sequence: Sequence
     start: int
     length: int
+
+    @property
+    def of_prompt(self) -> int:
+        """How many of them are of the prompt."""
+        return min(max(0, self.sequence.prompt_length - self.start), self.length)
 
     @property
     def draws(self) -> bool:
@@ -46,7 +52,7 @@ class StepPlan:
     """One step: what to compute, who took a slot for it, who got further pages, and who lost theirs.
 
     decodes   sequences of which the token at `computed`, the one last drawn, is computed and the next drawn
-    chunks    pieces of prompts (of all known tokens, where a sequence is computed again)
+    chunks    pieces of prompts, and drawn tokens where a sequence is computed again
     """
 
     decodes: list[Sequence]
@@ -168,12 +174,14 @@ class Scheduler:
         budget = self._token_budget - len(decodes)
         admitted = self._admit(budget) if not preempted else []
         chunks: list[Chunk] = []
+        spare = self._max_sequences - len(self._running)
         for sequence in [sequence for sequence in self._running if not sequence.decoding]:
             if budget < 1:
                 break
-            length = min(_uncomputed(sequence), budget)
-            chunks.append(Chunk(sequence, sequence.computed, length))
-            budget -= length
+            chunk = _next_chunk(sequence, budget, spare)
+            chunks.append(chunk)
+            budget -= chunk.length
+            spare -= bool(chunk.of_prompt) + chunk.length - chunk.of_prompt - 1
         return StepPlan(decodes, chunks, admitted, grown, preempted)
 
     def launched(self, plan: StepPlan, number: int) -> None:
@@ -315,6 +323,20 @@ class Scheduler:
 
 def _rank(sequence: Sequence) -> Rank:
     return sequence.rank
+
+
+def _next_chunk(sequence: Sequence, budget: int, spare: int) -> Chunk:
+    """What is computed of a sequence that does not decode.
+
+    A step has room for a token or a piece of a prompt of each sequence that can run at once. A drawn token
+    that is computed again takes as much: one where all run, more where `spare` are idle.
+    """
+    start = sequence.computed
+    length = min(max(0, sequence.prompt_length - start), budget)
+    if start + length >= sequence.prompt_length:
+        room = spare if length else spare + 1
+        length += min(len(sequence.tokens) - start - length, budget - length, room)
+    return Chunk(sequence, start, length)
 
 
 def _uncomputed(sequence: Sequence) -> int:

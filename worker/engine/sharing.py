@@ -1,7 +1,8 @@
 """Lets sequences with the same prefix use the same pages, so that the prefix is computed once.
 
 Only full pages are shared, and at least the last token of a sequence is computed: it is what the next one is
-drawn from. A page can be found once the launch that fills it is queued, for launches run in order.
+drawn from. A page with drawn tokens is found by the sequence that comes back for it, or by its equal, and by
+no prompt (`page_keys`). A page can be found once the launch that fills it is queued: launches run in order.
 
 A sequence whose next page is being computed by a running one *follows* it: it waits rather than compute the
 same again. It follows only who ranks higher, so whoever ranks highest never waits, those who are followed
@@ -46,7 +47,9 @@ class PrefixSharing:
             sequence.follows = None
         tokens = sequence.tokens
         if sequence.page_keys is None:
-            sequence.page_keys = page_keys(tokens, len(tokens) // self._block_size, self._block_size)
+            sequence.page_keys = page_keys(
+                tokens, len(tokens) // self._block_size, self._block_size, sequence.prompt_length
+            )
         keys = sequence.page_keys
         usable = (len(tokens) - 1) // self._block_size
         nodes = self._tree.walk(keys, usable)
@@ -93,7 +96,7 @@ class PrefixSharing:
         """A sequence is about to release its pages. One that will come back wants to find all of them."""
         if sequence.state is SequenceState.WAITING and sequence.node is not None:
             full = sequence.computed // self._block_size
-            self._add(sequence, page_keys(sequence.tokens, full, self._block_size))
+            self._add(sequence, page_keys(sequence.tokens, full, self._block_size, sequence.prompt_length))
         sequence.node = None
         sequence.findable = 0
 
@@ -102,7 +105,7 @@ class PrefixSharing:
 
         holders: all sequences that have pages. Those that have such pages keep them, and give none of theirs.
         """
-        dropped = self._tree.drop(page_keys(sequence.tokens, 1, self._block_size)[0])
+        dropped = self._tree.drop(page_keys(sequence.tokens, 1, self._block_size, sequence.prompt_length)[0])
         for holder in holders:
             if holder is sequence or holder.node in dropped:
                 self._withdraw(holder)
@@ -150,7 +153,7 @@ class PrefixSharing:
                 continue
             path = sequence.node.path()
             pages = [node.page for node in path]
-            keys = page_keys(sequence.tokens, len(path), self._block_size)
+            keys = page_keys(sequence.tokens, len(path), self._block_size, sequence.prompt_length)
             if pages != sequence.block_table[: sequence.findable] or keys != [node.key for node in path]:
                 raise CacheIntegrityError(f"{sequence.request.job_id} has other pages than the tree says")
             if sequence.findable * self._block_size > sequence.computed:

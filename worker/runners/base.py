@@ -46,17 +46,22 @@ class Admission:
 
 @dataclass(frozen=True, slots=True)
 class StepBatch:
-    """One step: T tokens of S sequences, R <= S of which draw their next token. All arrays are int32.
+    """One step: T tokens in S chunks, R <= S of which draw their next token. All arrays are int32.
+
+    A chunk is some tokens of a sequence that follow each other. Those of the prompt are one chunk; of those
+    that were drawn, each is a chunk of its own, also where several are computed again. So the attention of a
+    position is computed in one way, whenever it is: as part of a prompt or as a token that was drawn.
 
     tokens          (T,)    ids, or FROM_SLOT
     positions       (T,)    place of each token in its sequence, from 0
     cache_rows      (T,)    where its key and value go: page * block_size + offset
-    sequence_starts (S + 1,) sequence s owns tokens[sequence_starts[s]:sequence_starts[s + 1]]
-    context_lengths (S,)    tokens of sequence s in the cache once this step has run
+    sequence_starts (S + 1,) chunk s has tokens[sequence_starts[s]:sequence_starts[s + 1]]
+    context_lengths (S,)    tokens of its sequence up to its last one, all in the cache once this step has run
     block_tables    (S, B)  its pages in order, padded with -1; what lies past its context is never read
-    slots           (S,)    its slot
-    sample_rows     (R,)    indices into `tokens`: the last token of each sequence that draws
-    sample_slots    (R,)    the slots of those sequences
+    slots           (S,)    the slot of its sequence
+    sample_rows     (R,)    indices into `tokens`: the last token of each chunk that draws
+    sample_slots    (R,)    the slots of those
+    drawn           the first so many chunks are tokens that were drawn; the others are of prompts
     admissions      applied before the step
     """
 
@@ -69,6 +74,7 @@ class StepBatch:
     slots: IntArray
     sample_rows: IntArray
     sample_slots: IntArray
+    drawn: int
     admissions: tuple[Admission, ...] = ()
 
 
@@ -94,6 +100,8 @@ class Runner(Protocol):
     """Token ids are below this."""
     slots: int
     """Sequences that can be admitted at once."""
+    arithmetic: str
+    """Who computes, and in which numbers: results may differ in their last bits where this differs."""
     depth: int
     """Launches that may be outstanding before the oldest is collected; 1 means none runs ahead."""
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from threadpoolctl import threadpool_info
 
 from jobs.errors import RunnerError
 from worker.model.config import ModelConfig, RopeStyle, rope_frequencies
@@ -51,7 +52,7 @@ class _Places:
 
     cosine: ops.FloatArray
     sine: ops.FloatArray
-    single: npt.NDArray[np.intp]  # indices of the tokens that are alone in their sequence's chunk
+    single: npt.NDArray[np.intp]  # indices of the tokens that were drawn
     single_rows: npt.NDArray[np.intp]  # (their number, L) cache rows
     chunks: list[tuple[slice, npt.NDArray[np.intp]]]  # longer chunks: their tokens, cache rows (1, L)
 
@@ -96,6 +97,7 @@ class ReferenceRunner:
         self.slots = slots
         self.depth = depth
         self.vocab = config.vocab
+        self.arithmetic = _arithmetic()
         self._config = config
         self._trace = trace
         self._embedding = file.array("token_embd.weight")
@@ -212,9 +214,8 @@ class ReferenceRunner:
     def _places(self, batch: StepBatch) -> _Places:
         cosine, sine = ops.rope_table(batch.positions, self._frequencies, self._magnitude, np.float32)
         starts = batch.sequence_starts
-        lengths = np.diff(starts)
-        alone = np.flatnonzero(lengths == 1)
-        longer = np.flatnonzero(lengths > 1)
+        alone = np.arange(batch.drawn)
+        longer = np.arange(batch.drawn, len(batch.slots))
         return _Places(
             cosine=cosine,
             sine=sine,
@@ -270,6 +271,16 @@ class ReferenceRunner:
     def _report(self, stage: str, values: npt.NDArray[Any]) -> None:
         if self._trace is not None:
             self._trace(stage, values)
+
+
+def _arithmetic() -> str:
+    """NumPy, its BLAS, and the processor that this has kernels for."""
+    libraries = [
+        f"{one['internal_api']} {one['version']} {one.get('architecture', '')}".rstrip()
+        for one in threadpool_info()
+        if one["user_api"] == "blas"
+    ]
+    return ", ".join([f"NumPy {np.__version__} in FP32", *sorted(libraries)])
 
 
 def _load_layer(file: GgufFile, index: int) -> _Layer:

@@ -82,10 +82,13 @@ class ScriptedRunner:
             depth,
             VOCAB,
         )
+        self.arithmetic = "scripted"
         self.script = script  # the tokens of every answer, instead of the hash
         self.poison = poison
         self.cache = np.full(kv_blocks * block_size, -7)
         self.spoilt = np.zeros(kv_blocks * block_size, dtype=np.bool_)
+        self.drawn = np.zeros(kv_blocks * block_size, dtype=np.bool_)  # computed as a token that was drawn
+        self.kinds: dict[tuple[int, bytes], bool] = {}
         self.last = np.zeros(slots, dtype=np.int64)
         self.admitted: list[tuple[int, int] | None] = [None] * slots  # seed, prompt and answer length
         self.queue: deque[tuple[SampledTokens, set[int]]] = deque()
@@ -97,7 +100,7 @@ class ScriptedRunner:
             raise RunnerError("scripted failure")
         assert len(self.queue) < self.depth
         for field in fields(batch):
-            if field.name != "admissions":
+            if field.name not in ("admissions", "drawn"):
                 assert getattr(batch, field.name).dtype == np.int32
         self.batches.append(batch)
         busy = set().union(*(slots for _, slots in self.queue)) if self.queue else set()
@@ -105,14 +108,18 @@ class ScriptedRunner:
             assert admission.slot not in busy, "a slot changed hands while a launch still used it"
             self.admitted[admission.slot] = (admission.seed, len(admission.token_ids))
             self.last[admission.slot] = -99
-        assert len(set(batch.slots.tolist())) == len(batch.slots)
+        assert len(batch.slots) <= self.slots
+        prompts = batch.slots[batch.drawn :].tolist()
+        assert len(set(prompts)) == len(prompts)
+        assert (np.diff(batch.sequence_starts)[: batch.drawn] == 1).all()
         starts = batch.sequence_starts
         assert starts[0] == 0 and starts[-1] == len(batch.tokens) == len(batch.positions) == len(
             batch.cache_rows
         )
         assert len(set(batch.cache_rows.tolist())) == len(batch.cache_rows), "two tokens share a cache row"
         drawn = []
-        readers = np.zeros(len(self.cache), dtype=np.int64)
+        readers: dict[int, set[int]] = {}
+        contexts = []
         for s, slot in enumerate(batch.slots):
             part = slice(starts[s], starts[s + 1])
             tokens = batch.tokens[part].astype(np.int64)
@@ -124,22 +131,40 @@ class ScriptedRunner:
             places = np.arange(length)
             rows = table[places // self.block_size] * self.block_size + places % self.block_size
             assert (rows >= 0).all()
-            readers[rows] += 1
+            for row in rows.tolist():
+                readers.setdefault(row, set()).add(int(slot))
             assert batch.cache_rows[part].tolist() == rows[length - len(tokens) :].tolist()
             self.cache[batch.cache_rows[part]] = tokens
-            spoilt = bool((tokens == self.poison).any() or self.spoilt[rows[: length - len(tokens)]].any())
-            self.spoilt[batch.cache_rows[part]] = spoilt
+            self.drawn[batch.cache_rows[part]] = s < batch.drawn
+            contexts.append(rows)
+        chunks = range(len(batch.slots))
+        for s in (*chunks[batch.drawn :], *chunks[: batch.drawn]):  # prompts come before what was drawn
+            rows, length = contexts[s], starts[s + 1] - starts[s]
+            own = rows[-length:]
+            self.spoilt[own] = (self.cache[own] == self.poison).any() or self.spoilt[rows[:-length]].any()
+        for s, (slot, rows) in enumerate(zip(batch.slots, contexts, strict=True)):
             if starts[s + 1] - 1 in batch.sample_rows:
                 admitted = self.admitted[slot]
                 assert admitted is not None
+                self.check_kinds(admitted[0], rows)
+                spoilt = self.spoilt[rows[-1]]
                 token = NOT_A_NUMBER if spoilt else self.draw(admitted[0], self.cache[rows].tolist())
                 drawn.append((slot, token))
-        assert (readers[batch.cache_rows] == 1).all(), "a page is written that another sequence reads"
+        assert all(len(readers[row]) == 1 for row in batch.cache_rows.tolist()), (
+            "a page is written that another sequence reads"
+        )
         assert [slot for slot, _ in drawn] == batch.sample_slots.tolist()
         for slot, token in drawn:
             self.last[slot] = 0 if token == NOT_A_NUMBER else token
         tokens = np.array([token for _, token in drawn], dtype=np.int32)
         self.queue.append((SampledTokens(batch.sample_slots, tokens), set(batch.slots.tolist())))
+
+    def check_kinds(self, seed: int, rows: np.ndarray) -> None:
+        """A position is computed in one way, whenever it is: those of a prompt first, then drawn ones."""
+        kinds, tokens = self.drawn[rows].tolist(), bytes(self.cache[rows].tolist())
+        assert kinds == sorted(kinds), "a drawn token's page serves as a part of a prompt"
+        for place, kind in enumerate(kinds):
+            assert self.kinds.setdefault((seed, tokens[: place + 1]), kind) == kind
 
     def draw(self, seed: int, tokens: list[int]) -> int:
         if self.script is not None:

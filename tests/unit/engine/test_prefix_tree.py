@@ -8,7 +8,7 @@ from worker.engine.prefix_tree import PrefixNode, PrefixTree, page_keys
 
 def grow(tree: PrefixTree, pool: BlockPool, tokens: list[int]) -> list[PrefixNode]:
     """Enter the pages of a sequence that owns them, two tokens each; those known before are shared."""
-    keys = page_keys(tokens, len(tokens) // 2, 2)
+    keys = page_keys(tokens, len(tokens) // 2, 2, len(tokens))
     nodes = tree.walk(keys, len(keys))
     pool.share([node.page for node in nodes])
     for key in keys[len(nodes) :]:
@@ -28,18 +28,18 @@ def test_a_page_is_found_only_behind_the_same_pages() -> None:
     tree = PrefixTree(pool)
     nodes = grow(tree, pool, [1, 2, 3, 4])
     found = [
-        pages(tree.walk(page_keys(tokens, 2, 2), 2))
+        pages(tree.walk(page_keys(tokens, 2, 2, 4), 2))
         for tokens in ([1, 2, 3, 4], [1, 2, 9, 4], [3, 4, 1, 2], [1, 3, 3, 4])
     ]
     assert found == [pages(nodes), pages(nodes[:1]), [], []]
-    assert tree.walk(page_keys([1, 2, 3, 4], 2, 2), 1) == nodes[:1]
+    assert tree.walk(page_keys([1, 2, 3, 4], 2, 2, 4), 1) == nodes[:1]
     assert nodes[-1].path() == nodes
 
 
 def test_keys_hold_the_tokens_themselves() -> None:
     # Whatever two lists of tokens are, their keys are equal only if they are.
-    assert page_keys([1, 256, 7], 1, 2) != page_keys([257, 0, 7], 1, 2)
-    assert page_keys([-1, 5], 1, 2) == page_keys([-1, 5, 6, 7], 1, 2)
+    assert page_keys([1, 256, 7], 1, 2, 3) != page_keys([257, 0, 7], 1, 2, 3)
+    assert page_keys([-1, 5], 1, 2, 2) == page_keys([-1, 5, 6, 7], 1, 2, 4)
 
 
 def test_a_second_page_with_the_same_tokens_is_not_entered() -> None:
@@ -63,7 +63,7 @@ def test_the_end_of_a_prefix_is_evicted_before_its_beginning() -> None:
     for _ in range(4):
         pool.allocate(1)
         tree.check_integrity()
-        left.append(len(tree.walk(page_keys([1, 2, 3, 4, 5, 6], 3, 2), 3)))
+        left.append(len(tree.walk(page_keys([1, 2, 3, 4, 5, 6], 3, 2, 6), 3)))
     assert left == [3, 2, 1, 0]  # the branch that was used least recently went first
 
 
@@ -84,3 +84,12 @@ def test_audit_notices_faults() -> None:
         tree.check_integrity()
     with pytest.raises(CacheIntegrityError, match="before the pages that follow it"):
         pool.allocate(3)
+
+
+def test_pages_with_drawn_tokens_are_no_pages_of_a_prompt() -> None:
+    tokens = [1, 2, 3, 4, 5, 6]
+    whole, answered, again = (page_keys(tokens, 3, 2, length) for length in (6, 3, 3))
+    assert answered == again
+    assert answered[0] == whole[0]  # the prompt's own full page
+    assert not set(answered[1:]) & set(whole)
+    assert not set(answered[1:]) & set(page_keys(tokens, 3, 2, 2))

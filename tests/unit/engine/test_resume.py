@@ -60,12 +60,13 @@ def test_interrupted_again_and_again_the_answer_is_the_same(
     assert (completion.token_ids, completion.text, completion.stop_reason) == whole
 
 
-def test_tokens_known_before_are_prefilled_in_one_launch() -> None:
+def test_tokens_known_before_are_computed_again_as_many_at_once_as_slots_are_free() -> None:
     runner = ScriptedRunner(script=[0] * 99)
     engine = make_engine(runner)
     engine.submit(make_request(seed=3, max_tokens=12, generated=(0,) * 10))
     (completion,) = run(engine)
-    assert [len(batch.tokens) for batch in runner.batches] == [13, 1]
+    # The prompt's 3 as one chunk and 7 drawn tokens fill the 8 slots; then the other 3; then one drawn here.
+    assert [(len(batch.tokens), batch.drawn) for batch in runner.batches] == [(10, 7), (3, 3), (1, 1)]
     assert (completion.text, completion.stop_reason) == ("a" * 12, StopReason.LENGTH)
 
 

@@ -86,12 +86,12 @@ def test_steps_of_all_sizes_launch_kernels_as_they_were_compiled(driver: Recorde
     tokens = [1] * CONTEXT
     prompts = [Chunk(slot, tokens, 0, 9 + slot) for slot in range(40)]
     runner.launch(pages.batch(prompts, admit=True))
-    mixed = [Chunk(0, tokens, 9, 1), Chunk(1, tokens, 10, 1), Chunk(45, tokens, 0, 100)]
+    mixed = [Chunk(0, tokens, 9, 1, 1, True), Chunk(1, tokens, 10, 1, 1, True), Chunk(45, tokens, 0, 100)]
     runner.launch(pages.batch(mixed, admit=False))
     assert [len(runner.collect().tokens) for _ in range(2)] == [40, 3]  # type: ignore[union-attr]
     fed_back = [FROM_SLOT] * CONTEXT
     for count in (1, 3, MAX_ROWS + 1, 20, SLOTS):
-        step = pages.batch([Chunk(slot, fed_back, 60, 1) for slot in range(count)], admit=False)
+        step = pages.batch([Chunk(slot, fed_back, 60, 1, 1, True) for slot in range(count)], admit=False)
         runner.launch(step)
         assert len(runner.collect().tokens) == count  # type: ignore[union-attr]
     expected = ANYWHERE | ATTENTION | PER_KIND[driver.capability]
@@ -106,7 +106,7 @@ def decode_all(slots: int, pages: IntArray) -> StepBatch:
     return StepBatch(
         tokens=np.full(slots, FROM_SLOT, dtype=np.int32), positions=at, cache_rows=pages[:, 1] * 16 + 4,
         sequence_starts=np.arange(slots + 1, dtype=np.int32), context_lengths=at + 1, block_tables=pages,
-        slots=everyone, sample_rows=everyone, sample_slots=everyone,
+        slots=everyone, sample_rows=everyone, sample_slots=everyone, drawn=slots,
     )  # fmt: skip
 
 
@@ -119,7 +119,7 @@ def prefill_all(slots: int, pages: IntArray) -> StepBatch:
         cache_rows=(pages[:half, :1] * 16 + np.arange(2, dtype=np.int32)).reshape(-1), sequence_starts=starts,
         context_lengths=np.full(half, 2, dtype=np.int32), block_tables=pages[:half, :1],
         slots=np.arange(half, dtype=np.int32), sample_rows=starts[1:] - 1,
-        sample_slots=np.arange(half, dtype=np.int32),
+        sample_slots=np.arange(half, dtype=np.int32), drawn=0,
     )  # fmt: skip
 
 

@@ -154,7 +154,8 @@ def decoding(tokens: tuple[int, ...], position: int, admitted: tuple[Admission, 
     return StepBatch(
         tokens=ints(*tokens), positions=places, cache_rows=slots * 16 + places,
         sequence_starts=np.arange(len(tokens) + 1, dtype=np.int32), context_lengths=places + 1,
-        block_tables=slots[:, None], slots=slots, sample_rows=slots, sample_slots=slots, admissions=admitted,
+        block_tables=slots[:, None], slots=slots, sample_rows=slots, sample_slots=slots,
+        drawn=len(tokens) if position else 0, admissions=admitted,
     )  # fmt: skip
 
 

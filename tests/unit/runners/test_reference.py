@@ -300,7 +300,7 @@ def one_token_batch(tokens: list[int]) -> StepBatch:
     return StepBatch(
         tokens=ints(*tokens), positions=ints(0), cache_rows=ints(0), sequence_starts=ints(0, 1),
         context_lengths=ints(1), block_tables=ints(0)[None], slots=ints(0), sample_rows=ints(0),
-        sample_slots=ints(0), admissions=(Admission(0, tuple(tokens), GenerationParams(), 0),),
+        sample_slots=ints(0), drawn=0, admissions=(Admission(0, tuple(tokens), GenerationParams(), 0),),
     )  # fmt: skip
 
 

@@ -15,14 +15,15 @@ def digest(path: Path) -> str:
         return file.digest()
 
 
-def test_fingerprints_differ_where_model_or_prompt_do() -> None:
+def test_fingerprints_differ_where_model_arithmetic_or_prompt_do() -> None:
     prints = {
-        fingerprint("a", (1, 2)), fingerprint("b", (1, 2)), fingerprint("a", (1, 3)), fingerprint("a", (1,)),
-        fingerprint("a", ()), fingerprint("a", (258,)),
+        fingerprint("a", "x", (1, 2)), fingerprint("b", "x", (1, 2)), fingerprint("a", "y", (1, 2)),
+        fingerprint("a", "x", (1, 3)), fingerprint("a", "x", (1,)), fingerprint("a", "x", ()),
+        fingerprint("a", "x", (258,)),
     }  # fmt: skip
-    assert len(prints) == 6
+    assert len(prints) == 7
     assert {len(one) for one in prints} == {64}
-    assert fingerprint("a", (1, 2)) == fingerprint("a", [1, 2])
+    assert fingerprint("a", "x", (1, 2)) == fingerprint("a", "x", [1, 2])
 
 
 def test_only_tokens_with_the_right_fingerprint_are_used() -> None:

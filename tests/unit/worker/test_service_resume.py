@@ -49,8 +49,8 @@ def test_a_drained_workers_jobs_go_on_from_their_tokens_elsewhere(build: Callabl
     assert after.generated_tokens + after.resumed_tokens == 5 * 120  # nothing was drawn twice
 
 
-@pytest.mark.parametrize("changed", ["model", "prompt"])
-def test_tokens_of_another_model_or_prompt_are_not_gone_on_from(
+@pytest.mark.parametrize("changed", ["model", "arithmetic", "prompt"])
+def test_tokens_of_another_model_arithmetic_or_prompt_are_not_gone_on_from(
     build: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch, changed: str
 ) -> None:
     leaving = build(Pausing())
@@ -59,6 +59,10 @@ def test_tokens_of_another_model_or_prompt_are_not_gone_on_from(
     text = undisturbed(7)[1]
     if changed == "model":
         other = build(ScriptedRunner(), name="b", model_digest="another")
+    elif changed == "arithmetic":
+        runner = ScriptedRunner()
+        runner.arithmetic = "another"
+        other = build(runner, name="b")
     else:
         monkeypatch.setattr(Bench, "tokenize", staticmethod(lambda claim: (3, 2, 1)))
         other = build(ScriptedRunner(), name="b")

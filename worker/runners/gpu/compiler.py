@@ -20,7 +20,14 @@ from pathlib import Path
 
 from jobs.errors import RunnerError
 
-__all__ = ["CompilerMissingError", "KernelCompileError", "compile_all", "compile_kernels", "kernel_directory"]
+__all__ = [
+    "CompilerMissingError",
+    "KernelCompileError",
+    "compile_all",
+    "compile_kernels",
+    "kernel_directory",
+    "kernel_revision",
+]
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +51,15 @@ def kernel_directory() -> Path:
     package = Path(__file__).parents[2]
     packaged = package / "_cuda"
     return packaged if packaged.is_dir() else package.parent / "cuda"
+
+
+@cache
+def kernel_revision() -> str:
+    """A digest of all kernels as they are written (64 hexadecimal digits)."""
+    seen = hashlib.sha256()
+    for path in sorted(kernel_directory().rglob("*.cu*")):
+        seen.update(path.name.encode() + b"\x00" + path.read_bytes() + b"\x00")
+    return seen.hexdigest()
 
 
 def find_nvcc() -> str:

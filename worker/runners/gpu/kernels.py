@@ -159,10 +159,12 @@ class Kernels:
         self._device.synchronize()
         self._device.free(address)
 
-    def prefill_tiles(self, sequence_starts: IntArray, context_lengths: IntArray | None = None) -> IntArray:
+    def prefill_tiles(
+        self, sequence_starts: IntArray, context_lengths: IntArray | None = None, drawn: int = 0
+    ) -> IntArray:
         """`prefill_tiles` for this model, on the host."""
         rows = TILE_ROWS if self._hopper_prefill is None else HopperPrefill.ROWS
-        return prefill_tiles(sequence_starts, self._group, context_lengths, rows)
+        return prefill_tiles(sequence_starts, self._group, context_lengths, rows, drawn)
 
     def embed(self, tokens: int, table: int, out: int, count: int) -> None:
         """Rows of the embedding table (V, width) half for tokens (T,) -> out (T, width) float."""

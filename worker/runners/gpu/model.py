@@ -2,7 +2,7 @@
 
 The residual stream x is float; what enters a product, and what leaves it, is half, summed in float; logits
 are float. A layer is eight launches: norm, QKV, rotation and cache write (on Hopper one launch, `qkv.py`),
-attention (one kernel for sequences of one token, one for longer chunks), output, norm, gate-up with SwiGLU
+attention (one kernel for drawn tokens, one for prompts), output, norm, gate-up with SwiGLU
 (two launches but on Hopper), down, where output and down add to the residual stream; in steps of a few
 sequences it is five (`few_rows.py`). After attention, the last layer goes on with the rows that draw alone.
 """
@@ -141,11 +141,10 @@ class Model:
 
     def _attention(self, keys: int, values: int, inputs: StepInputs, shape: StepShape) -> None:
         kernels, at = self._kernels, self._at
-        if shape.single:
+        if shape.drawn:
             kernels.decode_attention(
                 at["qkv"], keys, values, inputs.block_tables, inputs.context_lengths, at["mixed"],
-                shape.single, self._table_width, 0 if shape.decodes else inputs.sequence_starts,
-                0 if shape.decodes else inputs.singles, inputs.pieces, shape.pieces,
+                shape.drawn, self._table_width, pieces=inputs.pieces, piece_count=shape.pieces,
             )  # fmt: skip
         if shape.tiles:
             kernels.prefill_attention(

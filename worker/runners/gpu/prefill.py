@@ -18,16 +18,17 @@ _PAGE = 16  # tokens in a KV page
 
 def prefill_tiles(
     sequence_starts: IntArray, heads_per_kv_head: int, context_lengths: IntArray | None = None,
-    rows: int = TILE_ROWS,
+    rows: int = TILE_ROWS, drawn: int = 0,
 ) -> IntArray:  # fmt: skip
-    """Pieces (n, 2) of the chunks longer than one token, as (sequence, piece).
+    """Pieces (n, 2) of the chunks of prompts, as (chunk, piece); the first `drawn` chunks are not of prompts.
 
     A piece is rows // heads_per_kv_head tokens. Those that see most keys come first, for an even end;
     without `context_lengths`, chunks are taken for whole prompts.
     """
     lengths = np.diff(sequence_starts)
     tokens = rows // heads_per_kv_head
-    pieces = np.where(lengths > 1, -(-lengths // tokens), 0)
+    pieces = -(-lengths // tokens)
+    pieces[:drawn] = 0
     sequences = np.repeat(np.arange(len(lengths), dtype=np.int32), pieces)
     ends = np.cumsum(pieces)
     place = np.arange(len(sequences), dtype=np.int32) - np.repeat(ends - pieces, pieces).astype(np.int32)

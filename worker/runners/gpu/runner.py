@@ -18,7 +18,7 @@ from jobs.errors import RunnerError
 from worker.model.config import ModelConfig
 from worker.model.gguf_file import GgufFile
 from worker.runners.base import IntArray, SampledTokens, StepBatch
-from worker.runners.gpu.compiler import compile_all
+from worker.runners.gpu.compiler import compile_all, kernel_revision
 from worker.runners.gpu.decode import whole_pieces
 from worker.runners.gpu.device import Arena, Device, aligned
 from worker.runners.gpu.few_rows import FewRows
@@ -102,6 +102,7 @@ class CudaRunner:
         self._turn = 0
         self._gemm: Gemm | None = None
         self.device = Device(gpu)
+        self.arithmetic = f"{self.device.name} in FP16, kernels {kernel_revision()[:16]}"
         try:
             self._build(file, config, kv_blocks, gpu_memory)
         except BaseException:  # Ctrl-C too, while it loads: the GPU is given back, and the error goes on up
@@ -198,7 +199,7 @@ class CudaRunner:
         turn, self._turn = self._turn, (self._turn + 1) % self.depth
         self._slots.admit(batch.admissions, turn)
         count, draws = len(batch.slots), len(batch.sample_rows)
-        if self._use_graphs and count == len(batch.tokens) == draws:
+        if self._use_graphs and count == batch.drawn == draws:
             size = min(bucket_of(count), self.slots)
             pieces = self._decode_pieces(batch, size)
             room = self._kernels.piece_room(size, len(pieces))
@@ -272,7 +273,7 @@ class CudaRunner:
         ones = np.ones(size if room else 0, dtype=np.int32)
         pieces = whole_pieces(ones, np.arange(len(ones), dtype=np.int32), segment=self.block_size)
         inputs = self._steps.write_padded(turn, PADDING, size, pieces, room)
-        shape = StepShape(tokens=size, sequences=size, single=size, draws=size, tiles=0, pieces=room)
+        shape = StepShape(tokens=size, sequences=size, drawn=size, draws=size, tiles=0, pieces=room)
         self._model.forward(inputs, shape)
         self.device.synchronize()
         graph = Graph(self.device, lambda: self._model.forward(inputs, shape))
@@ -281,13 +282,13 @@ class CudaRunner:
 
     def _launch_kernels(self, turn: int, batch: StepBatch) -> None:
         """Queue a step of any composition, kernel by kernel."""
-        tiles = self._kernels.prefill_tiles(batch.sequence_starts, batch.context_lengths)
-        singles = np.flatnonzero(np.diff(batch.sequence_starts) == 1).astype(np.int32)
-        pieces = self._kernels.decode_pieces(batch.context_lengths[singles], singles)
+        drawn = batch.drawn
+        tiles = self._kernels.prefill_tiles(batch.sequence_starts, batch.context_lengths, drawn)
+        pieces = self._kernels.decode_pieces(batch.context_lengths[:drawn], np.arange(drawn, dtype=np.int32))
         shape = StepShape(
             tokens=len(batch.tokens),
             sequences=len(batch.slots),
-            single=len(singles),
+            drawn=drawn,
             draws=len(batch.sample_rows),
             tiles=len(tiles),
             pieces=len(pieces),

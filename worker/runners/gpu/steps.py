@@ -19,7 +19,7 @@ _ALIGN = 64  # int32 words
 
 
 _NO_INTS = np.zeros(0, dtype=np.int32)
-PADDING = StepBatch(*(_NO_INTS,) * 5, np.zeros((0, 1), dtype=np.int32), _NO_INTS, _NO_INTS, _NO_INTS)
+PADDING = StepBatch(*(_NO_INTS,) * 5, np.zeros((0, 1), dtype=np.int32), *(_NO_INTS,) * 3, drawn=0)
 """A batch of no sequences, for `StepBuffers.write_padded`."""
 
 
@@ -29,10 +29,10 @@ class StepShape:
 
     tokens: int
     sequences: int
-    single: int  # sequences with one token
+    drawn: int  # the first so many tokens were drawn: each is a chunk of its own
     draws: int
-    tiles: int  # pieces of longer chunks
-    pieces: int = 0  # of the contexts of single tokens; 0: decode attention goes without
+    tiles: int  # pieces of the chunks of prompts
+    pieces: int = 0  # of the contexts of drawn tokens; 0: decode attention goes without
 
     @property
     def gathers(self) -> bool:
@@ -41,8 +41,8 @@ class StepShape:
 
     @property
     def decodes(self) -> bool:
-        """Whether token i is the only one of sequence i."""
-        return self.single == self.tokens
+        """Whether all tokens were drawn."""
+        return self.drawn == self.tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +58,7 @@ class StepInputs:
     context_lengths: int  # (S,)
     sample_rows: int  # (R,)
     sample_slots: int  # (R,)
-    singles: int  # (single,) the sequences that have one token
-    tiles: int  # (tiles, 2) the pieces of longer chunks that prefill attention computes
+    tiles: int  # (tiles, 2) the pieces of prompts that prefill attention computes
     pieces: int  # (pieces, 4) the pieces of contexts that decode attention computes
 
 
@@ -81,7 +80,7 @@ class StepBuffers:
         self._padding_page = padding_row // block_size
         self.table_width = table_width
         rows = max(slots, 1)
-        words = _layout(max_tokens, rows, max_draws, rows, max_tokens, max_pieces)[1]
+        words = _layout(max_tokens, rows, max_draws, max_tokens, max_pieces)[1]
         self._packed = device.allocate(4 * words, "a step's arrays")
         self._tables = device.allocate(4 * rows * table_width, "block tables")
         self._numbers = np.arange(rows + 1, dtype=np.int32)
@@ -91,7 +90,7 @@ class StepBuffers:
     @staticmethod
     def bytes(*, max_tokens: int, max_draws: int, slots: int, table_width: int, max_pieces: int) -> int:
         """Device memory that the buffers take."""
-        words = _layout(max_tokens, slots, max_draws, slots, max_tokens, max_pieces)[1]
+        words = _layout(max_tokens, slots, max_draws, max_tokens, max_pieces)[1]
         return 4 * (words + slots * table_width) + 1024
 
     def write(
@@ -99,9 +98,7 @@ class StepBuffers:
     ) -> StepInputs:
         """Queue the copy of a batch; `turn`: a buffer whose earlier copies are done."""
         lengths = np.diff(batch.sequence_starts)
-        offsets, words = _layout(
-            shape.tokens, shape.sequences, shape.draws, shape.single, shape.tiles, shape.pieces
-        )
+        offsets, words = _layout(shape.tokens, shape.sequences, shape.draws, shape.tiles, shape.pieces)
         host = self._host[turn]
         arrays: tuple[npt.NDArray[np.integer[Any]], ...] = (
             batch.tokens,
@@ -112,7 +109,6 @@ class StepBuffers:
             batch.context_lengths,
             batch.sample_rows,
             batch.sample_slots,
-            np.flatnonzero(lengths == 1),
             tiles.reshape(-1),
             pieces.reshape(-1),
         )
@@ -129,7 +125,7 @@ class StepBuffers:
         pieces  for the contexts of `padded_lengths`, padded to `room`
         """
         count = len(batch.slots)
-        offsets, words = _layout(size, size, size, 0, 0, room)
+        offsets, words = _layout(size, size, size, 0, room)
         host = self._host[turn]
         arrays: tuple[tuple[IntArray, int], ...] = (
             (batch.tokens, 0),
@@ -168,11 +164,9 @@ def padded_lengths(batch: StepBatch, size: int) -> IntArray:
     return lengths
 
 
-def _layout(
-    tokens: int, sequences: int, draws: int, single: int, tiles: int, pieces: int
-) -> tuple[list[int], int]:
+def _layout(tokens: int, sequences: int, draws: int, tiles: int, pieces: int) -> tuple[list[int], int]:
     """Offsets of the arrays in `StepInputs`' order, but for the tables, and the words in all."""
-    sizes = (tokens,) * 4 + (sequences + 1, sequences, draws, draws, single, 2 * tiles, 4 * pieces)
+    sizes = (tokens,) * 4 + (sequences + 1, sequences, draws, draws, 2 * tiles, 4 * pieces)
     offsets, end = [], 0
     for size in sizes:
         offsets.append(end)

@@ -1,0 +1,196 @@
+"""A token depends on its place alone: not on the batch, the cuts of its prompt, sharing, interruptions.
+
+All is compared to the bit. Prompts come from prefill attention and drawn tokens from decode attention,
+however often and in whatever company they are computed.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import closing
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from jobs.contract import GenerationParams
+from tests.ggufs import write_model
+from tests.gpu.driving import BLOCK, Chunk, Cuda, NoText, Pages, generate, logits_of
+from worker.engine.engine import Engine
+from worker.engine.request import Request
+from worker.model.config import ModelConfig
+from worker.model.gguf_file import GgufFile
+from worker.runners.gpu.runner import CudaRunner
+
+LONGEST = 1100
+CONTEXT = 1536
+
+Logits = npt.NDArray[np.float32]
+Make = Callable[..., CudaRunner]
+
+
+HEADS = {
+    "64": {"architecture": "qwen2", "width": 448, "heads": 7, "kv_heads": 1, "head_dim": 64},
+    "128": {"architecture": "qwen3", "width": 256, "heads": 4, "kv_heads": 2, "head_dim": 128},
+    "16": {"architecture": "llama", "width": 64, "heads": 4, "kv_heads": 2},
+}
+"""Heads of 64 and 128 have fast attention, others the general one."""
+
+
+@pytest.fixture(scope="module", params=HEADS)
+def file(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> GgufFile:
+    path = tmp_path_factory.mktemp("model") / "model.gguf"
+    return GgufFile.open(write_model(path, seed=3, ffn=384, context_length=CONTEXT, **HEADS[request.param]))
+
+
+@pytest.fixture(scope="module")
+def config(file: GgufFile) -> ModelConfig:
+    return ModelConfig.from_gguf(file)
+
+
+@pytest.fixture
+def make(file: GgufFile, config: ModelConfig) -> Iterator[Make]:
+    """Makes runners that are closed at the end; one at a time."""
+    made: list[CudaRunner] = []
+
+    def build(**options: object) -> CudaRunner:
+        for runner in made:
+            runner.close()
+        defaults: dict[str, object] = {"max_tokens": 2048, "tune": False}
+        made.append(CudaRunner(file, config, **(defaults | options)))  # type: ignore[arg-type]
+        return made[-1]
+
+    yield build
+    for runner in made:
+        runner.close()
+
+
+def texts(config: ModelConfig, lengths: list[int], seed: int) -> list[tuple[int, ...]]:
+    rng = np.random.default_rng(seed)
+    return [tuple(rng.integers(0, config.vocab, length).tolist()) for length in lengths]
+
+
+def cuts(rng: np.random.Generator, length: int) -> list[tuple[int, int]]:
+    """Random pieces (start, length) of a prompt, of a single token among them."""
+    most = int(rng.integers(1, 600))
+    pieces, start = [], 0
+    while start < length:
+        size = min(int(rng.choice([1, 1, 15, 16, 17, rng.integers(1, most + 1)])), length - start)
+        if length - start > 400 and size < 15:
+            size = min(int(rng.integers(1, most + 1)), length - start)
+        pieces.append((start, size))
+        start += size
+    return pieces
+
+
+def test_logits_of_a_prompt_do_not_depend_on_how_it_is_cut(file: GgufFile, config: ModelConfig) -> None:
+    context = CONTEXT
+    rng = np.random.default_rng(11)
+    lengths = [1, 2, 15, 16, 17, 33, 1 + 64 * 5, *rng.integers(1, LONGEST + 1, 20).tolist(), LONGEST]
+    pages = Pages(2, -(-context // BLOCK))
+    cuda = Cuda(
+        file,
+        config,
+        slots=2,
+        kv_blocks=2 * -(-context // BLOCK),
+        tune=False,
+        max_tokens=2048,
+        context=context,
+    )
+    with closing(cuda.runner):
+        for text in texts(config, lengths, 5):
+            whole = logits_of(cuda, pages, [Chunk(0, text, 0, len(text))], admit=True)
+            for start, length in cuts(rng, len(text)):
+                last = logits_of(cuda, pages, [Chunk(1, text, start, length)], admit=start == 0)
+            np.testing.assert_array_equal(last, whole, err_msg=f"a prompt of {len(text)} tokens")
+
+
+def test_logits_after_drawn_tokens_are_the_same_when_these_are_computed_again(
+    file: GgufFile, config: ModelConfig
+) -> None:
+    context = CONTEXT
+    per_slot = -(-context // BLOCK)
+    pages = Pages(40, per_slot)
+    cuda = Cuda(file, config, slots=40, kv_blocks=40 * per_slot, tune=False, max_tokens=2048, context=context)
+    with closing(cuda.runner):
+        for prompt, drawn in ((1, 30), (16, 33), (33, 30), (700, 35)):
+            (text,) = texts(config, [prompt + drawn], prompt)
+            logits_of(cuda, pages, [Chunk(0, text, 0, prompt)], admit=True)
+            for place in range(prompt, prompt + drawn):
+                first = logits_of(cuda, pages, [Chunk(0, text, place, 1, drawn=True)], admit=False)
+            # Elsewhere: all in one step, each drawn token a row of its own over the same pages.
+            rows = [Chunk(1, text, place, 1, drawn=True) for place in range(prompt, prompt + drawn)]
+            again = logits_of(cuda, pages, [*rows, Chunk(1, text, 0, prompt, draws=0)], admit=True)
+            np.testing.assert_array_equal(again[-1:], first)
+            few = logits_of(cuda, pages, [Chunk(2, text, 0, prompt)], admit=True)
+            assert few.shape == first.shape
+            for start in range(prompt, prompt + drawn, 7):
+                some = range(start, min(start + 7, prompt + drawn))
+                few = logits_of(cuda, pages, [Chunk(2, text, p, 1, drawn=True) for p in some], admit=False)
+            np.testing.assert_array_equal(few[-1:], first)
+
+
+def answers(
+    runner: CudaRunner, asked: list[Request], *, context: int, budget: int, sharing: bool, interrupt: int = 0
+) -> dict[str, tuple[int, ...]]:
+    """The drawn tokens by job; interrupt: after so many steps all go on from there, in a new engine."""
+    tokens: dict[str, tuple[int, ...]] = {}
+    waiting = asked
+    while waiting:
+        engine = Engine(
+            runner, text_stream=NoText, eos_ids=frozenset(), context_length=context,
+            max_sequences=runner.slots, token_budget=budget, prefix_sharing=sharing,
+        )  # fmt: skip
+        for one in waiting:
+            engine.submit(one)
+        steps = 0
+        while engine.has_work and not (interrupt and steps == interrupt):
+            for done in engine.step():
+                assert done.error is None, done.error
+                tokens[done.job_id] = done.token_ids
+            steps += 1
+        left = {partial.job_id: partial.token_ids for partial in engine.abandon()}
+        for done in engine.step() if engine.has_work else []:
+            tokens[done.job_id] = done.token_ids
+        waiting = [
+            Request(
+                one.job_id, one.attempt, one.prompt_ids, one.params, one.seed, generated_ids=left[one.job_id]
+            )
+            for one in waiting
+            if one.job_id in left
+        ]
+        interrupt *= 2  # so that it comes to an end
+    return tokens
+
+
+def test_answers_are_the_same_in_any_company_and_through_any_interruption(
+    config: ModelConfig, make: Make
+) -> None:
+    context = CONTEXT
+    rng = np.random.default_rng(3)
+    beginnings = texts(config, [400, 33, 16], 8)
+    prompts = []
+    for index in range(96):
+        own = texts(config, [int(rng.choice([1, 2, 16, 17, rng.integers(1, 200)]))], 100 + index)[0]
+        beginning = beginnings[index % 4] if index % 4 < 3 else ()
+        prompts.append(beginning + own)
+    prompts += [(prompt[:-1] or prompt) for prompt in prompts[:8]]
+    params = [
+        GenerationParams(max_tokens=48 + index % 20, temperature=1.0 if index % 3 else 0.0)
+        for index in range(len(prompts))
+    ]
+    asked = [
+        Request(str(index), 1, prompt, params[index], seed=700 + index)
+        for index, prompt in enumerate(prompts)
+    ]
+    page = -(-context // BLOCK)
+    wide = make(slots=128, kv_blocks=128 * page, context=context)
+    first = generate(wide, asked, context=context, token_budget=2048)
+    assert first == answers(wide, asked, context=context, budget=131, sharing=True)
+    assert first == answers(wide, asked, context=context, budget=2048, sharing=False)
+    assert first == answers(wide, asked, context=context, budget=700, sharing=True, interrupt=5)
+    few = make(slots=3, kv_blocks=3 * page, context=context)
+    assert first == answers(few, asked, context=context, budget=64, sharing=True)
+    tight = make(
+        slots=37, kv_blocks=page + 40, context=context, depth=3
+    )  # sequences give way again and again
+    assert first == answers(tight, asked, context=context, budget=300, sharing=True)
+    assert first == answers(tight, asked, context=context, budget=300, sharing=True, interrupt=9)
