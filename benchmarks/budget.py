@@ -24,10 +24,10 @@ from worker.model.config import ModelConfig
 from worker.model.gguf_file import GgufFile
 from worker.runners.base import Admission, StepBatch
 from worker.runners.gpu.graphs import Graph
+from worker.runners.gpu.kv_cache import PAGE
 from worker.runners.gpu.runner import CudaRunner
 from worker.runners.gpu.steps import StepShape
 
-PAGE = 16
 PROMPT = 1024  # tokens of each sequence in the prefill step
 REPLAYS = 9
 FILL = 8192  # tokens of a step that fills the cache before decode steps are timed

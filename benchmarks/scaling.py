@@ -28,7 +28,7 @@ from worker.garbage import QuietCollector
 from worker.model.config import ModelConfig, expected_tensors
 from worker.model.gguf_file import GgufFile
 from worker.runners.base import Runner
-from worker.runners.gpu.memory import page_bytes
+from worker.runners.gpu.kv_cache import PAGE, page_bytes
 from worker.runners.gpu.runner import CudaRunner
 
 SEQUENCES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
@@ -185,7 +185,7 @@ def decode_limit(
     ]
     weights = sum(outputs * inputs for outputs, inputs in matrices)
     products = max(2 * weights / bytes_per_s, 2 * weights * sequences / flops)
-    attention = sequences * context * page_bytes(config, block_size=1) / bytes_per_s
+    attention = sequences * context * page_bytes(config) / PAGE / bytes_per_s
     return sequences / (products + attention)
 
 

@@ -6,6 +6,7 @@
 #pragma once
 
 #include "common.cuh"
+#include "kv_cache.cuh"
 
 // 2^(m - reference), where m may be -inf (a part without keys), and then 0.
 static __device__ __forceinline__ float weight_of(float m, float reference) {

@@ -26,7 +26,7 @@ static __device__ __forceinline__ void attend(const __half* __restrict__ q, cons
     for (int i = 0; i < EACH; ++i) query[i] = lane + 32 * i < D ? __half2float(q[lane + 32 * i]) * scale : 0.0f;
     float m = negative_infinity(), l = 0.0f;
     for (int key = 0; key < keys; ++key) {
-        const int64_t row = (static_cast<int64_t>(table[key / PAGE]) * kv_heads + kv_head) * PAGE + key % PAGE;
+        const int64_t row = page_row(table[key / PAGE], kv_head, kv_heads) + key % PAGE;
         float score = 0.0f;
 #pragma unroll
         for (int i = 0; i < EACH; ++i)

@@ -9,8 +9,6 @@
 #include <cuda_fp16.h>
 #include <stdint.h>
 
-#define PAGE 16  // tokens in a KV cache page
-
 static constexpr float LOG2_E = 1.4426950408889634f;
 
 static __device__ __forceinline__ float negative_infinity() { return __int_as_float(0xff800000); }

@@ -63,7 +63,7 @@ struct Places {
     __device__ __forceinline__ void fetch(uint32_t target, const Cache& cache, int entry, int page) const {
         constexpr int AT_ONCE = 32 / CHUNKS;  // rows
         const int lane = threadIdx.x % 32;
-        const int64_t offset = (static_cast<int64_t>(entry) * cache.kv_heads + cache.kv_head) * (PAGE * D) + lane * 8;
+        const int64_t offset = page_row(entry, cache.kv_head, cache.kv_heads) * D + lane * 8;
         const __half *keys = cache.k + offset, *values = cache.v + offset;
         const int left = cache.length - page * PAGE - lane / CHUNKS;
 #pragma unroll

@@ -43,7 +43,7 @@ static __device__ __forceinline__ Half8 load_if(bool wanted, const __half* sourc
 }
 
 static __device__ __forceinline__ int64_t page_offset(const Cache& cache, int page) {
-    return (static_cast<int64_t>(cache.table[page]) * cache.kv_heads + cache.kv_head) * (PAGE * D);
+    return page_row(cache.table[page], cache.kv_head, cache.kv_heads) * D;
 }
 
 // All addresses are one of the lane's and a constant, for which a load has room.

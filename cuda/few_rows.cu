@@ -24,6 +24,7 @@
 //
 // Options: -DHEAD_DIM (64), -DINTERLEAVED (0). Dynamic shared memory: `_shared` in the launcher.
 #include "common.cuh"
+#include "kv_cache.cuh"
 #include "rotation.cuh"
 
 #ifndef HEAD_DIM
@@ -274,7 +275,7 @@ static __device__ __forceinline__ void qkv_rows(const float* __restrict__ x, con
     if (!is_query) {
         if (row < 0) return;
         const int kv_head = (head - heads) % kv_heads;
-        const int64_t place = (static_cast<int64_t>(row / PAGE) * kv_heads + kv_head) * PAGE + row % PAGE;
+        const int64_t place = token_row(row, kv_head, kv_heads);
         target = (is_value ? v_cache : k_cache) + place * HEAD_DIM;
     }
     target[low_at] = __float2half_rn(low);

@@ -148,7 +148,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             announce(item);
             for (int first_page = 0; first_page < pages; first_page += TILE_PAGES) {
                 const int here = min(TILE_PAGES, pages - first_page);
-                const int row = (page * kv_heads + item.kv_head) * PAGE;
+                const int row = static_cast<int>(page_row(page, item.kv_head, kv_heads));
                 if (first_page + TILE_PAGES + place < pages) page = table[first_page + TILE_PAGES + place];
                 const bool copies = side < SIDES && place < here;
                 const uint32_t barrier = full + 8 * stage;

@@ -12,6 +12,7 @@
 //
 // Options: -DHEAD_DIM, 64 or 128; -DINTERLEAVED (0). Kernels are named qkv_GROUPS_BN_STAGES_CLUSTER_BUFFERS.
 #include "hopper_product.cuh"
+#include "kv_cache.cuh"
 #include "rotation.cuh"
 
 #ifndef HEAD_DIM
@@ -121,9 +122,8 @@ static __device__ __forceinline__ void qkv_product(const TensorMap* x_map, const
                     const bool by_copy = BUFFERS > 0 && is_query;
                     __half* target = to.qkv + (static_cast<int64_t>(token) * all_heads + head) * HEAD_DIM;
                     if (!is_query) {
-                        const int kv_head = (head - to.heads) % to.kv_heads, page = max(cache_row, 0) / PAGE;
-                        const int64_t place =
-                            (static_cast<int64_t>(page) * to.kv_heads + kv_head) * PAGE + max(cache_row, 0) % PAGE;
+                        const int kv_head = (head - to.heads) % to.kv_heads;
+                        const int64_t place = token_row(max(cache_row, 0), kv_head, to.kv_heads);
                         target = (is_value ? to.values : to.keys) + place * HEAD_DIM;
                     }
                     auto put = [&](const uint32_t(&words)[4], int first) {  // from column group `first` of the head on

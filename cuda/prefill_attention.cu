@@ -46,8 +46,8 @@ static __device__ __forceinline__ void load_tile(uint32_t target, const __half* 
         const int row = index / CHUNKS, chunk = index % CHUNKS;
         const int key = first_key + row;
         const bool wanted = key < keys;
-        const int64_t page = wanted ? table[key / PAGE] : 0;
-        const __half* source = cache + ((page * kv_heads + kv_head) * PAGE + key % PAGE) * D + chunk * 8;
+        const int page = wanted ? table[key / PAGE] : 0;
+        const __half* source = cache + (page_row(page, kv_head, kv_heads) + key % PAGE) * D + chunk * 8;
         copy_async(target + place(row, chunk), source, wanted);
     }
 }

@@ -15,6 +15,7 @@
 //
 // Options: -DHEAD_DIM (64), -DINTERLEAVED (0).
 #include "common.cuh"
+#include "kv_cache.cuh"
 #include "rotation.cuh"
 
 #ifndef HEAD_DIM
@@ -142,7 +143,7 @@ extern "C" __global__ void __launch_bounds__(256)
         const int row = cache_rows[token];
         if (row < 0) return;
         const int kv_head = (head - heads) % kv_heads;
-        const int64_t place = (static_cast<int64_t>(row / PAGE) * kv_heads + kv_head) * PAGE + row % PAGE;
+        const int64_t place = token_row(row, kv_head, kv_heads);
         target = (is_value ? v_cache : k_cache) + place * HEAD_DIM;
     }
     store_half(target + first, low);

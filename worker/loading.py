@@ -160,7 +160,7 @@ def build_engine(settings: Settings, model: OpenModel) -> Engine:
 
         token_budget = max(GPU_TOKEN_BUDGET, sequences)
         runner = CudaRunner(
-            model.file, model.config, block_size=BLOCK_SIZE, slots=sequences, depth=GPU_DEPTH,
+            model.file, model.config, slots=sequences, depth=GPU_DEPTH,
             gpu_memory=settings.gpu_memory, context=context, max_tokens=token_budget, gpu=gpu,
         )  # fmt: skip
     vocabulary = model.vocabulary

@@ -8,11 +8,11 @@ import numpy.typing as npt
 
 from worker.model.config import ModelConfig, RopeScaling, RopeStyle
 from worker.runners import reference_ops as ops
+from worker.runners.gpu.kv_cache import PAGE
 from worker.runners.philox import token_words, uniform
 from worker.runners.sampling import SamplingRows, filter_rows, gumbel, penalise
 
 Array = npt.NDArray[Any]
-PAGE = 16
 EXACT = 1e-6  # NMSE allowed to a kernel whose result is rounded to half once (the rounding alone: 8e-8)
 ATTENTION = 5e-5
 NEAR_TIE = 1e-5  # between noisy scores, where either token is right

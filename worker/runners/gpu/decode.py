@@ -9,6 +9,7 @@ from jobs.errors import RunnerError
 from worker.model.config import ModelConfig
 from worker.runners.gpu.device import Device
 from worker.runners.gpu.functions import KernelPair
+from worker.runners.gpu.kv_cache import PAGE
 
 __all__ = ["NO_PIECES", "DecodeAttention", "Planner", "decode_pieces", "whole_pieces"]
 
@@ -16,7 +17,6 @@ IntArray = npt.NDArray[np.int32]
 
 NO_PIECES = np.empty((0, 4), dtype=np.int32)
 
-_PAGE = 16  # tokens in a KV page
 _THREADS = (128, 1, 1)
 _MAX_SEGMENTS = 128  # of a context
 _AHEAD, _FAR_AHEAD = 2, 4  # pages that each warp has under way
@@ -133,14 +133,14 @@ class DecodeAttention:
         rows = 8 if group <= 8 else 16
         self._blocks = config.kv_heads * -(-group // rows)  # of a piece
         self._segment_pages = 16
-        while -(-max_context // (self._segment_pages * _PAGE)) > _MAX_SEGMENTS:
+        while -(-max_context // (self._segment_pages * PAGE)) > _MAX_SEGMENTS:
             self._segment_pages *= 2
-        self._segments = -(-max_context // (self._segment_pages * _PAGE))
+        self._segments = -(-max_context // (self._segment_pages * PAGE))
         arguments = "PPPPiPPPPPPiiif"
         self._near, self._far = (
             (function("decode_attention", f"decode_attention_{rows}_{ahead}", arguments, ring), ring)
             for ahead in (_AHEAD, _FAR_AHEAD if config.head_dim == 64 else _AHEAD)
-            for ring in (4 * ahead * 4 * _PAGE * config.head_dim,)  # pages of keys and values of four warps
+            for ring in (4 * ahead * 4 * PAGE * config.head_dim,)  # pages of keys and values of four warps
         )
         self._cluster = 1 << (min(self._segments, _MAX_CLUSTER) - 1).bit_length() if clusters else 1
         # What the first block of a cluster is sent: o, and m and l of each of the 128 threads.
@@ -154,7 +154,7 @@ class DecodeAttention:
         self._full_chip = int(_WHOLE_BLOCKS * device.multiprocessors)
         most = -(-self._full_chip // self._blocks)  # sequences that are split
         most_cut = max(_MOST_CUT, most * self._segments)
-        self._planner = Planner(segment=self._segment_pages * _PAGE, at_once=self._held, most_cut=most_cut)
+        self._planner = Planner(segment=self._segment_pages * PAGE, at_once=self._held, most_cut=most_cut)
         parts = most_cut * config.heads
         counters = 4 * most_cut * self._blocks
         self._meeting = tuple(

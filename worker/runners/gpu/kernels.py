@@ -26,7 +26,6 @@ __all__ = ["Kernels", "Slots"]
 
 IntArray = npt.NDArray[np.int32]
 
-PAGE = 16  # tokens in a KV page
 _BLOCK = (256, 1, 1)
 _SAMPLE_BLOCKS = 4  # blocks of `sample` that a multiprocessor holds
 _BEST_BYTES = 12

@@ -5,10 +5,11 @@ from dataclasses import dataclass
 from worker.model.config import ModelConfig
 from worker.runners.gpu.device import DeviceMemoryError, aligned
 from worker.runners.gpu.gemm import padded_rows
+from worker.runners.gpu.kv_cache import PAGE, page_bytes
 from worker.runners.gpu.library import WORKSPACE_BYTES
 from worker.runners.gpu.weights import weight_bytes
 
-__all__ = ["LOGIT_ROWS", "MemoryPlan", "page_bytes", "plan_memory", "workspace_pieces"]
+__all__ = ["LOGIT_ROWS", "MemoryPlan", "plan_memory", "workspace_pieces"]
 
 LOGIT_ROWS = 512  # rows of logits computed and sampled at once
 _LEAST_PAGES = 16
@@ -37,11 +38,6 @@ class MemoryPlan:
         return ", ".join(f"{name} {size / _GIB:.2f} GiB" for name, size in parts.items())
 
 
-def page_bytes(config: ModelConfig, block_size: int) -> int:
-    """Bytes of one KV page, keys and values of all layers in half."""
-    return 2 * config.layers * config.kv_heads * block_size * config.head_dim * 2
-
-
 def workspace_pieces(config: ModelConfig, *, max_tokens: int, max_draws: int) -> dict[str, int]:
     """Bytes of each activation for steps of up to `max_tokens` tokens, of which `max_draws` may draw."""
     tokens = padded_rows(max_tokens)
@@ -66,7 +62,6 @@ def plan_memory(
     *,
     free: int,
     gpu_memory: float,
-    block_size: int,
     slots: int,
     context: int,
     max_tokens: int,
@@ -85,10 +80,10 @@ def plan_memory(
     weights = weight_bytes(config)
     pieces = workspace_pieces(config, max_tokens=max_tokens, max_draws=max_draws)
     workspace = sum(aligned(size) for size in pieces.values()) + WORKSPACE_BYTES + extra
-    page = page_bytes(config, block_size)
+    page = page_bytes(config)
     budget = int(free * gpu_memory)
     room = (budget - weights - workspace) // page - 1  # one page more is kept for padding
-    wanted = kv_blocks or slots * -(-context // block_size)
+    wanted = kv_blocks or slots * -(-context // PAGE)
     least = min(wanted, _LEAST_PAGES) if kv_blocks is None else kv_blocks
     if room < least:
         raise DeviceMemoryError(

@@ -7,34 +7,24 @@ attention (one kernel for drawn tokens, one for prompts), output, norm, gate-up 
 sequences it is five (`few_rows.py`). After attention, the last layer goes on with the rows that draw alone.
 """
 
-from dataclasses import dataclass
-
 from worker.model.config import ModelConfig
 from worker.runners.gpu.device import Arena
 from worker.runners.gpu.few_rows import MAX_ROWS, FewRows
 from worker.runners.gpu.gemm import Gemm, padded_rows
 from worker.runners.gpu.hopper import Kind
 from worker.runners.gpu.kernels import Kernels
+from worker.runners.gpu.kv_cache import KvCache
 from worker.runners.gpu.memory import LOGIT_ROWS
 from worker.runners.gpu.qkv import Qkv
 from worker.runners.gpu.slots import SlotState
 from worker.runners.gpu.steps import StepInputs, StepShape
 from worker.runners.gpu.weights import LayerWeights, Weights
 
-__all__ = ["Cache", "Model"]
+__all__ = ["Model"]
 
 _FEWEST_ROWS = (
     2  # above, `down` is faster by a product of `Gemm` in steps of a few (4 on an H200: 645 us, not 671)
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Cache:
-    """The KV pages: per layer the addresses of half [pages, kv_heads, block_size, head_dim], twice."""
-
-    keys: tuple[int, ...]
-    values: tuple[int, ...]
-    pages: int
 
 
 class Model:
@@ -46,7 +36,7 @@ class Model:
     """
 
     def __init__(
-        self, config: ModelConfig, weights: Weights, kernels: Kernels, gemm: Gemm, qkv: Qkv, cache: Cache,
+        self, config: ModelConfig, weights: Weights, kernels: Kernels, gemm: Gemm, qkv: Qkv, cache: KvCache,
         slots: SlotState, arena: Arena, pieces: dict[str, int], table_width: int, few: FewRows | None = None,
     ) -> None:  # fmt: skip
         self._config = config

@@ -7,13 +7,13 @@ from worker.model.config import ModelConfig
 from worker.runners.gpu.device import Device
 from worker.runners.gpu.functions import Function
 from worker.runners.gpu.hopper import TensorMaps
+from worker.runners.gpu.kv_cache import PAGE
 
 __all__ = ["TILE_ROWS", "HopperPrefill", "prefill_tiles"]
 
 IntArray = npt.NDArray[np.int32]
 
 TILE_ROWS = 128  # (token, query head) pairs in a tile, but for `hopper_attention.cu`
-_PAGE = 16  # tokens in a KV page
 
 
 def prefill_tiles(
@@ -70,7 +70,7 @@ class HopperPrefill:
         group = heads // kv_heads
         queries = self._maps.of_three(qkv, (rows, heads + 2 * kv_heads, head), (self.ROWS // group, group))
         keys, values = (
-            self._maps(cache, pages * kv_heads * _PAGE, head, _PAGE) for cache in (k_cache, v_cache)
+            self._maps(cache, pages * kv_heads * PAGE, head, PAGE) for cache in (k_cache, v_cache)
         )
         self._function(
             (min(tile_count * kv_heads, self._blocks), 1, 1), (self.THREADS, 1, 1), queries, keys, values,

@@ -26,14 +26,14 @@ from worker.runners.gpu.gemm import MANY_ROWS, Gemm
 from worker.runners.gpu.graphs import Graph, bucket_of, buckets
 from worker.runners.gpu.hopper import HopperQkv, gemm_sources, is_hopper
 from worker.runners.gpu.kernels import Kernels
+from worker.runners.gpu.kv_cache import PAGE, KvCache
 from worker.runners.gpu.memory import (
     LOGIT_ROWS,
     MemoryPlan,
-    page_bytes,
     plan_memory,
     workspace_pieces,
 )
-from worker.runners.gpu.model import Cache, Model
+from worker.runners.gpu.model import Model
 from worker.runners.gpu.qkv import Qkv
 from worker.runners.gpu.sizes import check_sizes
 from worker.runners.gpu.slots import SlotState
@@ -60,7 +60,7 @@ class CudaRunner:
     """Runs steps on one GPU; belongs to the thread that made it.
 
     file, config   the model
-    kv_blocks      pages of `block_size` tokens; None: as many as `gpu_memory` allows
+    kv_blocks      pages of the KV cache; None: as many as `gpu_memory` allows
     gpu_memory     share of the free memory that may be used
     slots          sequences at once
     depth          launches that may be outstanding
@@ -78,14 +78,14 @@ class CudaRunner:
 
     def __init__(
         self, file: GgufFile, config: ModelConfig, *, kv_blocks: int | None = None, gpu_memory: float = 0.9,
-        block_size: int = 16, slots: int, depth: int = 2, context: int | None = None, max_tokens: int = 8192,
+        slots: int, depth: int = 2, context: int | None = None, max_tokens: int = 8192,
         max_draws: int | None = None, gpu: int = 0, graphs: bool = True, tune: bool = True,
         reproducible: bool = True, report: Callable[[str], None] = log.info,
     ) -> None:  # fmt: skip
         if max_tokens < slots:
             raise ValueError(f"a step of {max_tokens} tokens cannot hold one token of each of {slots} slots")
         began = time.monotonic()
-        self.block_size = block_size
+        self.block_size = PAGE
         self.slots = slots
         self.depth = depth
         self.vocab = config.vocab
@@ -114,7 +114,7 @@ class CudaRunner:
 
     def _build(self, file: GgufFile, config: ModelConfig, kv_blocks: int | None, gpu_memory: float) -> None:
         device, slots = self.device, self.slots
-        width = -(-self._context // self.block_size)
+        width = -(-self._context // PAGE)
         check_sizes(config)
         compile_all(_sources(device, config), device.architecture)  # at once; each is then in the cache
         pieces = workspace_pieces(config, max_tokens=self._max_tokens, max_draws=self._max_draws)
@@ -137,7 +137,7 @@ class CudaRunner:
             max_pieces=kernels.most_pieces(slots),
         )  # fmt: skip
         self.memory: MemoryPlan = plan_memory(
-            config, free=device.free_memory(), gpu_memory=gpu_memory, block_size=self.block_size, slots=slots,
+            config, free=device.free_memory(), gpu_memory=gpu_memory, slots=slots,
             context=self._context, max_tokens=self._max_tokens, max_draws=self._max_draws,
             kv_blocks=kv_blocks, extra=extra,
         )  # fmt: skip
@@ -149,8 +149,8 @@ class CudaRunner:
         self._slots = SlotState(device, slots=slots, vocab=config.vocab, depth=self.depth)
         self._steps = StepBuffers(
             device, max_tokens=self._max_tokens, max_draws=self._max_draws, slots=slots,
-            table_width=width, max_pieces=kernels.most_pieces(slots), block_size=self.block_size,
-            padding_row=self.kv_blocks * self.block_size, depth=self.depth,
+            table_width=width, max_pieces=kernels.most_pieces(slots), padding_page=self.kv_blocks,
+            depth=self.depth,
         )  # fmt: skip
         arena = Arena(device, sum(map(aligned, pieces.values())), "the workspace")
         self._model = Model(
@@ -159,7 +159,7 @@ class CudaRunner:
             kernels,
             self._gemm,
             Qkv(device, config, kernels, self._gemm, max_context=self._context),
-            self._take_cache(config),
+            KvCache.allocate(device, config, self.kv_blocks + 1),  # one more for rows of padding
             self._slots,
             arena,
             pieces,
@@ -172,15 +172,6 @@ class CudaRunner:
             self._tune_many_rows()
         if self._use_graphs:
             self._capture_all()
-
-    def _take_cache(self, config: ModelConfig) -> Cache:
-        """Allocate the pages, one more for padding, zeroed: what is behind a context must be finite."""
-        pages = self.kv_blocks + 1
-        size = page_bytes(config, self.block_size) // (2 * config.layers) * pages
-        arena = Arena(self.device, 2 * config.layers * aligned(size), "the KV cache")
-        addresses = [arena.take(size) for _ in range(2 * config.layers)]
-        self.device.fill(addresses[0], 0, arena.size)
-        return Cache(tuple(addresses[::2]), tuple(addresses[1::2]), pages)
 
     def launch(self, batch: StepBatch) -> None:
         """Queue a step. Raises RunnerError where it is too large or the GPU refuses."""
@@ -271,7 +262,7 @@ class CudaRunner:
         if self._tune:
             self._model.tune(size, size)
         ones = np.ones(size if room else 0, dtype=np.int32)
-        pieces = whole_pieces(ones, np.arange(len(ones), dtype=np.int32), segment=self.block_size)
+        pieces = whole_pieces(ones, np.arange(len(ones), dtype=np.int32), segment=PAGE)
         inputs = self._steps.write_padded(turn, PADDING, size, pieces, room)
         shape = StepShape(tokens=size, sequences=size, drawn=size, draws=size, tiles=0, pieces=room)
         self._model.forward(inputs, shape)

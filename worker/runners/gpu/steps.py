@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from worker.runners.base import IntArray, StepBatch
 from worker.runners.gpu.device import Device
+from worker.runners.gpu.kv_cache import PAGE
 
 __all__ = ["PADDING", "StepBuffers", "StepInputs", "StepShape", "padded_lengths"]
 
@@ -67,17 +68,17 @@ class StepBuffers:
 
     max_tokens, max_draws, slots  bounds of a step; table_width: the most pages of a sequence
     max_pieces         room for `StepInputs.pieces`
-    padding_row        the cache row that padding tokens are written to, in a page of its own
+    padding_page       the page that padding tokens are written to
     """
 
     def __init__(
         self, device: Device, *, max_tokens: int, max_draws: int, slots: int, table_width: int,
-        max_pieces: int, block_size: int, padding_row: int, depth: int,
+        max_pieces: int, padding_page: int, depth: int,
     ) -> None:  # fmt: skip
         self._device = device
         self._slots = slots
-        self._padding_row = padding_row
-        self._padding_page = padding_row // block_size
+        self._padding_page = padding_page
+        self._padding_row = padding_page * PAGE
         self.table_width = table_width
         rows = max(slots, 1)
         words = _layout(max_tokens, rows, max_draws, max_tokens, max_pieces)[1]

@@ -1,0 +1,43 @@
+"""The KV cache on the GPU: how large a page is, what it takes, and where the pages of each layer are.
+
+`cuda/kv_cache.cuh` says where in them a token's key and value lie; nothing else knows.
+"""
+
+from dataclasses import dataclass
+
+from worker.model.config import ModelConfig
+from worker.runners.gpu.device import Arena, Device, aligned
+
+__all__ = ["PAGE", "KvCache", "page_bytes"]
+
+PAGE = 16
+"""Tokens in a page, as in `kv_cache.cuh`."""
+_ITEM_BYTES = 2  # half
+
+
+@dataclass(frozen=True, slots=True)
+class KvCache:
+    """Per layer the addresses of half [pages, kv_heads, PAGE, head_dim], of keys and of values."""
+
+    keys: tuple[int, ...]
+    values: tuple[int, ...]
+    pages: int
+
+    @classmethod
+    def allocate(cls, device: Device, config: ModelConfig, pages: int) -> "KvCache":
+        """Take the memory, zeroed: what is behind a context must be finite. Raises DeviceMemoryError."""
+        size = _part_bytes(config) * pages
+        arena = Arena(device, 2 * config.layers * aligned(size), "the KV cache")
+        addresses = [arena.take(size) for _ in range(2 * config.layers)]
+        device.fill(addresses[0], 0, arena.size)
+        return cls(tuple(addresses[::2]), tuple(addresses[1::2]), pages)
+
+
+def page_bytes(config: ModelConfig) -> int:
+    """Bytes of a page: keys and values of all layers."""
+    return 2 * config.layers * _part_bytes(config)
+
+
+def _part_bytes(config: ModelConfig) -> int:
+    """Bytes of the keys, or of the values, of a layer in a page."""
+    return config.kv_heads * PAGE * config.head_dim * _ITEM_BYTES
