@@ -45,7 +45,7 @@ check: $(VENV)/dev.stamp ## Format, lint, types, import rules; compile every ker
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/python tools/compile_kernels.py
+	$(BIN)/python -m tools.compile_kernels
 
 format: $(VENV)/dev.stamp ## Put the code into shape
 	$(BIN)/ruff format .

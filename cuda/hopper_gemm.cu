@@ -9,12 +9,21 @@
 // y is written once (residual_*: read, too, and with two sums and BUFFERS, twice). y_map: its tensor map, with boxes of 64
 // rows by 128 bytes, where there are BUFFERS; else y is used.
 //
-// Option: -DPART, the kernels of that number alone (see the end), so that all can be compiled at once; -1: all.
+// Option: -DKERNELS, a GEMM_KERNEL for each tile, as `gemm_sources` in hopper.py writes it.
 #include "hopper_product.cuh"
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
-enum class Kind { PRODUCT, SWIGLU, RESIDUAL };
+enum class Kind { HALF, SWIGLU, RESIDUAL };
+
+template <Kind>
+struct Written {
+    using type = __half;
+};
+template <>
+struct Written<Kind::RESIDUAL> {
+    using type = float;
+};
 
 // y += kept, then += acc, for the rows `row` and row + 8 of this thread.
 template <int BN>
@@ -129,44 +138,17 @@ static __device__ __forceinline__ void product(const TensorMap* x_map, const Ten
                                                                 keep, finish);
 }
 
-#define GEMM_KERNEL(NAME, WHICH, RESULT, GROUPS, BN, STAGES, CLUSTER, BUFFERS)                                     \
+#define GEMM_KERNEL(NAME, WHICH, GROUPS, BN, STAGES, CLUSTER, BUFFERS)                                             \
     extern "C" __global__ void __launch_bounds__(128 * GROUPS + 32) __cluster_dims__(CLUSTER, 1, 1)                \
         NAME##_##GROUPS##_##BN##_##STAGES##_##CLUSTER##_##BUFFERS(                                                 \
             const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w,                             \
-            const __grid_constant__ TensorMap y_map, RESULT* y, int rows, int outputs, int inputs, int first) {   \
+            const __grid_constant__ TensorMap y_map, Written<Kind::WHICH>::type* y, int rows, int outputs,         \
+            int inputs, int first) {                                                                              \
         product<Kind::WHICH, GROUPS, BN, STAGES, CLUSTER, BUFFERS>(&x, &w, &y_map, y, rows, outputs, inputs,       \
                                                                   first);                                         \
     }
 #else
-#define GEMM_KERNEL(NAME, WHICH, RESULT, GROUPS, BN, STAGES, CLUSTER, BUFFERS)
+#define GEMM_KERNEL(NAME, WHICH, GROUPS, BN, STAGES, CLUSTER, BUFFERS)
 #endif
 
-#ifndef PART
-#define PART -1
-#endif
-#if PART < 0 || PART == 0
-GEMM_KERNEL(product, PRODUCT, __half, 1, 64, 12, 1, 0)
-GEMM_KERNEL(product, PRODUCT, __half, 1, 32, 14, 1, 0)
-GEMM_KERNEL(product, PRODUCT, __half, 1, 32, 8, 1, 0)
-#endif
-#if PART < 0 || PART == 1
-GEMM_KERNEL(swiglu, SWIGLU, __half, 2, 256, 4, 2, 2)
-GEMM_KERNEL(swiglu, SWIGLU, __half, 2, 256, 4, 1, 2)
-GEMM_KERNEL(swiglu, SWIGLU, __half, 2, 224, 5, 1, 0)
-GEMM_KERNEL(swiglu, SWIGLU, __half, 2, 160, 5, 2, 0)
-GEMM_KERNEL(swiglu, SWIGLU, __half, 2, 160, 5, 1, 0)
-GEMM_KERNEL(swiglu, SWIGLU, __half, 1, 160, 7, 2, 0)
-GEMM_KERNEL(swiglu, SWIGLU, __half, 1, 160, 7, 1, 0)
-GEMM_KERNEL(swiglu, SWIGLU, __half, 1, 128, 8, 1, 0)
-GEMM_KERNEL(swiglu, SWIGLU, __half, 1, 128, 4, 1, 0)
-GEMM_KERNEL(swiglu, SWIGLU, __half, 1, 64, 13, 1, 0)
-GEMM_KERNEL(swiglu, SWIGLU, __half, 1, 64, 6, 1, 0)
-#endif
-#if PART < 0 || PART == 2
-GEMM_KERNEL(residual, RESIDUAL, float, 2, 256, 4, 2, 2)
-GEMM_KERNEL(residual, RESIDUAL, float, 2, 128, 5, 1, 4)
-GEMM_KERNEL(residual, RESIDUAL, float, 2, 64, 8, 1, 0)
-GEMM_KERNEL(residual, RESIDUAL, float, 1, 64, 12, 1, 0)
-GEMM_KERNEL(residual, RESIDUAL, float, 1, 64, 6, 1, 0)
-GEMM_KERNEL(residual, RESIDUAL, float, 1, 32, 8, 1, 0)
-#endif
+KERNELS  // of `hopper.py`

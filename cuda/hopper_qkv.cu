@@ -10,7 +10,8 @@
 // 2 c and 2 c + 1. Every result is written once, in pieces of 16 bytes; where there are BUFFERS, queries by bulk copies
 // (qkv_map: of qkv, with boxes of 64 rows by 128 bytes), keys and values, which belong to pages anywhere, not.
 //
-// Options: -DHEAD_DIM, 64 or 128; -DINTERLEAVED (0). Kernels are named qkv_GROUPS_BN_STAGES_CLUSTER_BUFFERS.
+// Options: -DHEAD_DIM, 64 or 128; -DINTERLEAVED (0); -DKERNELS, a QKV_KERNEL for each tile, as `qkv_source` in hopper.py
+// writes it. Kernels are named qkv_GROUPS_BN_STAGES_CLUSTER_BUFFERS.
 #include "hopper_product.cuh"
 #include "kv_cache.cuh"
 #include "rotation.cuh"
@@ -173,14 +174,4 @@ static __device__ __forceinline__ void qkv_product(const TensorMap* x_map, const
 #define QKV_KERNEL(GROUPS, BN, STAGES, CLUSTER, BUFFERS)
 #endif
 
-QKV_KERNEL(2, 256, 4, 2, 2)
-QKV_KERNEL(2, 128, 5, 2, 2)
-QKV_KERNEL(2, 128, 5, 1, 2)
-QKV_KERNEL(2, 128, 6, 1, 0)
-QKV_KERNEL(1, 128, 8, 1, 0)
-#if HEAD_DIM == 64
-QKV_KERNEL(2, 192, 4, 2, 3)
-QKV_KERNEL(2, 192, 4, 1, 3)
-QKV_KERNEL(1, 64, 12, 1, 0)
-QKV_KERNEL(1, 64, 6, 1, 0)
-#endif
+KERNELS  // of `hopper.py`

@@ -18,6 +18,8 @@
 //
 // Maps: boxes of 64 columns by BR rows of x, by BN rows of W. The kernel may start before the one ahead of it has
 // ended: weights are fetched at once, x and y only after that. Dynamic shared memory: `SplitTile.shared` in the launcher.
+//
+// Option: -DKERNELS, a SPLIT_KERNEL for each tile, as `split_source` in split.py writes it.
 #include "hopper.cuh"
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
@@ -238,15 +240,4 @@ static __device__ __forceinline__ void product(const TensorMap* x_map, const Ten
 #define SPLIT_KERNEL(BR, BN, BOXES, HALVES, DOWN, STAGES)
 #endif
 
-SPLIT_KERNEL(16, 16, 4, 2, 1, 13)
-SPLIT_KERNEL(32, 16, 4, 2, 1, 9)
-SPLIT_KERNEL(64, 32, 2, 2, 1, 9)
-SPLIT_KERNEL(64, 64, 2, 2, 1, 6)
-SPLIT_KERNEL(128, 64, 2, 2, 1, 4)
-SPLIT_KERNEL(128, 128, 1, 2, 2, 6)
-SPLIT_KERNEL(16, 16, 4, 1, 1, 4)
-SPLIT_KERNEL(32, 16, 4, 1, 1, 4)
-SPLIT_KERNEL(64, 16, 4, 1, 1, 4)
-SPLIT_KERNEL(64, 32, 2, 1, 1, 9)
-SPLIT_KERNEL(64, 32, 2, 1, 2, 9)
-SPLIT_KERNEL(64, 64, 2, 1, 1, 7)
+KERNELS  // of `split.py`

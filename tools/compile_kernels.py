@@ -1,7 +1,8 @@
-"""Compile every CUDA kernel for the architectures that Nightmill supports; part of `make check`.
+"""Compile every CUDA kernel as the launchers do, for the architectures supported; part of `make check`.
 
 Needs nvcc and no GPU. Where nvcc is not installed it says so and succeeds: the kernels are then compiled
-by whoever has it.
+by whoever has it. What was compiled without a complaint is remembered in build/kernels, and compiled again
+only where the file, something that it includes, its options or nvcc have changed.
 """
 
 import os
@@ -9,54 +10,68 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
-VARIANTS = {  # options that the launchers compile a file with; others are compiled once, with their defaults
-    "decode_attention": (("-DHEAD_DIM=64",), ("-DHEAD_DIM=128",)),
-    "qkv_rope": (("-DHEAD_DIM=64", "-DINTERLEAVED=0"), ("-DHEAD_DIM=128", "-DINTERLEAVED=1")),
-    "prefill_attention": (("-DHEAD_DIM=64",), ("-DHEAD_DIM=128",)),
-    "hopper_attention": (("-DHEAD_DIM=64",), ("-DHEAD_DIM=128",)),
-    "split_attention": (("-DHEAD_DIM=64",), ("-DHEAD_DIM=128",)),
-    "hopper_qkv": (("-DHEAD_DIM=64", "-DINTERLEAVED=0"), ("-DHEAD_DIM=128", "-DINTERLEAVED=1")),
-    "few_rows": (("-DHEAD_DIM=64", "-DINTERLEAVED=0"), ("-DHEAD_DIM=128", "-DINTERLEAVED=1")),
-}
+from worker.model.config import ModelConfig, RopeStyle
+from worker.model.gguf_file import GgufFile
+from worker.runners.gpu.catalogue import sources_for
+from worker.runners.gpu.compiler import cubin_key
+from worker.runners.gpu.sources import Source, source_of
+
+ROOT = Path(__file__).resolve().parent.parent
+DONE = ROOT / "build" / "kernels"
 HOPPER = "sm_90a"
 ARCHITECTURES = ("sm_80", HOPPER, "sm_100")
-HOPPER_ONLY = ("hopper_", "few_rows")  # how the names of files begin that no other architecture runs
-KERNELS = Path(__file__).resolve().parent.parent / "cuda"
+ELSEWHERE = ("gemv",)  # files that are not among those of a runner
 
 
 def main() -> int:
-    """Compile all; 1 where anything failed."""
-    sources = sorted(KERNELS.glob("*.cu"))
+    """Compile all; 1 where anything failed, or where no launcher compiles a file."""
+    files = sorted((ROOT / "cuda").glob("*.cu"))
     nvcc = shutil.which("nvcc")
     if nvcc is None:
-        print(f"nvcc is not installed: {len(sources)} kernel files not compiled")
+        print(f"nvcc is not installed: {len(files)} kernel files not compiled")
         return 0
-    jobs = [
-        (source, option, architecture)
-        for source in sources
-        for option in VARIANTS.get(source.stem, ((),))
-        for architecture in ((HOPPER,) if source.stem.startswith(HOPPER_ONLY) else ARCHITECTURES)
-    ]
+    jobs = sorted(set(every_source()), key=str)
+    forgotten = sorted({path.name for path in files} - {path.name for path, _, _ in jobs})
+    version = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        said = list(pool.map(lambda job: compile_one(nvcc, *job), jobs))
-    complaints = [text for text in said if text]
+        said = list(pool.map(lambda job: compile_one(nvcc, version, *job), jobs))
+    complaints = [text for text in said if text] + [f"{name}: no launcher compiles it" for name in forgotten]
     print("\n".join(complaints), file=sys.stderr, end="\n" if complaints else "")
     print(f"nvcc: {len(jobs)} compilations for {', '.join(ARCHITECTURES)}: {len(complaints)} with complaints")
     return min(len(complaints), 1)
 
 
-def compile_one(nvcc: str, source: Path, options: tuple[str, ...], architecture: str) -> str:
+def every_source() -> Iterator[tuple[Path, tuple[str, ...], str]]:
+    """File, options and architecture of all that runners compile, for heads of 64, 128 and other sizes."""
+    bundled = ModelConfig.from_gguf(GgufFile.open(ROOT / "models" / "nightmill-demo.gguf"))
+    large = replace(bundled, head_dim=128, rope_dim=128, rope_style=RopeStyle.PAIRS)
+    for config in (bundled, large, replace(bundled, head_dim=32, rope_dim=32)):
+        for architecture in ARCHITECTURES:
+            sources: list[Source] = sources_for(config, hopper=architecture == HOPPER)
+            sources += sources_for(config, hopper=False)  # as a runner of portable kernels does
+            sources += [source_of(name) for name in ELSEWHERE]
+            yield from ((path, options, architecture) for path, options in sources)
+
+
+def compile_one(nvcc: str, version: str, source: Path, options: tuple[str, ...], architecture: str) -> str:
     """What nvcc said of one kernel, warnings included; empty where it is content."""
+    done = DONE / cubin_key(source, options, architecture, version)
+    if done.exists():
+        return ""
     with tempfile.TemporaryDirectory() as directory:
         command = [nvcc, "-cubin", f"-arch={architecture}", "-std=c++17", *options]
         command += ["-o", f"{directory}/kernel.cubin", str(source)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode == 0 and not done.stderr.strip():
+        compiled = subprocess.run(command, capture_output=True, text=True, check=False)
+    if compiled.returncode == 0 and not compiled.stderr.strip():
+        done.parent.mkdir(parents=True, exist_ok=True)
+        done.touch()
         return ""
-    return f"{source.name} {' '.join(options)} for {architecture}:\n{done.stdout}{done.stderr}"
+    return f"{source.name} {' '.join(options)} for {architecture}:\n{compiled.stdout}{compiled.stderr}"
 
 
 if __name__ == "__main__":

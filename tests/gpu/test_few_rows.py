@@ -67,7 +67,7 @@ def bench(device: Device, request: pytest.FixtureRequest) -> Bench:
     if not is_hopper(device):
         pytest.skip("these kernels run on Hopper only")
     config = make_config(**MODELS[request.param])
-    assert FewRows.suits(device, config)
+    assert FewRows.suits(config)
     return Bench(device, config)
 
 
@@ -140,4 +140,4 @@ def test_norm_gate_up_and_swiglu(bench: Bench, tokens: int) -> None:
 
 def test_models_with_other_sizes_take_the_general_way(device: Device) -> None:
     odd = ({"qk_norm": True}, {"head_dim": 96, "heads": 10}, {"width": 904}, {"ffn_width": 18_944})
-    assert not any(FewRows.suits(device, make_config(**changes)) for changes in odd)
+    assert not any(FewRows.suits(make_config(**changes)) for changes in odd)

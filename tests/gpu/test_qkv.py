@@ -8,7 +8,7 @@ from tests.gpu.test_few_rows import CONTEXT, MODELS, Bench, inputs_of
 from worker.model.config import ModelConfig
 from worker.runners.gpu.device import Device
 from worker.runners.gpu.gemm import padded_rows
-from worker.runners.gpu.hopper import QKV_TILES, HopperQkv, Tile
+from worker.runners.gpu.hopper import QKV_TILES, HopperQkv, Tile, is_hopper
 from worker.runners.gpu.qkv import Qkv
 
 SOME_MODELS = MODELS | {"no-bias": {"qkv_bias": False}}
@@ -23,7 +23,7 @@ WHOLE_HEADS = [
 @pytest.fixture(params=SOME_MODELS)
 def bench(device: Device, request: pytest.FixtureRequest) -> Bench:
     config = make_config(**SOME_MODELS[request.param])
-    if not HopperQkv.suits(device, config):
+    if not (is_hopper(device) and HopperQkv.suits(config)):
         pytest.skip("these kernels run on Hopper only")
     return Bench(device, config)
 
@@ -103,4 +103,4 @@ def test_the_tuned_choice_serves_all_numbers_of_tokens(bench: Bench) -> None:
 
 def test_models_with_other_sizes_take_two_launches(device: Device) -> None:
     odd: list[ModelConfig] = [make_config(qk_norm=True), make_config(head_dim=96, heads=10)]
-    assert not any(HopperQkv.suits(device, config) for config in odd)
+    assert not any(HopperQkv.suits(config) for config in odd)

@@ -22,13 +22,14 @@ from worker.model.config import ModelConfig
 from worker.model.gguf_file import GgufFile
 from worker.runners.base import FROM_SLOT, IntArray, StepBatch
 from worker.runners.gpu import compiler
+from worker.runners.gpu.catalogue import sources_for
 from worker.runners.gpu.compiler import compile_all
 from worker.runners.gpu.device import Device
 from worker.runners.gpu.few_rows import MAX_ROWS
 from worker.runners.gpu.gemm import Gemm, padded_rows
 from worker.runners.gpu.hopper import Kind
 from worker.runners.gpu.kernels import Kernels
-from worker.runners.gpu.runner import CudaRunner, _sources
+from worker.runners.gpu.runner import CudaRunner
 
 MODEL = Path(__file__).parents[3] / "models" / "nightmill-demo.gguf"
 HOPPER, AMPERE = (9, 0), (8, 0)
@@ -62,7 +63,7 @@ def cubins(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 with pytest.MonkeyPatch.context() as patch:
                     record(capability, patch, directory)
                     with Device() as device:
-                        compile_all(_sources(device, config), device.architecture)
+                        compile_all(sources_for(config, hopper=capability == HOPPER), device.architecture)
     return directory
 
 

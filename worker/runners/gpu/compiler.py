@@ -109,7 +109,7 @@ def compile_kernels(
     nvcc = find_nvcc()
     options = (*_COMMON_OPTIONS, *options)
     directory = directory or cache_directory()
-    cached = directory / f"{source.stem}-{_key(source, options, arch, compiler_version(nvcc))}.cubin"
+    cached = directory / f"{source.stem}-{cubin_key(source, options, arch, compiler_version(nvcc))}.cubin"
     try:
         return cached.read_bytes()
     except OSError:
@@ -129,7 +129,8 @@ def compile_all(
         return list(pool.map(lambda job: compile_kernels(job[0], job[1], arch, report=report), sources))
 
 
-def _key(source: Path, options: Sequence[str], arch: str, version: str) -> str:
+def cubin_key(source: Path, options: Sequence[str], arch: str, version: str) -> str:
+    """Names all that the machine code of a file depends on; `version`: of nvcc."""
     digest = hashlib.sha256()
     parts = [_FORMAT, arch.encode(), version.encode(), *(option.encode() for option in options)]
     for part in (*parts, *_texts(source)):

@@ -6,7 +6,7 @@ They give the bits of the kernels that serve larger steps.
 from worker.model.config import ModelConfig
 from worker.runners.gpu.device import Device
 from worker.runners.gpu.functions import Function, Module
-from worker.runners.gpu.hopper import first_sum, is_hopper
+from worker.runners.gpu.hopper import first_sum
 from worker.runners.gpu.kernels import Kernels
 from worker.runners.gpu.sources import TENSOR_CORE_HEADS, source_of
 from worker.runners.gpu.steps import StepInputs
@@ -26,7 +26,7 @@ _BLOCK, _LARGE_BLOCK = (128, 1, 1), (256, 1, 1)
 
 
 class FewRows:
-    """The operations of steps of up to MAX_ROWS tokens, one a sequence. Check `suits` first."""
+    """The operations of steps of up to MAX_ROWS tokens, one a sequence, on Hopper. Check `suits` first."""
 
     def __init__(self, device: Device, config: ModelConfig, kernels: Kernels, *, max_context: int) -> None:
         self._config = config
@@ -44,12 +44,11 @@ class FewRows:
         self._swiglu = {held: function(f"few_swiglu_{held}", "PPfPPiiiiPi") for held in _HELD}
 
     @staticmethod
-    def suits(device: Device, config: ModelConfig) -> bool:
+    def suits(config: ModelConfig) -> bool:
         """Whether the kernels take a model: no QK norm, sizes in multiples of 32, rows that fit a block."""
         sizes = (config.width, config.heads * config.head_dim, config.ffn_width)
         return (
-            is_hopper(device)
-            and config.head_dim in TENSOR_CORE_HEADS
+            config.head_dim in TENSOR_CORE_HEADS
             and not config.qk_norm
             and not any(size % _DEPTH for size in sizes)
             and _most_shared(config) <= _MAX_SHARED

@@ -8,11 +8,11 @@ from enum import Enum
 from worker.model.config import ModelConfig
 from worker.runners.gpu.device import CudaError, Device
 from worker.runners.gpu.functions import Function, Module, bindings, error_text
-from worker.runners.gpu.sources import TENSOR_CORE_HEADS, Source, source_of
+from worker.runners.gpu.sources import TENSOR_CORE_HEADS, Source, instances, source_of
 
 __all__ = [
     "QKV_TILES", "TILES", "HopperProducts", "HopperQkv", "Kind", "TensorMaps", "Tile", "first_sum",
-    "gemm_sources", "is_hopper",
+    "gemm_sources", "is_hopper", "qkv_source",
 ]  # fmt: skip
 
 _DEPTH = 64  # elements of K in a stage
@@ -46,6 +46,11 @@ class Tile:
     buffers: int = 0
 
     @property
+    def arguments(self) -> tuple[int, ...]:
+        """Of the kernel template, and in the names of kernels."""
+        return self.groups, self.columns, self.stages, self.cluster, self.buffers
+
+    @property
     def shared(self) -> int:
         """Bytes of dynamic shared memory."""
         stage = (64 * self.groups + self.columns) * _DEPTH * 2
@@ -57,7 +62,7 @@ class Tile:
         return 128 * self.groups + 32
 
 
-# The best for many rows first; kinds as `hopper_gemm.cu` numbers them.
+# The best for many rows first.
 TILES = {
     Kind.HALF: (Tile(1, 64, 12), Tile(1, 32, 14), Tile(1, 32, 8)),
     Kind.SWIGLU: (
@@ -101,9 +106,29 @@ def is_hopper(device: Device) -> bool:
 
 
 def gemm_sources() -> list[Source]:
-    """The parts of `hopper_gemm.cu`, one for each of TILES, so that they can be compiled at once."""
+    """`hopper_gemm.cu` for each kind of TILES, so that they can be compiled at once."""
     file, options = source_of("hopper_gemm")
-    return [(file, (*options, f"-DPART={number}")) for number in range(len(TILES))]
+    return [
+        (
+            file,
+            (
+                *options,
+                instances("GEMM_KERNEL", ((kind.value, kind.name, *tile.arguments) for tile in tiles)),
+            ),
+        )
+        for kind, tiles in TILES.items()
+    ]
+
+
+def _qkv_tiles(config: ModelConfig) -> tuple[Tile, ...]:
+    """Those of QKV_TILES that have whole heads."""
+    return tuple(tile for tile in QKV_TILES if tile.columns % config.head_dim == 0)
+
+
+def qkv_source(config: ModelConfig) -> Source:
+    """`hopper_qkv.cu` for a model."""
+    file, options = source_of("hopper_qkv", config)
+    return file, (*options, instances("QKV_KERNEL", (tile.arguments for tile in _qkv_tiles(config))))
 
 
 def first_sum(outputs: int, inputs: int) -> int:
@@ -155,25 +180,22 @@ class HopperQkv:
     """Queries, keys and values in one launch: product, bias, rotation, cache write. Check `suits` first."""
 
     def __init__(self, device: Device, config: ModelConfig, rope_table: int, max_context: int) -> None:
-        module = Module.of(device, source_of("hopper_qkv", config))
+        module = Module.of(device, qkv_source(config))
         self._config = config
         self._rope = (rope_table, max_context)
         self._maps = TensorMaps(device)
         self._functions: dict[Tile, Function] = {}
         self._blocks: dict[Tile, int] = {}
-        for tile in QKV_TILES:
-            if tile.columns % config.head_dim == 0:
-                arguments = "128s128s128sPPPPiPPPiiii"
-                function = module.function(
-                    f"qkv_{_name(tile)}", arguments, shared=tile.shared, dependent=True
-                )
-                self._functions[tile] = function
-                self._blocks[tile] = _blocks_at_once(device, function, tile)
+        for tile in _qkv_tiles(config):
+            arguments = "128s128s128sPPPPiPPPiiii"
+            function = module.function(f"qkv_{_name(tile)}", arguments, shared=tile.shared, dependent=True)
+            self._functions[tile] = function
+            self._blocks[tile] = _blocks_at_once(device, function, tile)
 
     @staticmethod
-    def suits(device: Device, config: ModelConfig) -> bool:
-        """Whether the kernels take a model: on Hopper, heads of 64 or 128, no QK norm."""
-        return is_hopper(device) and config.head_dim in TENSOR_CORE_HEADS and not config.qk_norm
+    def suits(config: ModelConfig) -> bool:
+        """Whether the kernels take a model: heads of 64 or 128, no QK norm."""
+        return config.head_dim in TENSOR_CORE_HEADS and not config.qk_norm
 
     @property
     def tiles(self) -> tuple[Tile, ...]:
@@ -202,7 +224,7 @@ class HopperQkv:
 
 
 def _name(tile: Tile) -> str:
-    return f"{tile.groups}_{tile.columns}_{tile.stages}_{tile.cluster}_{tile.buffers}"
+    return "_".join(map(str, tile.arguments))
 
 
 def _blocks_at_once(device: Device, function: Function, tile: Tile) -> int:

@@ -6,7 +6,7 @@ from functools import partial
 from worker.model.config import ModelConfig
 from worker.runners.gpu.device import Device
 from worker.runners.gpu.gemm import MANY_ROWS, Gemm, Shortlist, nothing, padded_rows
-from worker.runners.gpu.hopper import HopperQkv, Kind, Tile
+from worker.runners.gpu.hopper import HopperQkv, Kind, Tile, is_hopper
 from worker.runners.gpu.kernels import Kernels
 from worker.runners.gpu.steps import StepInputs
 from worker.runners.gpu.weights import LayerWeights
@@ -27,7 +27,7 @@ class Qkv:
         self._outputs = (config.heads + 2 * config.kv_heads) * config.head_dim
         self._fused = (
             HopperQkv(device, config, kernels.rope_table, max_context)
-            if HopperQkv.suits(device, config)
+            if is_hopper(device) and HopperQkv.suits(config)
             else None
         )
         self._shortlist: Shortlist[Tile | None] = Shortlist()

@@ -18,13 +18,14 @@ from jobs.errors import RunnerError
 from worker.model.config import ModelConfig
 from worker.model.gguf_file import GgufFile
 from worker.runners.base import IntArray, SampledTokens, StepBatch
+from worker.runners.gpu.catalogue import sources_for
 from worker.runners.gpu.compiler import compile_all, kernel_revision
 from worker.runners.gpu.decode import whole_pieces
 from worker.runners.gpu.device import Arena, Device, aligned
 from worker.runners.gpu.few_rows import FewRows
 from worker.runners.gpu.gemm import MANY_ROWS, Gemm
 from worker.runners.gpu.graphs import Graph, bucket_of, buckets
-from worker.runners.gpu.hopper import HopperQkv, gemm_sources, is_hopper
+from worker.runners.gpu.hopper import is_hopper
 from worker.runners.gpu.kernels import Kernels
 from worker.runners.gpu.kv_cache import PAGE, KvCache
 from worker.runners.gpu.memory import (
@@ -37,7 +38,6 @@ from worker.runners.gpu.model import Model
 from worker.runners.gpu.qkv import Qkv
 from worker.runners.gpu.sizes import check_sizes
 from worker.runners.gpu.slots import SlotState
-from worker.runners.gpu.sources import Source, source_of
 from worker.runners.gpu.steps import PADDING, StepBuffers, StepShape, padded_lengths
 from worker.runners.gpu.weights import load_weights
 
@@ -116,14 +116,16 @@ class CudaRunner:
         device, slots = self.device, self.slots
         width = -(-self._context // PAGE)
         check_sizes(config)
-        compile_all(_sources(device, config), device.architecture)  # at once; each is then in the cache
+        compile_all(
+            sources_for(config, hopper=is_hopper(device)), device.architecture
+        )  # at once; each is then in the cache
         pieces = workspace_pieces(config, max_tokens=self._max_tokens, max_draws=self._max_draws)
         self._kernels = kernels = Kernels(
             device, config, max_context=self._context, max_sample_rows=LOGIT_ROWS
         )
         few = (
             FewRows(device, config, kernels, max_context=self._context)
-            if FewRows.suits(device, config)
+            if is_hopper(device) and FewRows.suits(config)
             else None
         )
         rows = max(self._max_tokens, kernels.most_pieces(slots))
@@ -285,14 +287,3 @@ class CudaRunner:
             pieces=len(pieces),
         )
         self._model.forward(self._steps.write(turn, batch, shape, tiles, pieces), shape)
-
-
-def _sources(device: Device, config: ModelConfig) -> list[Source]:
-    """All files that a runner needs for a model; those that take longest first."""
-    hopper = is_hopper(device)
-    names = ["hopper_qkv"] if HopperQkv.suits(device, config) else []
-    names += ["hopper_split"] if hopper else []
-    names += ["few_rows"] if FewRows.suits(device, config) else []
-    names += [*Kernels.files(config, hopper=hopper), "dequantize"]
-    products = gemm_sources() if hopper else []
-    return [*reversed(products), *(source_of(name, config) for name in names)]

@@ -1,11 +1,12 @@
 """The kernel files, and what nvcc is told about a model when it compiles them."""
 
+from collections.abc import Iterable
 from pathlib import Path
 
 from worker.model.config import ModelConfig, RopeStyle
 from worker.runners.gpu.compiler import kernel_directory
 
-__all__ = ["TENSOR_CORE_HEADS", "Source", "source_of"]
+__all__ = ["TENSOR_CORE_HEADS", "Source", "instances", "source_of"]
 
 TENSOR_CORE_HEADS = (64, 128)  # head sizes that fast attention and fused QKV are compiled for
 
@@ -26,3 +27,9 @@ def source_of(name: str, config: ModelConfig | None = None) -> Source:
     if config is not None and name in _ROTATED:
         options += (f"-DINTERLEAVED={int(config.rope_style is RopeStyle.PAIRS)}",)
     return kernel_directory() / f"{name}.cu", options
+
+
+def instances(macro: str, arguments: Iterable[Iterable[object]]) -> str:
+    """The option with which a file has a kernel for each of these arguments of a template."""
+    calls = "".join(f"{macro}({','.join(map(str, one))})" for one in arguments)
+    return "-DKERNELS=" + calls.replace(",", "\\,")  # nvcc takes a plain comma for the end of a definition

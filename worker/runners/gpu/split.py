@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from worker.runners.gpu.device import Device
 from worker.runners.gpu.functions import Function, Module
 from worker.runners.gpu.hopper import TensorMaps, first_sum
-from worker.runners.gpu.sources import source_of
+from worker.runners.gpu.sources import Source, instances, source_of
 
-__all__ = ["SPLIT_TILES", "HopperSplit", "SplitTile", "split_tiles"]
+__all__ = ["SPLIT_TILES", "HopperSplit", "SplitTile", "split_source", "split_tiles"]
 
 _BOX_COLUMNS = 64  # elements of K in a box
 _WGMMA_ROWS = 64
@@ -46,10 +46,14 @@ class SplitTile:
         return self._computed // _WGMMA_ROWS * 128 + 32
 
     @property
+    def arguments(self) -> tuple[int, ...]:
+        """Of the kernel template."""
+        return self.rows, self.columns, self.boxes, self.halves, self.down, self.stages
+
+    @property
     def name(self) -> str:
         """Of the kernel."""
-        sizes = self.rows, self.columns, self.boxes, self.halves, self.down, self.stages
-        return "split_" + "_".join(map(str, sizes))
+        return "split_" + "_".join(map(str, self.arguments))
 
     @property
     def blocks(self) -> int:
@@ -82,6 +86,12 @@ SPLIT_TILES = (
 )
 
 
+def split_source() -> Source:
+    """`hopper_split.cu` with all tiles."""
+    file, options = source_of("hopper_split")
+    return file, (*options, instances("SPLIT_KERNEL", (tile.arguments for tile in SPLIT_TILES)))
+
+
 def split_tiles(rows: int, outputs: int, inputs: int) -> list[SplitTile]:
     """Those that are worth timing for so many rows."""
     height = min((tile.rows for tile in SPLIT_TILES if tile.rows >= rows), default=_WGMMA_ROWS)
@@ -100,7 +110,7 @@ class HopperSplit:
     """y += x weight^T with the sums of `HopperProducts`, to the same bits; on Hopper only."""
 
     def __init__(self, device: Device) -> None:
-        module = Module.of(device, source_of("hopper_split"))
+        module = Module.of(device, split_source())
         self._maps = TensorMaps(device)
         self._functions: dict[str, Function] = {
             tile.name: module.function(tile.name, "128s128sPPiiii", shared=tile.shared, dependent=True)

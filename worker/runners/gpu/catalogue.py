@@ -1,0 +1,24 @@
+"""All that a runner compiles for a model."""
+
+from worker.model.config import ModelConfig
+from worker.runners.gpu.few_rows import FewRows
+from worker.runners.gpu.hopper import HopperQkv, gemm_sources, qkv_source
+from worker.runners.gpu.kernels import Kernels
+from worker.runners.gpu.sources import Source, source_of
+from worker.runners.gpu.split import split_source
+
+__all__ = ["sources_for"]
+
+
+def sources_for(config: ModelConfig, *, hopper: bool) -> list[Source]:
+    """Files and options for nvcc; those that take longest first."""
+    sources: list[Source] = []
+    if hopper:
+        sources += reversed(gemm_sources())
+        if HopperQkv.suits(config):
+            sources.append(qkv_source(config))
+        sources.append(split_source())
+        if FewRows.suits(config):
+            sources.append(source_of("few_rows", config))
+    names = [*Kernels.files(config, hopper=hopper), "dequantize"]
+    return [*sources, *(source_of(name, config) for name in names)]
