@@ -17,17 +17,18 @@ static constexpr float COLDEST_FAST = 0.01f;    // below it l / T is too coarse 
         const unsigned long long *__restrict__ seeds, int *__restrict__ last_token, unsigned *__restrict__ seen,  \
         int words
 
+// A row of logits has room for a multiple of 8: what is behind the vocabulary may be anything.
 struct Row {
     const float* logits;
     const unsigned* seen;  // null: no penalty
     float penalty;
     int vocab;
-    bool aligned;  // 16-byte reads are possible
+    bool whole;  // the vocabulary ends with a group of four
 };
 
 static __device__ __forceinline__ Row row_of(const float* logits, int row, int vocab, const unsigned* seen,
                                              int words, int slot, float penalty) {
-    return Row{logits + static_cast<int64_t>(row) * vocab,
+    return Row{logits + static_cast<int64_t>(row) * ((vocab + 7) / 8 * 8),
                penalty != 1.0f ? seen + static_cast<int64_t>(slot) * words : nullptr, penalty, vocab,
                vocab % 4 == 0};
 }
@@ -35,12 +36,11 @@ static __device__ __forceinline__ Row row_of(const float* logits, int row, int v
 // Logits of tokens 4 * block .. 4 * block + 3; -inf past the vocabulary.
 static __device__ __forceinline__ void plain_logits(const Row& row, int block, float (&x)[4]) {
     const int token = block * 4;
-    if (row.aligned) {
-        const float4 four = *reinterpret_cast<const float4*>(row.logits + token);
-        x[0] = four.x, x[1] = four.y, x[2] = four.z, x[3] = four.w;
-    } else {
+    const float4 four = *reinterpret_cast<const float4*>(row.logits + token);
+    x[0] = four.x, x[1] = four.y, x[2] = four.z, x[3] = four.w;
+    if (!row.whole) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) x[i] = token + i < row.vocab ? row.logits[token + i] : negative_infinity();
+        for (int i = 0; i < 4; ++i) x[i] = token + i < row.vocab ? x[i] : negative_infinity();
     }
 }
 

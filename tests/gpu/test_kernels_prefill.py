@@ -23,10 +23,10 @@ from worker.runners.gpu.kernels import Kernels
 
 def run_prefill(
     device: Device, kernels: Kernels, config: Any, qkv: np.ndarray, paged: Paged, lengths: list[int],
-    chunks: list[int],
+    chunks: list[int], drawn: int = 0,
 ) -> np.ndarray:  # fmt: skip
     starts = np.cumsum([0, *chunks]).astype(np.int32)
-    tiles = kernels.prefill_tiles(starts, np.array(lengths, dtype=np.int32))
+    tiles = kernels.prefill_tiles(starts, np.array(lengths, dtype=np.int32), drawn)
     tiles = np.concatenate([tiles, [[-1, 0]]]).astype(np.int32)  # a padding tile
     out = device.upload(np.full((starts[-1], config.heads, config.head_dim), np.nan, dtype=np.float16))
     kernels.prefill_attention(
@@ -60,16 +60,16 @@ def test_prefill_of_ragged_chunks(device: Device, shape: tuple[int, int, int], p
     config = make_config(heads=shape[0], kv_heads=shape[1], head_dim=shape[2])
     kernels = Kernels(device, config, max_context=LONG, portable=portable)
     rng = np.random.default_rng(shape[0])
-    # Whole prompts, then chunks in the middle of a context, at page borders; last a decoding neighbour.
-    chunks = [7, 63, 64, 65, 130, 2, 16, 17, 15, 100, 33, 1]
-    before = [0, 0, 0, 0, 0, 1, 15, 16, 17, 128, 999, 40]
+    # First a token that was drawn; whole prompts, then chunks in the middle of a context, at page borders.
+    chunks = [1, 7, 63, 64, 65, 130, 1, 2, 16, 17, 15, 100, 33, 1]
+    before = [40, 0, 0, 0, 0, 0, 0, 1, 15, 16, 17, 128, 999, 64]
     lengths = [chunk + earlier for chunk, earlier in zip(chunks, before, strict=True)]
     paged = make_paged(rng, lengths, config.kv_heads, config.head_dim)
     qkv = make_queries(rng, sum(chunks), config)
-    actual = run_prefill(device, kernels, config, qkv, paged, lengths, chunks)
-    assert np.isnan(actual[-1]).all()  # not ours: it has one token
-    row = 0
-    for sequence, chunk in enumerate(chunks[:-1]):
+    actual = run_prefill(device, kernels, config, qkv, paged, lengths, chunks, drawn=1)
+    assert np.isnan(actual[0]).all()  # not ours
+    row = 1
+    for sequence, chunk in enumerate(chunks[1:], start=1):
         part = slice(row, row + chunk)
         row += chunk
         visible = lengths[sequence] - chunk + np.arange(chunk) + 1

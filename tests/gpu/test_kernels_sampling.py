@@ -84,8 +84,10 @@ def draw(
     sample_rows = np.random.default_rng(count + 1).permutation(2 * count + 1)[: count + 1].astype(np.int32)
     positions[sample_rows[:count]] = rows.positions - 1
     out = device.upload(np.full(count + 1, -7, dtype=np.int32))
+    padded = np.full((count, -(-vocab // 8) * 8), np.nan, dtype=np.float32)  # what pads a row is not read
+    padded[:, :vocab] = logits
     kernels.sample(
-        device.upload(logits), count + 1, device.upload(np.append(order, -1).astype(np.int32)),
+        device.upload(padded), count + 1, device.upload(np.append(order, -1).astype(np.int32)),
         device.upload(sample_rows), device.upload(positions), state, out, filtered=filtered,
     )  # fmt: skip
     tokens = device.download(out, count + 1, np.int32)

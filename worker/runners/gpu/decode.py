@@ -188,19 +188,19 @@ class DecodeAttention:
 
     def in_pieces(
         self, inputs: tuple[int, ...], sequence_starts: int, pieces: int, piece_count: int, out: int,
-        count: int, scale: float,
+        count: int, scale: float, apart: bool = False,
     ) -> None:  # fmt: skip
         """Queue the pieces of `count` sequences; inputs: qkv, keys, values, block tables and their stride."""
         config = self._config
         kernel, shared = self._far if piece_count <= self._far_pieces else self._near
         kernel.of(count)(
             (self._blocks, piece_count, 1), _THREADS, *inputs, sequence_starts, pieces, out, *self._meeting,
-            config.heads, config.kv_heads, self._segment_pages, scale, shared=shared,
+            config.heads, config.kv_heads, self._segment_pages, scale, shared=shared, apart=apart,
         )  # fmt: skip
 
     def split(
         self, inputs: tuple[int, ...], context_lengths: int, sequence_starts: int, sequences: int, out: int,
-        count: int, scale: float,
+        count: int, scale: float, apart: bool = False,
     ) -> None:  # fmt: skip
         """Queue `count` sequences, so few that they do not fill the chip, whatever their contexts are."""
         if self._blocks * count >= self._full_chip:
@@ -220,5 +220,5 @@ class DecodeAttention:
         split(
             (self._blocks, count, segments), _THREADS, *inputs, context_lengths, sequence_starts, sequences,
             out, *self._meeting, config.heads, config.kv_heads, self._segment_pages, self._segments, scale,
-            shared=shared,
+            shared=shared, apart=apart,
         )  # fmt: skip

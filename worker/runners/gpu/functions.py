@@ -111,6 +111,12 @@ class Function:
             attributes.append(attribute)
         self._config.attrs = attributes
         self._config.numAttrs = len(attributes)
+        self._apart = self._config
+        if dependent and attributes:
+            self._apart = driver.CUlaunchConfig()
+            self._apart.hStream = self._config.hStream
+            self._apart.attrs = attributes[1:]
+            self._apart.numAttrs = len(attributes) - 1
 
     def __call__(
         self,
@@ -118,10 +124,14 @@ class Function:
         block: tuple[int, int, int],
         *arguments: int | float | bytes,
         shared: int = 0,
+        apart: bool = False,
     ) -> None:
-        """Queue a launch. Raises KernelLaunchError, or DeviceLostError where an earlier kernel failed."""
+        """Queue a launch. Raises KernelLaunchError, or DeviceLostError where an earlier kernel failed.
+
+        apart  start it only once the kernel ahead has ended, although it is `dependent`
+        """
         self._packing.pack_into(self._values, 0, *arguments)
-        config = self._config
+        config = self._apart if apart else self._config
         config.gridDimX, config.gridDimY = grid[0], grid[1]
         config.gridDimZ = grid[2] if len(grid) > 2 else 1
         config.blockDimX, config.blockDimY, config.blockDimZ = block

@@ -227,7 +227,7 @@ class Kernels:
     def decode_attention(
         self, qkv: int, k_cache: int, v_cache: int, block_tables: int, context_lengths: int, out: int,
         count: int, table_stride: int, sequence_starts: int = 0, sequences: int = 0, pieces: int = 0,
-        piece_count: int = 0,
+        piece_count: int = 0, apart: bool = False,
     ) -> None:  # fmt: skip
         """Attention of S sequences with one token each -> out (T, H D) half.
 
@@ -235,13 +235,19 @@ class Kernels:
         sequences        without pieces: 0: sequences 0 .. S - 1; else (S,) which ones, negative: none
         pieces           (piece_count, 4) as from `decode_pieces`, or with more pieces of sequence -1
 
+        apart            the step writes more of a context than its last token: fetch nothing ahead of that
+
         The result is the same to the bit, however contexts are shared out.
         """
         inputs = (qkv, k_cache, v_cache, block_tables, table_stride)
         if self._fast and piece_count:
-            self._decode.in_pieces(inputs, sequence_starts, pieces, piece_count, out, count, self._scale)
+            self._decode.in_pieces(
+                inputs, sequence_starts, pieces, piece_count, out, count, self._scale, apart
+            )
         elif self._fast and count:
-            self._decode.split(inputs, context_lengths, sequence_starts, sequences, out, count, self._scale)
+            self._decode.split(
+                inputs, context_lengths, sequence_starts, sequences, out, count, self._scale, apart
+            )
         elif not self._fast:
             config = self._config
             _launch(
@@ -287,6 +293,7 @@ class Kernels:
     ) -> None:  # fmt: skip
         """Draw a token for each row of logits (R, V) float, as `worker.runners.sampling` defines it.
 
+        logits        rows have room for a multiple of 8
         sample_slots  (R,) int32, negative: the row is skipped
         sample_rows   (R,) indices into `positions` of the rows' last tokens; the token drawn is the one after
         out_tokens    (R,) int32; the slots' last_token is set too, and with a penalty the bit in `seen`;

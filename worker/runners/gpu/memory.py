@@ -7,7 +7,7 @@ from worker.runners.gpu.device import DeviceMemoryError, aligned
 from worker.runners.gpu.gemm import padded_rows
 from worker.runners.gpu.kv_cache import PAGE, page_bytes
 from worker.runners.gpu.library import WORKSPACE_BYTES
-from worker.runners.gpu.weights import weight_bytes
+from worker.runners.gpu.weights import padded_vocab, weight_bytes
 
 __all__ = ["LOGIT_ROWS", "MemoryPlan", "plan_memory", "workspace_pieces"]
 
@@ -52,7 +52,7 @@ def workspace_pieces(config: ModelConfig, *, max_tokens: int, max_draws: int) ->
         "gate_up": 2 * tokens * 2 * config.ffn_width,
         "activated": 2 * tokens * config.ffn_width,
         "drawing": 4 * draws * config.width,  # of the residual stream, the rows that draw
-        "logits": 4 * padded_rows(min(draws, LOGIT_ROWS)) * config.vocab,
+        "logits": 4 * padded_rows(min(draws, LOGIT_ROWS)) * padded_vocab(config),
         "drawn": 4 * draws,
     }
 

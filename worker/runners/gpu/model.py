@@ -18,7 +18,7 @@ from worker.runners.gpu.memory import LOGIT_ROWS
 from worker.runners.gpu.qkv import Qkv
 from worker.runners.gpu.slots import SlotState
 from worker.runners.gpu.steps import StepInputs, StepShape
-from worker.runners.gpu.weights import LayerWeights, Weights
+from worker.runners.gpu.weights import LayerWeights, Weights, padded_vocab
 
 __all__ = ["Model"]
 
@@ -59,7 +59,7 @@ class Model:
 
     @property
     def logits(self) -> int:
-        """Where a step leaves the logits of its last LOGIT_ROWS rows or fewer, float (rows, vocab)."""
+        """Where a step leaves the logits of its last LOGIT_ROWS rows or fewer, float (rows, padded_vocab)."""
         return self._at["logits"]
 
     def tune(self, rows: int, draws: int) -> None:
@@ -77,7 +77,12 @@ class Model:
             self._gemm.tune(x, weights, y, shape, norm)
 
         head_rows = min(draws, LOGIT_ROWS)
-        tune(at["normed"], [self._weights.head], at["logits"], (head_rows, config.vocab, width, Kind.FLOAT))
+        tune(
+            at["normed"],
+            [self._weights.head],
+            at["logits"],
+            (head_rows, padded_vocab(config), width, Kind.FLOAT),
+        )
         output, down = [w.attn_output for w in layers], [w.ffn_down for w in layers]
         if self._few is not None and rows <= MAX_ROWS:
             if rows > _FEWEST_ROWS:
@@ -135,6 +140,7 @@ class Model:
             kernels.decode_attention(
                 at["qkv"], keys, values, inputs.block_tables, inputs.context_lengths, at["mixed"],
                 shape.drawn, self._table_width, pieces=inputs.pieces, piece_count=shape.pieces,
+                apart=shape.again,
             )  # fmt: skip
         if shape.tiles:
             kernels.prefill_attention(
@@ -178,10 +184,11 @@ class Model:
     def _draw(self, inputs: StepInputs, shape: StepShape) -> None:
         """LM head and sampling of the rows that draw, so many at a time that their logits fit."""
         config, kernels, at = self._config, self._kernels, self._at
+        outputs = padded_vocab(config)
         for first in range(0, shape.draws, LOGIT_ROWS):
             rows = min(LOGIT_ROWS, shape.draws - first)
             self._gemm(
-                at["normed"] + 2 * first * config.width, self._weights.head, at["logits"], rows, config.vocab,
+                at["normed"] + 2 * first * config.width, self._weights.head, at["logits"], rows, outputs,
                 config.width, floats=True,
             )  # fmt: skip
             kernels.sample(

@@ -39,7 +39,7 @@ from worker.runners.gpu.qkv import Qkv
 from worker.runners.gpu.sizes import check_sizes
 from worker.runners.gpu.slots import SlotState
 from worker.runners.gpu.steps import PADDING, StepBuffers, StepShape, padded_lengths
-from worker.runners.gpu.weights import load_weights
+from worker.runners.gpu.weights import load_weights, padded_vocab
 
 __all__ = ["CudaRunner"]
 
@@ -89,6 +89,7 @@ class CudaRunner:
         self.slots = slots
         self.depth = depth
         self.vocab = config.vocab
+        self._row_of_logits = padded_vocab(config)
         self._max_tokens = max_tokens
         self._max_draws = max(max_draws or slots, slots)
         self._context = min(context or config.context_length, config.context_length)
@@ -220,7 +221,8 @@ class CudaRunner:
         Only the last LOGIT_ROWS are kept on the device; waits for it.
         """
         assert rows <= LOGIT_ROWS
-        return self.device.download(self._model.logits, (rows, self.vocab), np.float32)
+        logits = self.device.download(self._model.logits, (rows, self._row_of_logits), np.float32)
+        return np.ascontiguousarray(logits[:, : self.vocab])
 
     def close(self) -> None:
         """Release the GPU; safe to call twice."""
@@ -285,5 +287,6 @@ class CudaRunner:
             draws=len(batch.sample_rows),
             tiles=len(tiles),
             pieces=len(pieces),
+            again=drawn > 0 and len(np.unique(batch.slots)) < len(batch.slots),
         )
         self._model.forward(self._steps.write(turn, batch, shape, tiles, pieces), shape)

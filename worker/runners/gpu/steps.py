@@ -34,6 +34,7 @@ class StepShape:
     draws: int
     tiles: int  # pieces of the chunks of prompts
     pieces: int = 0  # of the contexts of drawn tokens; 0: decode attention goes without
+    again: bool = False  # a sequence has several chunks: drawn tokens that are computed again
 
     @property
     def gathers(self) -> bool:

@@ -24,7 +24,15 @@ from worker.runners.gpu.device import Arena, Device, aligned
 from worker.runners.gpu.functions import Function, Module
 from worker.runners.gpu.sources import source_of
 
-__all__ = ["SUPPORTED", "Dequantizer", "LayerWeights", "Weights", "load_weights", "weight_bytes"]
+__all__ = [
+    "SUPPORTED",
+    "Dequantizer",
+    "LayerWeights",
+    "Weights",
+    "load_weights",
+    "padded_vocab",
+    "weight_bytes",
+]
 
 log = logging.getLogger(__name__)
 
@@ -59,10 +67,10 @@ class LayerWeights:
 class Weights:
     """A model's weights as device addresses."""
 
-    embedding: int  # half (vocab, width)
+    embedding: int  # half (padded_vocab, width)
     layers: tuple[LayerWeights, ...]
     output_norm: int  # float (width,)
-    head: int  # half (vocab, width); `embedding` where the head is tied
+    head: int  # half (padded_vocab, width), with rows of 0 at the end; `embedding` where the head is tied
     rope_frequencies: npt.NDArray[np.float64]  # radians per position, (rope_dim / 2,), on the host
     rope_magnitude: float
 
@@ -127,9 +135,19 @@ class Dequantizer:
         self._raw, self._pinned = [], []
 
 
+def padded_vocab(config: ModelConfig) -> int:
+    """Rows of the LM head, and numbers in a row of logits: a multiple of 8.
+
+    Of other sizes the library's algorithms for few rows and for many sum in different orders.
+    """
+    return -(-config.vocab // 8) * 8
+
+
 def weight_bytes(config: ModelConfig) -> int:
     """Bytes that the weights take on the device."""
-    return sum(aligned(_size(shape)) for shape in expected_tensors(config).values())
+    return sum(
+        aligned(_size(shape) + _padding(config, name)) for name, shape in expected_tensors(config).items()
+    )
 
 
 def load_weights(
@@ -148,7 +166,7 @@ def load_weights(
     arena = Arena(device, weight_bytes(config), "the weights")
     dequantizer = Dequantizer(device)
     try:
-        weights = _load(file, config, arena, dequantizer)
+        weights = _load(device, file, config, arena, dequantizer)
         if not dequantizer.fits_half():
             raise ModelFileError(
                 f"{file.path}: a weight is beyond 65504, the largest number of FP16, or is not a number; "
@@ -160,7 +178,9 @@ def load_weights(
     return weights
 
 
-def _load(file: GgufFile, config: ModelConfig, arena: Arena, dequantizer: Dequantizer) -> Weights:
+def _load(
+    device: Device, file: GgufFile, config: ModelConfig, arena: Arena, dequantizer: Dequantizer
+) -> Weights:
     def place(*names: str) -> int:
         """The address of tensors that follow each other, or 0 where the file has none of them."""
         present = [name for name in names if name in file.tensors]
@@ -169,7 +189,10 @@ def _load(file: GgufFile, config: ModelConfig, arena: Arena, dequantizer: Dequan
             return 0
         half = len(infos[0].shape) == 2
         sizes = [_size(info.shape) for info in infos]
-        start = address = arena.take(sum(sizes))
+        padding = _padding(config, *present)
+        start = address = arena.take(sum(sizes) + padding)
+        if padding:
+            device.fill(start + sum(sizes), 0, padding)
         for name, info, size in zip(present, infos, sizes, strict=True):
             dequantizer.load(file.raw(name), info.kind, address, half=half)
             address += size
@@ -203,6 +226,12 @@ def _load(file: GgufFile, config: ModelConfig, arena: Arena, dequantizer: Dequan
         rope_frequencies=frequencies,
         rope_magnitude=magnitude,
     )
+
+
+def _padding(config: ModelConfig, *names: str) -> int:
+    """Bytes behind tensors: rows of the head that no token has."""
+    head = "token_embd.weight" if config.tied_head else "output.weight"
+    return 2 * (padded_vocab(config) - config.vocab) * config.width if head in names else 0
 
 
 def _size(shape: tuple[int, ...]) -> int:
