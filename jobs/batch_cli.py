@@ -25,7 +25,6 @@ from jobs.cli_options import given, json_option, parameter_options
 from jobs.client import Client
 from jobs.printing import counted, describe_status, dump, print_table, status_json
 from jobs.prune import Prune, Pruned
-from jobs.result_files import write_in_order
 from jobs.when import describe_moment, parse_moment, parse_span
 
 EXIT_CODES = {
@@ -187,14 +186,16 @@ def _write_command(kind: str, help_text: str) -> click.Command:
         required=True,
         help="File to write.",
     )
+    @click.option("--overwrite", is_flag=True, help="Replace FILE even where it holds something else.")
     @json_option
-    def write(name: str, output: Path, as_json: bool) -> None:
+    def write(name: str, output: Path, overwrite: bool, as_json: bool) -> None:
         with Client() as client:
             found = client.get_batch(name)
             now = found.status(errors=False)
             total = now.unsuccessful if errors else now.succeeded
             with _progress(*_rows_columns(f"writing {kind}"), total=total) as update:
-                rows = write_in_order(found, output, errors=errors, on_rows=update)
+                put = found.write_errors if errors else found.write_results
+                rows = put(output, overwrite=overwrite, on_rows=update)
         left = now.rows - now.done
         if as_json:
             click.echo(dump({"path": str(output), "rows": rows, "unfinished": left}))
@@ -209,14 +210,16 @@ batch.add_command(
     _write_command(
         "results",
         "Write the rows that succeeded, in the order of the input and in its format.\n\nThe file appears "
-        "when it is complete. A batch that is not done gives what there is.",
+        "when it is complete. A batch that is not done gives what there is. A file that is there is "
+        "replaced where it holds results of this batch and nothing else.",
     )
 )
 batch.add_command(
     _write_command(
         "errors",
         "Write the rows that failed, expired or were cancelled: why, and the text that they had.\n\nIn the "
-        "order of the input; the file appears when it is complete.",
+        "order of the input; the file appears when it is complete. A file that is there is replaced where it "
+        "holds errors of this batch and nothing else.",
     )
 )
 

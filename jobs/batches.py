@@ -19,12 +19,13 @@ from typing import Any, TypedDict
 from jobs.announcing import Announcer
 from jobs.batch_status import BatchRecord, BatchStatus, make_status
 from jobs.batch_store import BatchStore
-from jobs.batchfile import FileFormat, InputFile, rows_from
+from jobs.batchfile import Destination, FileFormat, InputFile, rows_from
 from jobs.contract import GenerationParams, Job, JobState, Prompt
 from jobs.errors import BatchConflictError, InvalidParameterError, WaitTimeoutError
 from jobs.ids import IdSource
 from jobs.progress import BatchProgress
 from jobs.requests import PARAMETERS, Options, moment
+from jobs.result_files import source_of, vet, write_in_order
 from jobs.settings import Settings
 from jobs.submission import OnRows, Submission
 
@@ -116,6 +117,23 @@ class Batch:
         """The rows that have ended without a (whole) result so far, in the order of the file."""
         return self._store.in_order(self.name, [JobState.FAILED, JobState.CANCELLED])
 
+    def write_results(
+        self, path: str | Path, *, overwrite: bool = False, on_rows: OnRows | None = None
+    ) -> int:
+        """Write the rows that have succeeded so far to a file in the batch's format; returns how many.
+
+        The file appears when it is complete. One that is there is replaced where it holds results of this
+        batch and nothing else, any other with `overwrite` only, and the batch's input never. Raises
+        BatchFileError.
+        """
+        return self._write(path, overwrite, on_rows, errors=False)
+
+    def write_errors(
+        self, path: str | Path, *, overwrite: bool = False, on_rows: OnRows | None = None
+    ) -> int:
+        """As `write_results`, for the rows that have ended without a (whole) result."""
+        return self._write(path, overwrite, on_rows, errors=True)
+
     def cancel(self) -> tuple[int, int]:
         """Cancel all rows that are not final: (cancelled now, running and asked to stop).
 
@@ -147,6 +165,13 @@ class Batch:
                 on_rows(gone)
         return gone
 
+    def _write(self, path: str | Path, overwrite: bool, on_rows: OnRows | None, *, errors: bool) -> int:
+        apart = source_of(self.record.source)
+        with Destination(path, self.format, errors=errors, overwrite=overwrite, apart_from=apart) as file:
+            vet(file, self._store, self.name, self.record.fingerprint)
+            jobs = self.errors() if errors else self.results()
+            return write_in_order(file, jobs, self.format, errors=errors, on_rows=on_rows)
+
 
 class Batches:
     """The batches of one database."""
@@ -175,14 +200,20 @@ class Batches:
         settings: Mapping[str, Any],
         check_model: Callable[[str], None],
         on_rows: OnRows | None = None,
+        before: Callable[[BatchRecord], None] | None = None,
     ) -> Batch:
-        """See Client.submit_batch. `check_model` raises UnknownModelError."""
+        """See Client.submit_batch. `check_model` raises UnknownModelError.
+
+        `before` is called when all is checked and nothing is entered yet; what it raises ends it there.
+        """
         if isinstance(source, str | Path):
             source = InputFile(source)
         params, options = _checked(settings, name, model, scheduled_at, deadline)
         if model is not None:
             check_model(model)
         record = self._record(source, params, options, settings)
+        if before is not None:
+            before(record)
         known, created = self.store.enter(record)
         if not created:
             _check_same(record, known)
