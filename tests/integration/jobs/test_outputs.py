@@ -8,24 +8,25 @@ import pytest
 from click.testing import CliRunner, Result
 
 from jobs.batches import Batch
-from jobs.batchfile import Destination, FileFormat
+from jobs.batchfile import Destination, FileFormat, InputFile
 from jobs.claims import Claims
 from jobs.cli import main
 from jobs.client import Client
 from jobs.errors import BatchFileError
+from jobs.result_files import destinations, vet
 from jobs.settings import Settings
+from jobs.streaming import ResultStream
 from tests.integration.jobs.batches.rows import finish
 from tests.servers import worker_env
 from worker.loading import demo_model
 
 Run = Callable[..., Result]
 FOREIGN = b"the only copy of a thesis\n"
+_OPENAI = '{{"custom_id": "{}", "method": "POST", "url": "/v1/completions", "body": {{"prompt": {}}}}}\n'
 INPUTS = {
     "in.jsonl": '{"prompt": "one"}\n{"prompt": 2}\n{"prompt": "three"}\n',
     "in.csv": "prompt,max_tokens\none,3\ntwo,none\nthree,3\n",
-    "openai.jsonl": '{"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "one"}}\n'
-    '{"custom_id": "b", "method": "POST", "url": "/v1/completions", "body": {"prompt": "two", "n": 2}}\n'
-    '{"custom_id": "c", "method": "POST", "url": "/v1/completions", "body": {"prompt": "three"}}\n',
+    "openai.jsonl": "".join(_OPENAI.format(*row) for row in (("a", '"one"'), ("b", 2), ("c", '"three"'))),
     "in.parquet": "",
 }
 
@@ -186,3 +187,35 @@ def test_programs_write_files_by_the_same_rules(batch: Batch, input: Path, tmp_p
 def test_a_batch_of_jobs_that_were_enqueued_one_by_one_has_files_too(client: Client, tmp_path: Path) -> None:
     client.enqueue("one", batch="open")
     assert client.get_batch("open").write_results(tmp_path / "out.jsonl") == 0
+
+
+def test_a_run_that_was_killed_goes_on_with_its_files_and_ends_in_order(
+    client: Client, input: Path, tmp_path: Path
+) -> None:
+    out, failed = (tmp_path / f"{stem}{input.suffix}" for stem in ("out", "failed"))
+    batch = client.submit_batch(input, name="night")
+    worker = Claims(client.database, "a" * 32)
+    worker.register("host", 1, "model", None)
+    first, second = client.list_jobs(batch="night", state="queued")[::-1]
+    sizes = []
+    for done in ([second], [first], []):
+        finish(worker, done)
+        with (
+            destinations(InputFile(input), out, failed, overwrite=False) as files,
+            ResultStream(batch, client.batches.store, *(vetted(file, batch) for file in files)) as stream,
+        ):
+            assert stream.update() == (0 if batch.format is FileFormat.PARQUET else 1 + len(done))
+            sizes.append(out.stat().st_size if out.exists() else 0)
+            if not done:
+                assert stream.finish() == (2, 1)
+    again = tmp_path / f"again{input.suffix}"
+    batch.write_results(again)
+    assert out.read_bytes() == again.read_bytes()
+    assert sorted(sizes) == sizes and sizes[-1] == (0 if batch.format is FileFormat.PARQUET else sizes[1])
+    assert sorted(path.name for path in tmp_path.iterdir() if path.name.startswith(".")) == []
+
+
+def vetted(destination: Destination, batch: Batch) -> Destination:
+    """As `nightmill run` does before the first row is entered."""
+    vet(destination, batch._store, batch.name, batch.record.fingerprint)
+    return destination
