@@ -19,7 +19,7 @@ from typing import Any, TypedDict
 from jobs.announcing import Announcer
 from jobs.batch_status import BatchRecord, BatchStatus, make_status
 from jobs.batch_store import BatchStore
-from jobs.batchfile import Destination, FileFormat, InputFile, rows_from
+from jobs.batchfile import Destination, FileFormat, InputFile
 from jobs.contract import GenerationParams, Job, JobState, Prompt
 from jobs.errors import BatchConflictError, InvalidParameterError, WaitTimeoutError
 from jobs.ids import IdSource
@@ -226,8 +226,7 @@ class Batches:
                 max_attempts=options.max_attempts or self._settings.max_attempts,
                 check_model=check_model,
             )
-            rows = source.rows() if isinstance(source, InputFile) else rows_from(source)
-            submission.run(rows, self.store, self._announcer, on_rows)
+            submission.run(source, self.store, self._announcer, on_rows)
             batch.record = self.store.get(known.name)
         return batch
 
