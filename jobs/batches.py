@@ -11,6 +11,7 @@ import json
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -21,10 +22,10 @@ from jobs.batch_status import BatchRecord, BatchStatus, make_status
 from jobs.batch_store import BatchStore
 from jobs.batchfile import Destination, FileFormat, InputFile
 from jobs.contract import GenerationParams, Job, JobState, Prompt
-from jobs.errors import BatchConflictError, InvalidParameterError, WaitTimeoutError
+from jobs.errors import BatchConflictError, BatchNotFoundError, InvalidParameterError, WaitTimeoutError
 from jobs.ids import IdSource
 from jobs.progress import BatchProgress
-from jobs.requests import PARAMETERS, Options, moment
+from jobs.requests import PARAMETERS, Options, deadline_moment, moment
 from jobs.result_files import source_of, vet, write_in_order
 from jobs.settings import Settings
 from jobs.submission import OnRows, Submission
@@ -147,7 +148,7 @@ class Batch:
         They keep their ids and seeds. Rows that succeeded, and bad rows of the file, are left alone.
         """
         options = Options(deadline=deadline)  # checks it
-        ends_at = moment("deadline", options.deadline, self._store.database.now())
+        ends_at = deadline_moment(options.deadline, self._store.database.now())
         queued = 0
         for groups in self._store.retry_failed(self.name, ends_at):
             queued += sum(map(len, groups.values()))
@@ -212,6 +213,7 @@ class Batches:
         if model is not None:
             check_model(model)
         record = self._record(source, params, options, settings)
+        self._check_times(record)
         if before is not None:
             before(record)
         known, created = self.store.enter(record)
@@ -238,14 +240,6 @@ class Batches:
         settings: Mapping[str, Any],
     ) -> BatchRecord:
         now = self.store.database.now()
-        begins = moment("scheduled_at", options.scheduled_at, now)
-        ends = moment("deadline", options.deadline, now)
-        if begins is not None and ends is not None and ends <= begins:
-            raise InvalidParameterError(
-                f"deadline: {ends.isoformat()} is not after the time at which the batch begins, "
-                f"{begins.isoformat()}",
-                field="deadline",
-            )
         kept = params.model_dump(mode="json", exclude_unset=True)
         kept |= {option: settings[option] for option in _OPTIONS if settings.get(option) is not None}
         if isinstance(source, InputFile):
@@ -264,9 +258,26 @@ class Batches:
             source=path or None,
             fingerprint=fingerprint,
             settings=kept,
-            scheduled_at=begins,
-            deadline_at=ends,
+            scheduled_at=moment("scheduled_at", options.scheduled_at, now),
+            deadline_at=moment("deadline", options.deadline, now),
         )
+
+    def _check_times(self, record: BatchRecord) -> None:
+        """Refuse a deadline that no row could meet, but not for a batch that is there: it keeps its times."""
+        begins, ends = record.scheduled_at, record.deadline_at
+        try:
+            deadline_moment(ends, record.created_at)
+            if begins is not None and ends is not None and ends <= begins:
+                raise InvalidParameterError(
+                    f"deadline: {ends.isoformat()} is not after the time at which the batch begins, "
+                    f"{begins.isoformat()}",
+                    field="deadline",
+                )
+        except InvalidParameterError:
+            with suppress(BatchNotFoundError):
+                self.store.get(record.name)
+                return
+            raise
 
 
 def _checked(

@@ -22,7 +22,7 @@ from jobs.errors import (
     UnknownModelError,
 )
 from jobs.ids import IdSource, JobIds
-from jobs.requests import OPTIONS, PARAMETERS, JobSettings, Options, build_row, moment
+from jobs.requests import OPTIONS, PARAMETERS, JobSettings, Options, build_row, deadline_moment
 from jobs.settings import Settings
 from jobs.store import Selection, Store, chunked
 from jobs.waiting import Order, Waiting
@@ -204,7 +204,7 @@ class Client:
     def retry(self, job_id: str, *, deadline: datetime | timedelta | None = None) -> Job:
         """Queue a failed or cancelled job again, under its id and seed."""
         options = Options(deadline=deadline)  # checks it
-        job = self.store.retry(job_id, moment("deadline", options.deadline, self.database.now()))
+        job = self.store.retry(job_id, deadline_moment(options.deadline, self.database.now()))
         self._announcer.announce({(job.model, job.priority): [job.id]})
         return job
 
@@ -267,7 +267,17 @@ class Client:
         if options.model is not None and options.model not in checked_models:
             self.check_model(options.model)
             checked_models.add(options.model)
+        if options.deadline is not None:
+            self._check_deadline(options, now)
         return build_row(self._ids.draw(), prompt, params, options, now, self.settings.max_attempts)
+
+    def _check_deadline(self, options: Options, now: datetime) -> None:
+        """Refuse one that has passed, but for a job that was enqueued before it did."""
+        try:
+            deadline_moment(options.deadline, now)
+        except InvalidParameterError:
+            if options.idempotency_key is None or not self.store.has_key(options.idempotency_key):
+                raise
 
     def _keep(self, rows: list[dict[str, Any]], session: "Session | None") -> list[str]:
         """Insert rows and see to their messages; returns the ids to hand out."""

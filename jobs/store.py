@@ -235,6 +235,12 @@ class Store:
             found = set(connection.execute(select(JobRow.id).where(JobRow.id.in_(job_ids))).scalars())
         return [job_id for job_id in job_ids if job_id not in found]
 
+    def has_key(self, idempotency_key: str) -> bool:
+        """Whether a job has this key."""
+        query = select(JobRow.id).where(JobRow.idempotency_key == idempotency_key)
+        with self.database.read() as connection:
+            return connection.execute(query).one_or_none() is not None
+
     def counts(self, batch: str | None = None) -> dict[str, dict[str, int]]:
         """Numbers of jobs: {"state": {...}, "stop_reason": {...}}."""
         counted: dict[str, dict[str, int]] = {}

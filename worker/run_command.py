@@ -9,7 +9,7 @@ from typing import Any, Self
 
 import click
 
-from jobs.batch_cli import EXIT_CODES, submit_file, when
+from jobs.batch_cli import EXIT_CODES, say_times, submit_file, when
 from jobs.batch_status import BatchRecord, BatchStatus
 from jobs.batches import Batch
 from jobs.batchfile import InputFile
@@ -121,6 +121,7 @@ def run(
         )
         if retry_failed:
             batch.retry_failed(deadline=ends)
+        say_times(batch.status(errors=False), None, ends)
         keeper = WorkerKeeper(client, model)
         stack.callback(keeper.close)
         stream = stack.enter_context(ResultStream(batch, store, *outputs))
