@@ -29,6 +29,7 @@ from jobs.store import (
     job_from_row,
     lock_jobs,
     retried_values,
+    tokens_read,
 )
 from jobs.tables import QUEUED, RUNNING, BatchRow, JobRow
 
@@ -127,7 +128,7 @@ class BatchStore:
             select(
                 *columns,
                 func.count().label("rows"),
-                func.coalesce(func.sum(JobRow.prompt_tokens), 0).label("prompt_tokens"),
+                tokens_read().label("prompt_tokens"),
                 func.coalesce(func.sum(JobRow.completion_tokens), 0).label("completion_tokens"),
             )
             .where(JobRow.batch == name)

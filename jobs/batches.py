@@ -73,18 +73,19 @@ class Batch:
     def status(self, *, errors: bool = True) -> BatchStatus:
         """Where it stands. `errors`: also group the errors, which reads the failed rows.
 
-        With them an ended batch says how fast it was, which reads all its rows; the rest reads indexes.
+        With them an ended batch says how fast it was, which reads all its rows; without, it says nothing of
+        its speed, and only indexes are read.
         """
         record = self._store.get(self.name)
         counts = self._store.counts(self.name)
         pace = self._store.recent_pace(self.name)
         groups = self._store.error_groups(self.name) if errors else []
-        status = make_status(record, counts, pace, groups, self._store.database.now())
-        if not status.state.final or not errors:
+        now = self._store.database.now()
+        status = make_status(record, counts, pace, groups, now)
+        if not status.state.final:
             return status
-        return make_status(
-            record, counts, self._store.whole_pace(self.name), groups, self._store.database.now()
-        )
+        whole = self._store.whole_pace(self.name) if errors else None
+        return make_status(record, counts, whole, groups, now)
 
     def wait(self, *, progress: bool = False, timeout: float | None = None) -> BatchStatus:
         """Return its status once its state is final. `progress` shows a bar on stderr.
@@ -96,9 +97,11 @@ class Batch:
             while True:
                 began = time.monotonic()
                 status = self.status(errors=False)
+                if status.state.final:
+                    status = self.status()
                 bar.show(status)
                 if status.state.final:
-                    return self.status()
+                    return status
                 pause = max(_POLL_SECONDS, _POLL_SHARE * (time.monotonic() - began))
                 if give_up_at is not None:
                     left = give_up_at - time.monotonic()

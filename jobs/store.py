@@ -9,7 +9,21 @@ from datetime import datetime
 from itertools import islice
 from typing import Any, TypeVar, cast
 
-from sqlalchemy import Connection, RowMapping, Select, Table, and_, delete, func, insert, or_, select, update
+from sqlalchemy import (
+    ColumnElement,
+    Connection,
+    RowMapping,
+    Select,
+    Table,
+    and_,
+    case,
+    delete,
+    func,
+    insert,
+    or_,
+    select,
+    update,
+)
 from sqlalchemy.dialects.postgresql import insert as postgresql_insert
 from sqlalchemy.dialects.sqlite import insert as sqlite_insert
 from sqlalchemy.orm import InstrumentedAttribute
@@ -77,6 +91,15 @@ class Selection:
         if self.after_id is not None:
             wanted.append(JobRow.id > self.after_id)
         return wanted
+
+
+def tokens_read() -> ColumnElement[int]:
+    """The sum of prompt tokens that were read: those of jobs with an answer or a part of one.
+
+    A prompt that was refused, or whose job ended while it waited, was counted and not read.
+    """
+    answered = or_(JobRow.state == JobState.SUCCEEDED, JobRow.completion_tokens > 0)
+    return func.coalesce(func.sum(case((answered, JobRow.prompt_tokens))), 0)
 
 
 class Store:
@@ -254,9 +277,9 @@ class Store:
         return counted
 
     def tokens(self, batch: str | None = None) -> tuple[int, int]:
-        """Sums of prompt tokens and completion tokens over finished jobs."""
+        """Sums of prompt tokens that were read and completion tokens over finished jobs."""
         query = select(
-            func.coalesce(func.sum(JobRow.prompt_tokens), 0),
+            tokens_read(),
             func.coalesce(func.sum(JobRow.completion_tokens), 0),
         )
         if batch is not None:
