@@ -169,6 +169,7 @@ def build_engine(settings: Settings, model: OpenModel) -> Engine:
         text_stream=lambda: TextStream(vocabulary, strip_space=False),  # an answer continues its prompt
         eos_ids=vocabulary.eos_ids,
         context_length=context,
+        model_context=model.config.context_length,
         max_sequences=sequences,
         token_budget=token_budget,
         prefix_sharing=settings.prefix_sharing,

@@ -67,10 +67,10 @@ def run(
     \b
       nightmill run prompts.jsonl -o results.jsonl --model model.gguf
 
-    Rows are OpenAI batch rows, plain JSONL, CSV or Parquet; a bad one fails alone. A worker is started unless
-    one serves the model already. Results are appended to OUTPUT as they finish, and put in the order of FILE
-    at the end. Killed at any moment and run again, the same command goes on where it stood: rows that are
-    done are not done again.
+    Rows are OpenAI batch rows, plain JSONL, CSV or Parquet; a bad one fails alone. The model given here
+    answers every row, also one that names another. A worker is started unless one serves the model already.
+    Results are appended to OUTPUT as they finish, and put in the order of FILE at the end. Killed at any
+    moment and run again, the same command goes on where it stood: rows that are done are not done again.
 
     Ctrl-C once drains: running rows may finish, or go back to the queue. Twice hands them back at once.
 
