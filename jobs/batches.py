@@ -10,7 +10,7 @@ import hashlib
 import json
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime, timedelta
@@ -21,12 +21,15 @@ from jobs.announcing import Announcer
 from jobs.batch_status import BatchRecord, BatchStatus, make_status
 from jobs.batch_store import BatchStore
 from jobs.batchfile import Destination, FileFormat, InputFile
-from jobs.contract import GenerationParams, Job, JobState, Prompt
+from jobs.batchfile.frames import Prompts, arrow_table, items_of, pandas_frame
+from jobs.batchfile.plain import ROW_KEYS
+from jobs.batchfile.results import ERROR_COLUMNS, RESULT_COLUMNS
+from jobs.contract import GenerationParams, Job, JobState, JsonObject
 from jobs.errors import BatchConflictError, BatchNotFoundError, InvalidParameterError, WaitTimeoutError
 from jobs.ids import IdSource
 from jobs.progress import BatchProgress
 from jobs.requests import PARAMETERS, Options, deadline_moment, moment
-from jobs.result_files import source_of, vet, write_in_order
+from jobs.result_files import output_row, source_of, vet, write_in_order
 from jobs.settings import Settings
 from jobs.submission import OnRows, Submission
 
@@ -34,7 +37,7 @@ _OPTIONS = frozenset({"priority", "max_attempts"})
 _POLL_SECONDS = 0.5
 _POLL_SHARE = 10  # a look at a huge batch takes a while; then look less often, a tenth of the time at most
 
-BatchSource = str | Path | Iterable[Prompt | Mapping[str, Any]]
+BatchSource = str | Path | Prompts
 
 
 class BatchSettings(TypedDict, total=False):
@@ -121,6 +124,17 @@ class Batch:
         """The rows that have ended without a (whole) result so far, in the order of the file."""
         return self._store.in_order(self.name, [JobState.FAILED, JobState.CANCELLED])
 
+    def to_arrow(self, *, errors: bool = False) -> Any:
+        """The rows that have succeeded so far as a pyarrow.Table, with the columns of a result file.
+
+        With `errors` those that have ended without a result. Raises MissingExtraError without pyarrow.
+        """
+        return arrow_table(*self._rows_and_columns(errors))
+
+    def to_pandas(self, *, errors: bool = False) -> Any:
+        """As `to_arrow`, as a pandas.DataFrame; raises MissingExtraError without pandas."""
+        return pandas_frame(*self._rows_and_columns(errors))
+
     def write_results(
         self, path: str | Path, *, overwrite: bool = False, on_rows: OnRows | None = None
     ) -> int:
@@ -169,6 +183,11 @@ class Batch:
                 on_rows(gone)
         return gone
 
+    def _rows_and_columns(self, errors: bool) -> tuple[Iterator[JsonObject], Mapping[str, str]]:
+        jobs = self.errors() if errors else self.results()
+        rows = (output_row(job, FileFormat.PARQUET, errors=errors) for job in jobs)
+        return rows, ERROR_COLUMNS if errors else RESULT_COLUMNS
+
     def _write(self, path: str | Path, overwrite: bool, on_rows: OnRows | None, *, errors: bool) -> int:
         apart = source_of(self.record.source)
         with Destination(path, self.format, errors=errors, overwrite=overwrite, apart_from=apart) as file:
@@ -212,6 +231,8 @@ class Batches:
         """
         if isinstance(source, str | Path):
             source = InputFile(source)
+        elif not isinstance(source, InputFile):
+            source = items_of(source, ROW_KEYS)
         params, options = _checked(settings, name, model, scheduled_at, deadline)
         if model is not None:
             check_model(model)
@@ -237,7 +258,7 @@ class Batches:
 
     def _record(
         self,
-        source: InputFile | Iterable[Any],
+        source: InputFile | Iterator[Any],
         params: GenerationParams,
         options: Options,
         settings: Mapping[str, Any],

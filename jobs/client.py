@@ -12,6 +12,7 @@ from sqlalchemy import event
 from jobs.announcing import Announcer
 from jobs.batch_store import BatchStore
 from jobs.batches import Batch, Batches, BatchSettings, BatchSource
+from jobs.batchfile.frames import Prompts, items_of
 from jobs.broker import Broker
 from jobs.contract import GenerationParams, Job, JobState, Prompt
 from jobs.database import Clock, Database
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
 ROWS_PER_TRANSACTION = 1024
 
+_COLUMNS = PARAMETERS | OPTIONS | {"prompt", "messages"}  # of a table of prompts
 _OUTBOX = "nightmill.outbox"  # key in Session.info
 
 
@@ -81,7 +83,7 @@ class Client:
 
     def enqueue_many(
         self,
-        prompts: Iterable[Prompt | Mapping[str, Any]],
+        prompts: Prompts,
         *,
         session: "Session | None" = None,
         **settings: Unpack[JobSettings],
@@ -89,11 +91,12 @@ class Client:
         """Queue every prompt of an iterable, in constant memory but for 16 bytes a job id.
 
         An item is a prompt, or a mapping with `prompt` or `messages` and settings of its own, which win
-        over the keywords. Jobs are committed and sent in groups as the iterable is read, so work begins
-        at once. At a bad item the jobs before it stay queued; the InvalidRequestError says how many, and
-        has their ids as `.enqueued`. With `session` all is one transaction, the caller's.
+        over the keywords. A table (pandas, Polars, Arrow) is taken as its rows. Jobs are committed and sent
+        in groups as the iterable is read, so work begins at once. At a bad item the jobs before it stay
+        queued; the InvalidRequestError says how many, and has their ids as `.enqueued`. With `session` all is
+        one transaction, the caller's.
         """
-        return self._enqueue(prompts, settings, session)
+        return self._enqueue(items_of(prompts, _COLUMNS), settings, session)
 
     def submit_batch(
         self,
@@ -105,7 +108,7 @@ class Client:
         deadline: datetime | timedelta | None = None,
         **defaults: Unpack[BatchSettings],
     ) -> Batch:
-        """Queue every row of a file (its path) or of an iterable, as one batch.
+        """Queue every row of a file (its path), a table (pandas, Polars, Arrow) or an iterable, as one batch.
 
         Unlike `enqueue_many`, it stops at no row: one that cannot be run becomes a failed job that says why.
         `defaults` (parameters, priority, max_attempts) hold where a row says nothing; `model` holds whatever

@@ -40,16 +40,17 @@ def _records(batch: Any) -> Iterator[JsonObject | RowError]:
     except UnicodeDecodeError:  # a text column may hold any bytes; look for the rows that do
         for index in range(len(batch)):
             try:
-                yield _values(batch.slice(index, 1).to_pylist()[0])
+                yield values_of(batch.slice(index, 1).to_pylist()[0])
             except UnicodeDecodeError:
                 yield RowError(
                     RowCode.INVALID_ENCODING.value, "holds bytes that are not UTF-8; write it anew"
                 )
         return
-    yield from map(_values, records)
+    yield from map(values_of, records)
 
 
-def _values(record: Mapping[str, Any]) -> JsonObject:
+def values_of(record: Mapping[str, Any]) -> JsonObject:
+    """The values of a table's row, by column; nulls are left out."""
     return {name: _value(name, value) for name, value in record.items() if value is not None}
 
 
@@ -58,6 +59,14 @@ def _value(name: str, value: Any) -> Any:
         return whole(value)  # a column of whole numbers with gaps is often stored as floating point
     if name == "custom_id" and isinstance(value, int):
         return str(value)
+    if name == "messages" and isinstance(value, list):
+        # Structs of one type have the keys of all of them.
+        return [
+            {key: part for key, part in message.items() if part is not None}
+            if isinstance(message, Mapping)
+            else message
+            for message in value
+        ]
     if name in JSON_COLUMNS and isinstance(value, str):
         try:
             return parse_value(value)
