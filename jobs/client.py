@@ -44,7 +44,7 @@ class Client:
         self.settings = settings or Settings.from_env()
         self.database = Database(self.settings, clock)
         self.store = Store(self.database)
-        self._waiting = Waiting(self.store)
+        self.waiting = Waiting(self.store)
         self.broker = Broker(self.settings)
         self._announcer = Announcer(self.store, self.broker)
         self._ids = IdSource()
@@ -165,7 +165,7 @@ class Client:
 
         Raises WaitTimeoutError after `timeout` seconds, JobNotFoundError for an unknown id.
         """
-        self._waiting.wait(jobs, batch, timeout)
+        self.waiting.wait(jobs, batch, timeout)
 
     def results(
         self,
@@ -181,7 +181,7 @@ class Client:
         Waits for jobs that are not final yet, unless `wait` is False: then those are left out. Raises
         WaitTimeoutError once `timeout` seconds have passed in all.
         """
-        return self._waiting.results(jobs, batch, order, wait, timeout)
+        return self.waiting.results(jobs, batch, order, wait, timeout)
 
     def stats(self, batch: str | None = None) -> dict[str, Any]:
         """Numbers of jobs by state and stop reason, and the tokens read and written."""

@@ -49,18 +49,15 @@ def items_of(source: Any, columns: frozenset[str]) -> Iterator[Any]:
 
 
 def _items(source: Any) -> Iterator[Any]:
-    items: Iterator[Any]
-    try:
-        items = iter(source)
-    except TypeError:
+    if not isinstance(source, Iterable):
         raise InvalidRequestError(
-            f"prompts: {type(source).__name__} is neither an iterable of prompts nor a table; a file goes to "
-            "submit_batch",
+            f"prompts: {type(source).__name__} is neither an iterable of prompts nor a table; collect a lazy "
+            "table, and give a file to submit_batch",
             field="prompts",
-        ) from None
+        )
     if hasattr(source, "__arrow_c_stream__") or hasattr(source, "__arrow_c_array__"):
-        return (item.as_py() if hasattr(item, "as_py") else item for item in items)  # a column of prompts
-    return items
+        return (item.as_py() if hasattr(item, "as_py") else item for item in source)  # a column of prompts
+    return iter(source)
 
 
 def _table(source: Any) -> tuple[Sequence[str], Iterator[JsonObject]] | None:
