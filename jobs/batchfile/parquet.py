@@ -1,5 +1,6 @@
 """Parquet in and out, with pyarrow, which is loaded when the first Parquet file is named."""
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -149,5 +150,6 @@ def _errors(arrow: Any, path: Path) -> Iterator[None]:
     try:
         yield
     except (arrow.ArrowException, OSError) as error:
-        said = str(error).partition("\n")[0]
+        known = error.errno if isinstance(error, OSError) else None  # a full disk is told with many words
+        said = os.strerror(known) if known else str(error).partition("\n")[0]
         raise BatchFileError(f"{path}: cannot be read or written as Parquet: {said}") from error

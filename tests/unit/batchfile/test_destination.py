@@ -3,7 +3,6 @@
 import hashlib
 import os
 import resource
-import signal
 import socket
 import subprocess
 import sys
@@ -297,26 +296,30 @@ def test_an_ending_of_another_format_is_refused_with_the_one_to_take(tmp_path: P
 # -- one at a time -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("format", FORMATS)
-def test_a_second_writer_of_a_file_is_told_at_once(tmp_path: Path, format: FileFormat) -> None:
-    path = named(tmp_path, format)
+def test_a_second_writer_of_a_file_is_told_at_once(tmp_path: Path) -> None:
+    paths = {format: named(tmp_path, format, str(format)) for format in FORMATS}
     program = (
-        "import sys; from pathlib import Path; from jobs.batchfile import Destination, FileFormat\n"
-        "with Destination(sys.argv[1], FileFormat(sys.argv[2])):\n"
-        "    print('mine', flush=True)\n"
-        "    sys.stdin.read()"
+        "import sys; from jobs.batchfile import Destination, FileFormat\n"
+        "held = [Destination(path, FileFormat(format)) for format, path in zip(sys.argv[1::2], sys.argv[2::2])]\n"
+        "print('mine', flush=True)\n"
+        "sys.stdin.read()"
     )
-    arguments = [sys.executable, "-c", program, str(path), str(format)]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with subprocess.Popen(arguments, env=clean_environment(), text=True, **pipes) as first:  # type: ignore[call-overload]
-        assert first.stdout.readline() == "mine\n"
-        refused(
-            path, format, "another process is writing it: wait until that has ended, or name another file"
-        )
-        first.send_signal(signal.SIGKILL)
-    assert names(tmp_path) == [partial_of(path).name]  # what a killed one leaves is taken over
-    replace(path, format)
-    assert names(tmp_path) == [path.name]
+    arguments = [str(word) for pair in paths.items() for word in pair]
+    with subprocess.Popen(
+        [sys.executable, "-c", program, *arguments],
+        env=clean_environment(),
+        text=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as first:
+        assert first.stdout is not None and first.stdout.readline() == "mine\n"
+        for format, path in paths.items():
+            refused(path, format, "another process is writing it: wait until that has ended, or name another")
+        first.kill()
+    assert set(names(tmp_path)) == {partial_of(path).name for path in paths.values()}
+    for format, path in paths.items():  # what a killed one leaves is taken over
+        replace(path, format)
+    assert set(names(tmp_path)) == {path.name for path in paths.values()}
 
 
 def test_a_partial_that_is_no_plain_file_is_left_alone(tmp_path: Path) -> None:
