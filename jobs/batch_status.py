@@ -59,6 +59,7 @@ class BatchRecord:
     scheduled_at: datetime | None = None
     deadline_at: datetime | None = None
     cancel_requested_at: datetime | None = None
+    deleting_at: datetime | None = None  # set once its rows are being deleted
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +112,7 @@ class BatchStatus:
     scheduled_at: datetime | None
     deadline_at: datetime | None
     cancel_requested_at: datetime | None
+    deleting_at: datetime | None = None  # since when its rows are being deleted
 
     @property
     def done(self) -> int:
@@ -169,6 +171,7 @@ def make_status(
         scheduled_at=record.scheduled_at,
         deadline_at=record.deadline_at,
         cancel_requested_at=record.cancel_requested_at,
+        deleting_at=record.deleting_at,
     )
 
 
