@@ -21,6 +21,7 @@ from jobs.batch_status import BatchRecord, BatchStatus, make_status
 from jobs.batch_store import BatchStore
 from jobs.batchfile import FileFormat, InputFile, rows_from
 from jobs.contract import GenerationParams, Job, JobState, Prompt
+from jobs.deletion import Deletion
 from jobs.errors import BatchConflictError, InvalidParameterError, WaitTimeoutError
 from jobs.ids import IdSource
 from jobs.progress import BatchProgress
@@ -142,7 +143,7 @@ class Batch:
         Raises InvalidTransitionError while rows are not final.
         """
         gone = 0
-        for gone in self._store.delete(self.name):
+        for gone in Deletion(self._store.database).run(self.name):
             if on_rows is not None:
                 on_rows(gone)
         return gone

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Self, Unpack
 
 from sqlalchemy import event
 
+from jobs import inserting
 from jobs.announcing import Announcer
 from jobs.batch_store import BatchStore
 from jobs.batches import Batch, Batches, BatchSettings, BatchSource
@@ -16,7 +17,6 @@ from jobs.broker import Broker
 from jobs.contract import GenerationParams, Job, JobState, Prompt
 from jobs.database import Clock, Database
 from jobs.errors import (
-    IdempotencyConflictError,
     InvalidParameterError,
     InvalidRequestError,
     UnknownModelError,
@@ -235,7 +235,7 @@ class Client:
             if rows:
                 try:
                     ids.extend(self._keep(rows, session))
-                except IdempotencyConflictError as error:
+                except InvalidRequestError as error:
                     kept = rows[: error.position]
                     place = len(ids) + error.position
                     if kept:
@@ -273,11 +273,10 @@ class Client:
         """Insert rows and see to their messages; returns the ids to hand out."""
         if session is not None:
             self.database.ensure_schema()
-            replaced = self.store.insert(rows, session.connection())
+            replaced = inserting.insert(rows, session.connection())
             _after_commit(session, lambda: self._announce_rows(rows, replaced))
         else:
-            with self.database.write() as connection:
-                replaced = self.store.insert(rows, connection)
+            replaced = inserting.add(rows, self.database)
             self._announce_rows(rows, replaced)
         return [replaced.get(row["id"], row["id"]) for row in rows]
 

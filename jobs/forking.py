@@ -2,21 +2,27 @@
 
 gunicorn with `preload`, Celery's prefork pool and multiprocessing fork programs that may have used a client
 already. Two processes that talk over one connection get each other's answers, and a lock that another thread
-held at the fork is never released in the child. So whoever has such things registers, and makes them anew.
+held at the fork is never released in the child. So whoever has such things is told, and makes them anew.
 """
 
 import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Protocol
 from weakref import WeakSet
 
-FORK_SECONDS = 5.0  # how long a fork waits for transactions of other threads
+FORK_SECONDS = 2.0  # how long a fork waits for transactions of other threads
 
 
-class Forkable(Protocol):
-    """Something that is to be told of forks, in the thread that forks."""
+_watching: "WeakSet[Forkable]" = WeakSet()
+
+
+class Forkable:
+    """Something that is told of forks, in the thread that forks, once it has called `watch_forks`."""
+
+    def watch_forks(self) -> None:
+        """Be told of forks from now on, for as long as this lives."""
+        _watching.add(self)
 
     def before_fork(self) -> None:
         """In the parent: put down what the child must not even inherit."""
@@ -28,21 +34,13 @@ class Forkable(Protocol):
         """In the child, which has one thread: make everything anew that is shared, and close nothing."""
 
 
-_registered: "WeakSet[Forkable]" = WeakSet()
-
-
-def watch_forks(thing: Forkable) -> None:
-    """Tell `thing` of forks for as long as it lives."""
-    _registered.add(thing)
-
-
 class Turnstile:
     """Counts the users of something; while it is closed it lets nobody in."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._inside = 0
-        self._closed = False
+        self._closed = 0  # by how many
 
     @contextmanager
     def passing(self) -> Iterator[None]:
@@ -60,28 +58,28 @@ class Turnstile:
     def close(self, seconds: float) -> None:
         """Let nobody in, and wait until nobody is inside, `seconds` at most."""
         with self._changed:
-            self._closed = True
+            self._closed += 1
             self._changed.wait_for(lambda: not self._inside, seconds)
 
     def open(self) -> None:
-        """Let everybody in."""
+        """Undo a `close`."""
         with self._changed:
-            self._closed = False
+            self._closed -= 1
             self._changed.notify_all()
 
 
 def _before() -> None:
-    for thing in list(_registered):
+    for thing in list(_watching):
         thing.before_fork()
 
 
 def _after_in_parent() -> None:
-    for thing in list(_registered):
+    for thing in list(_watching):
         thing.after_fork_in_parent()
 
 
 def _after_in_child() -> None:
-    for thing in list(_registered):
+    for thing in list(_watching):
         thing.after_fork_in_child()
 
 
