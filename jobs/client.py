@@ -175,6 +175,9 @@ class Client:
     ) -> Iterator[Job]:
         """Finished jobs, one by one: in the order of enqueueing, or as they finish.
 
+        A batch may grow while it is read. Jobs whose transaction (`session=`) commits after later ones were
+        read come at the end.
+
         Waits for jobs that are not final yet, unless `wait` is False: then those are left out. Raises
         WaitTimeoutError once `timeout` seconds have passed in all.
         """

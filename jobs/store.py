@@ -4,7 +4,7 @@ The worker's half of the state machine (claim, finish, hand back, rescue, sweep)
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from itertools import islice
 from typing import Any, TypeVar, cast
@@ -204,15 +204,15 @@ class Store:
         with self.database.read() as connection:
             return [job_from_row(row) for row in connection.execute(query).mappings()]
 
-    def count_unfinished(self, selection: Selection) -> int:
-        """How many of the selected jobs are not final."""
-        query = (
-            select(func.count())
-            .select_from(JobRow)
-            .where(*selection.conditions(), JobRow.state.in_(UNFINISHED))
-        )
+    def count(self, selection: Selection) -> int:
+        """How many jobs are selected."""
+        query = select(func.count()).select_from(JobRow).where(*selection.conditions())
         with self.database.read() as connection:
             return connection.execute(query).scalar_one()
+
+    def count_unfinished(self, selection: Selection) -> int:
+        """How many of the selected jobs are not final."""
+        return self.count(replace(selection, states=UNFINISHED))
 
     def missing(self, job_ids: Sequence[str]) -> list[str]:
         """Those of `job_ids` (at most CHUNK) that no job has."""
