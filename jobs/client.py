@@ -21,16 +21,15 @@ from jobs.errors import (
     InvalidRequestError,
     UnknownModelError,
 )
+from jobs.grouping import characters, grouped
 from jobs.ids import IdSource, JobIds
 from jobs.requests import OPTIONS, PARAMETERS, JobSettings, Options, build_row, moment
 from jobs.settings import Settings
-from jobs.store import Selection, Store, chunked
+from jobs.store import Selection, Store
 from jobs.waiting import Order, Waiting
 
 if TYPE_CHECKING:
     from sqlalchemy.orm import Session
-
-ROWS_PER_TRANSACTION = 1024
 
 _OUTBOX = "nightmill.outbox"  # key in Session.info
 
@@ -225,7 +224,7 @@ class Client:
         ids = JobIds()
         checked_models: set[str] = set()
         numbered = zip(count(), items, strict=False)
-        for group in chunked(numbered, ROWS_PER_TRANSACTION):
+        for group in grouped(numbered, lambda numbered: characters(numbered[1])):
             now = self.database.now()
             rows: list[dict[str, Any]] = []
             failure: InvalidRequestError | None = None

@@ -15,11 +15,9 @@ from jobs.batch_store import BatchStore
 from jobs.batchfile import InputRow, RowCode, RowError
 from jobs.contract import GenerationParams, JobState, StopReason
 from jobs.errors import InvalidRequestError
+from jobs.grouping import characters, grouped
 from jobs.ids import IdSource
 from jobs.requests import OPTIONS, PARAMETERS, Options, build_row
-from jobs.store import chunked
-
-ROWS_PER_TRANSACTION = 1024
 
 OnRows = Callable[[int], None]
 """Called after each group with the number of rows read so far."""
@@ -63,7 +61,7 @@ class Submission:
         last = store.last_row(name)
         read = 0
         announcing = True
-        for group in chunked(rows, ROWS_PER_TRANSACTION):
+        for group in grouped(rows, lambda row: characters(row.prompt)):
             read += len(group)
             now = store.database.now()
             jobs = [self._job(row, now, announcing) for row in group if row.number > last]
