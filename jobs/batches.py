@@ -127,7 +127,8 @@ class Batch:
     def retry_failed(self, *, deadline: datetime | timedelta | None = None) -> int:
         """Queue the rows again that failed, expired or were cancelled; returns how many.
 
-        They keep their ids and seeds. Rows that succeeded, and bad rows of the file, are left alone.
+        They keep their ids and seeds. Rows that succeeded, and bad rows of the file, are left alone. Raises
+        BatchConflictError where the batch is being deleted.
         """
         options = Options(deadline=deadline)  # checks it
         ends_at = moment("deadline", options.deadline, self._store.database.now())
@@ -140,6 +141,7 @@ class Batch:
     def delete(self, on_rows: OnRows | None = None) -> int:
         """Delete it and its rows, whatever they hold; returns how many rows there were.
 
+        From the first row on it takes neither rows nor retries; what was broken off goes on at the next call.
         Raises InvalidTransitionError while rows are not final.
         """
         gone = 0

@@ -204,7 +204,10 @@ class Client:
         return self.batches.store.cancel(batch)
 
     def retry(self, job_id: str, *, deadline: datetime | timedelta | None = None) -> Job:
-        """Queue a failed or cancelled job again, under its id and seed."""
+        """Queue a failed or cancelled job again, under its id and seed.
+
+        Raises JobNotFoundError, InvalidTransitionError, and BatchConflictError (its batch is being deleted).
+        """
         options = Options(deadline=deadline)  # checks it
         job = self.store.retry(job_id, moment("deadline", options.deadline, self.database.now()))
         self._announcer.announce({(job.model, job.priority): [job.id]})

@@ -15,6 +15,8 @@ FORK_SECONDS = 2.0  # how long a fork waits for transactions of other threads
 
 
 _watching: "WeakSet[Forkable]" = WeakSet()
+_registry = threading.Lock()
+_told: "list[Forkable]" = []  # those that were told of the fork under way
 
 
 class Forkable:
@@ -22,7 +24,8 @@ class Forkable:
 
     def watch_forks(self) -> None:
         """Be told of forks from now on, for as long as this lives."""
-        _watching.add(self)
+        with _registry:
+            _watching.add(self)
 
     def before_fork(self) -> None:
         """In the parent: put down what the child must not even inherit."""
@@ -40,7 +43,7 @@ class Turnstile:
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._inside = 0
-        self._closed = 0  # by how many
+        self._closed = False
 
     @contextmanager
     def passing(self) -> Iterator[None]:
@@ -58,29 +61,39 @@ class Turnstile:
     def close(self, seconds: float) -> None:
         """Let nobody in, and wait until nobody is inside, `seconds` at most."""
         with self._changed:
-            self._closed += 1
+            self._closed = True
             self._changed.wait_for(lambda: not self._inside, seconds)
 
     def open(self) -> None:
-        """Undo a `close`."""
+        """Let everybody in."""
         with self._changed:
-            self._closed -= 1
+            self._closed = False
             self._changed.notify_all()
 
 
 def _before() -> None:
-    for thing in list(_watching):
+    _registry.acquire()  # until the fork is over: nobody comes or goes, and forks of two threads take turns
+    _told[:] = _watching
+    for thing in _told:
         thing.before_fork()
 
 
 def _after_in_parent() -> None:
-    for thing in list(_watching):
-        thing.after_fork_in_parent()
+    try:
+        for thing in _told:
+            thing.after_fork_in_parent()
+    finally:
+        _told.clear()
+        _registry.release()
 
 
 def _after_in_child() -> None:
-    for thing in list(_watching):
-        thing.after_fork_in_child()
+    try:
+        for thing in _told:
+            thing.after_fork_in_child()
+    finally:
+        _told.clear()
+        _registry.release()
 
 
 os.register_at_fork(before=_before, after_in_parent=_after_in_parent, after_in_child=_after_in_child)
