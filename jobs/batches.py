@@ -25,6 +25,7 @@ from jobs.batchfile.frames import Prompts, arrow_table, items_of, pandas_frame
 from jobs.batchfile.plain import ROW_KEYS
 from jobs.batchfile.results import ERROR_COLUMNS, RESULT_COLUMNS
 from jobs.contract import GenerationParams, Job, JobState, JsonObject
+from jobs.deletion import Deletion
 from jobs.errors import BatchConflictError, BatchNotFoundError, InvalidParameterError, WaitTimeoutError
 from jobs.ids import IdSource
 from jobs.progress import BatchProgress
@@ -162,7 +163,8 @@ class Batch:
     def retry_failed(self, *, deadline: datetime | timedelta | None = None) -> int:
         """Queue the rows again that failed, expired or were cancelled; returns how many.
 
-        They keep their ids and seeds. Rows that succeeded, and bad rows of the file, are left alone.
+        They keep their ids and seeds. Rows that succeeded, and bad rows of the file, are left alone. Raises
+        BatchConflictError where the batch is being deleted.
         """
         options = Options(deadline=deadline)  # checks it
         ends_at = deadline_moment(options.deadline, self._store.database.now())
@@ -175,10 +177,11 @@ class Batch:
     def delete(self, on_rows: OnRows | None = None) -> int:
         """Delete it and its rows, whatever they hold; returns how many rows there were.
 
+        From the first row on it takes neither rows nor retries; what was broken off goes on at the next call.
         Raises InvalidTransitionError while rows are not final.
         """
         gone = 0
-        for gone in self._store.delete(self.name):
+        for gone in Deletion(self._store.database).run(self.name):
             if on_rows is not None:
                 on_rows(gone)
         return gone

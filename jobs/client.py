@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Self, Unpack
 
 from sqlalchemy import event
 
+from jobs import inserting
 from jobs.announcing import Announcer
 from jobs.batch_store import BatchStore
 from jobs.batches import Batch, Batches, BatchSettings, BatchSource
@@ -17,21 +18,19 @@ from jobs.broker import Broker
 from jobs.contract import GenerationParams, Job, JobState, Prompt
 from jobs.database import Clock, Database
 from jobs.errors import (
-    IdempotencyConflictError,
     InvalidParameterError,
     InvalidRequestError,
     UnknownModelError,
 )
+from jobs.grouping import characters, grouped
 from jobs.ids import IdSource, JobIds
 from jobs.requests import OPTIONS, PARAMETERS, JobSettings, Options, build_row, deadline_moment
 from jobs.settings import Settings
-from jobs.store import Selection, Store, chunked
+from jobs.store import Selection, Store
 from jobs.waiting import Order, Waiting
 
 if TYPE_CHECKING:
     from sqlalchemy.orm import Session
-
-ROWS_PER_TRANSACTION = 1024
 
 _COLUMNS = PARAMETERS | OPTIONS | {"prompt", "messages"}  # of a table of prompts
 _OUTBOX = "nightmill.outbox"  # key in Session.info
@@ -178,6 +177,9 @@ class Client:
     ) -> Iterator[Job]:
         """Finished jobs, one by one: in the order of enqueueing, or as they finish.
 
+        A batch may grow while it is read. Jobs whose transaction (`session=`) commits after later ones were
+        read come at the end.
+
         Waits for jobs that are not final yet, unless `wait` is False: then those are left out. Raises
         WaitTimeoutError once `timeout` seconds have passed in all.
         """
@@ -205,7 +207,10 @@ class Client:
         return self.batches.store.cancel(batch)
 
     def retry(self, job_id: str, *, deadline: datetime | timedelta | None = None) -> Job:
-        """Queue a failed or cancelled job again, under its id and seed."""
+        """Queue a failed or cancelled job again, under its id and seed.
+
+        Raises JobNotFoundError, InvalidTransitionError, and BatchConflictError (its batch is being deleted).
+        """
         options = Options(deadline=deadline)  # checks it
         job = self.store.retry(job_id, deadline_moment(options.deadline, self.database.now()))
         self._announcer.announce({(job.model, job.priority): [job.id]})
@@ -225,7 +230,7 @@ class Client:
         ids = JobIds()
         checked_models: set[str] = set()
         numbered = zip(count(), items, strict=False)
-        for group in chunked(numbered, ROWS_PER_TRANSACTION):
+        for group in grouped(numbered, lambda numbered: characters(numbered[1])):
             now = self.database.now()
             rows: list[dict[str, Any]] = []
             failure: InvalidRequestError | None = None
@@ -238,7 +243,7 @@ class Client:
             if rows:
                 try:
                     ids.extend(self._keep(rows, session))
-                except IdempotencyConflictError as error:
+                except InvalidRequestError as error:
                     kept = rows[: error.position]
                     place = len(ids) + error.position
                     if kept:
@@ -286,11 +291,10 @@ class Client:
         """Insert rows and see to their messages; returns the ids to hand out."""
         if session is not None:
             self.database.ensure_schema()
-            replaced = self.store.insert(rows, session.connection())
+            replaced = inserting.insert(rows, session.connection())
             _after_commit(session, lambda: self._announce_rows(rows, replaced))
         else:
-            with self.database.write() as connection:
-                replaced = self.store.insert(rows, connection)
+            replaced = inserting.add(rows, self.database)
             self._announce_rows(rows, replaced)
         return [replaced.get(row["id"], row["id"]) for row in rows]
 

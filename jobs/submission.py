@@ -15,11 +15,9 @@ from jobs.batch_store import BatchStore
 from jobs.batchfile import InputFile, InputRow, RowCode, RowError, rows_from
 from jobs.contract import GenerationParams, JobState, StopReason
 from jobs.errors import BatchFileError, InvalidRequestError
+from jobs.grouping import characters, grouped
 from jobs.ids import IdSource
 from jobs.requests import OPTIONS, PARAMETERS, Options, build_row
-from jobs.store import chunked
-
-ROWS_PER_TRANSACTION = 1024
 
 OnRows = Callable[[int], None]
 """Called after each group with the number of rows read so far."""
@@ -85,7 +83,7 @@ class Submission:
         last = store.last_row(name)
         read = 0
         announcing = True
-        for group in chunked(rows, ROWS_PER_TRANSACTION):
+        for group in grouped(rows, lambda row: characters(row.prompt)):
             read += len(group)
             if source is not None and source.changed():
                 raise self._changed(source)  # these rows may be of the new file

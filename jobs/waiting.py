@@ -11,6 +11,7 @@ from typing import Literal
 
 from jobs.contract import Job
 from jobs.errors import InvalidParameterError, JobNotFoundError, WaitTimeoutError
+from jobs.ids import JobIds
 from jobs.store import CHUNK, Selection, Store, chunked
 
 Order = Literal["enqueued", "finished"]
@@ -107,10 +108,36 @@ class Waiting:
             return
         if batch is None:
             raise InvalidParameterError("name either jobs or a batch", field="jobs")
-        last: str | None = None
-        while page := self._store.ids(Selection(batch=batch, after_id=last), CHUNK):
-            last = page[-1]
+        for page in self._pages_of_batch(batch):
             yield Selection(ids=page)
+
+    def _pages_of_batch(self, batch: str) -> Iterator[list[str]]:
+        """The ids of a batch in their order, and then those that came in behind the reader.
+
+        A job gets its id when it is enqueued and is seen when that is committed, which with `session=` may be
+        after jobs with larger ids were read. So whoever has come to the end counts, and where there are more
+        jobs than were read, looks for those it has not seen. What it remembers takes 16 bytes a job.
+        """
+        seen = JobIds()
+        while True:
+            read = JobIds()
+            known = iter(seen)
+            next_known = next(known, "")
+            last: str | None = None
+            while page := self._store.ids(Selection(batch=batch, after_id=last), CHUNK):
+                last = page[-1]
+                read.extend(page)
+                new: list[str] = []
+                for job_id in page:  # both are in order, so that one goes along the other
+                    while next_known and next_known < job_id:
+                        next_known = next(known, "")
+                    if job_id != next_known:
+                        new.append(job_id)
+                if new:
+                    yield new
+            seen = read
+            if self._store.count(Selection(batch=batch)) <= len(seen):
+                return
 
     def _as_they_finish(
         self, ids: Sequence[str] | None, batch: str | None, wait: bool, give_up_at: float | None

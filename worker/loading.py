@@ -11,6 +11,7 @@ from jobs.contract import Prompt
 from jobs.errors import ChatTemplateError, SettingsError
 from jobs.settings import Settings
 from worker.engine.engine import Engine, EngineStats
+from worker.engine.probing import probe
 from worker.model.chat import ChatTemplate
 from worker.model.config import ModelConfig
 from worker.model.gguf_file import GgufFile
@@ -164,7 +165,7 @@ def build_engine(settings: Settings, model: OpenModel) -> Engine:
             gpu_memory=settings.gpu_memory, context=context, max_tokens=token_budget, gpu=gpu,
         )  # fmt: skip
     vocabulary = model.vocabulary
-    return Engine(
+    engine = Engine(
         runner,
         text_stream=lambda: TextStream(vocabulary, strip_space=False),  # an answer continues its prompt
         eos_ids=vocabulary.eos_ids,
@@ -174,6 +175,12 @@ def build_engine(settings: Settings, model: OpenModel) -> Engine:
         token_budget=token_budget,
         prefix_sharing=settings.prefix_sharing,
     )
+    try:
+        probe(engine, model.config.vocab)
+    except BaseException:
+        engine.close()
+        raise
+    return engine
 
 
 def _reference_runner(model: OpenModel, *, sequences: int, context: int) -> ReferenceRunner:

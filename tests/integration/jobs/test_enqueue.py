@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from jobs.claims import Claims
-from jobs.client import ROWS_PER_TRANSACTION, Client
+from jobs.client import Client
 from jobs.contract import JobState
 from jobs.errors import (
     IdempotencyConflictError,
@@ -21,6 +21,7 @@ from jobs.errors import (
     JobNotFoundError,
     UnknownModelError,
 )
+from jobs.grouping import ROWS_PER_TRANSACTION
 from jobs.settings import Settings
 from jobs.store import Selection
 from jobs.sweep import Sweep
@@ -120,6 +121,20 @@ def test_work_begins_while_the_iterable_is_still_read(sqlite_client: Client) -> 
             yield "prompt"
 
     assert len(sqlite_client.enqueue_many(prompts())) == ROWS_PER_TRANSACTION + 1
+
+
+def test_large_prompts_are_committed_in_smaller_groups(
+    sqlite_client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("jobs.grouping.CHARACTERS_PER_TRANSACTION", 1000)
+
+    def prompts() -> Iterator[str]:
+        for number in range(5):
+            if number in (2, 4):
+                assert sqlite_client.stats()["state"] == {"queued": number}
+            yield "x" * 500
+
+    assert len(sqlite_client.enqueue_many(prompts())) == 5
 
 
 def test_memory_does_not_grow_with_the_number_of_prompts(sqlite_client: Client) -> None:

@@ -27,7 +27,7 @@ Change = Callable[[Path], object]
 @pytest.fixture(autouse=True)
 def small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows are entered 50 at a time."""
-    monkeypatch.setattr("jobs.submission.ROWS_PER_TRANSACTION", 50)
+    monkeypatch.setattr("jobs.grouping.ROWS_PER_TRANSACTION", 50)
 
 
 def lines(label: str, rows: int = ROWS) -> bytes:

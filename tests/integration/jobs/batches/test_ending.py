@@ -205,18 +205,6 @@ def test_a_batch_is_deleted_whole_and_only_when_it_is_over(
     assert client.submit_batch(file, name="night").status().states[JobState.QUEUED] == 8
 
 
-def test_a_deletion_that_was_broken_off_can_be_finished_or_undone_by_submitting(
-    client: Client, file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    batch = client.submit_batch(file, name="night")
-    batch.cancel()
-    monkeypatch.setattr("jobs.batch_store.GROUP", 4)
-    next(batch._store.delete("night"))
-    assert sorted(jobs_of(batch)) == [1, 2, 3, 4, 5, 6]
-    assert sorted(jobs_of(client.submit_batch(file, name="night"))) == list(range(1, 11))
-    assert batch.delete() == 10
-
-
 def old_and_new(client: Client, worker: Claims, file: Path, clock: Clock) -> Callable[[], set[str]]:
     """Old and new jobs, finished and not; returns what tells the names of those that are there."""
     names: dict[str, str] = {}
@@ -246,7 +234,7 @@ def old_and_new(client: Client, worker: Claims, file: Path, clock: Clock) -> Cal
 def test_pruning_deletes_what_ended_long_ago_and_nothing_that_has_not(
     client: Client, worker: Claims, file: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("jobs.batch_store.GROUP", 4)
+    monkeypatch.setattr("jobs.deletion.GROUP", 4)
     monkeypatch.setattr("jobs.prune.GROUP", 2)
     there = old_and_new(client, worker, file, clock)
     everything = there()

@@ -136,6 +136,21 @@ def test_a_submission_that_was_broken_off_goes_on_where_it_stood(
     assert batch.status().row_count == 3000
 
 
+def test_large_rows_are_entered_in_smaller_groups(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("jobs.grouping.CHARACTERS_PER_TRANSACTION", 1000)
+    insert = BatchStore.insert_rows
+    groups: list[int] = []
+
+    def counting(self: BatchStore, name: str, rows: Sequence[dict[str, Any]]) -> bool:
+        groups.append(len(rows))
+        return insert(self, name, rows)
+
+    monkeypatch.setattr(BatchStore, "insert_rows", counting)
+    chat = [{"role": "user", "content": "x" * 2000}]
+    assert client.submit_batch(["x" * 500, "x" * 500, chat, "short"], name="b").status().rows == 4
+    assert groups == [2, 1, 1]
+
+
 def test_two_who_submit_a_file_at_once_enter_each_row_once(
     client: Client, server_settings: Settings, tmp_path: Path
 ) -> None:
