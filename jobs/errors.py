@@ -19,7 +19,8 @@ NightmillError
 │   │   └── DatabaseBusyError        other transactions hold the same rows, also after several tries
 │   └── SchemaError                  the database needs `nightmill migrate`
 ├── BrokerError
-│   └── BrokerUnreachableError
+│   ├── BrokerUnreachableError
+│   └── MessageError                 a message in the broker that announces no jobs of ours
 ├── ModelFileError                   a model file that is broken, hostile or unsupported
 ├── ChatTemplateError                the model's chat template is missing or failed on these messages
 ├── PromptTooLongError               the prompt leaves no room in the context
@@ -124,6 +125,10 @@ class BrokerError(NightmillError):
 
 class BrokerUnreachableError(BrokerError):
     """The broker does not answer."""
+
+
+class MessageError(BrokerError):
+    """A message in the broker is not one that Nightmill could have sent."""
 
 
 class ModelFileError(NightmillError):
