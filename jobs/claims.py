@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-from sqlalchemy import Connection, bindparam, insert, or_, select, update
+from sqlalchemy import Connection, bindparam, delete, insert, or_, select, update
 
 from jobs import partials
 from jobs.contract import GenerationParams, JobState, JsonObject, StopReason
@@ -194,8 +194,8 @@ class Claims:
     # -- a worker's life -------------------------------------------------------------------------
 
     @retried
-    def register(self, host: str, pid: int, model: str, gpu: str | None) -> None:
-        """Enter this worker, as starting."""
+    def register(self, host: str, pid: int, model: str, gpu: str | None, detail: str | None = None) -> None:
+        """Enter this worker, as starting; `detail` says what it is doing, for people."""
         now = self.database.now()
         with self.database.write() as connection:
             connection.execute(
@@ -206,25 +206,26 @@ class Claims:
                     gpu=gpu,
                     model=model,
                     state="starting",
+                    detail=detail,
                     started_at=now,
                     heartbeat_at=self.database.clock_time(),
                 )
             )
 
     @retried
-    def beat(self, state: str) -> bool:
-        """Say that this worker lives; False where it was given up for dead and its jobs taken."""
+    def beat(self, state: str, detail: str | None = None) -> bool:
+        """Say that this worker lives, and what it does; False where it was given up and its jobs taken."""
         with self.database.write() as connection:
             done = connection.execute(
                 update(WorkerRow)
                 .where(WorkerRow.id == self.worker_id, WorkerRow.state.in_(LIVE_STATES))
-                .values(heartbeat_at=self.database.clock_time(), state=state)
+                .values(heartbeat_at=self.database.clock_time(), state=state, detail=detail)
             )
             if not done.rowcount:  # declared lost while it was only slow: it may come back, with new claims
                 connection.execute(
                     update(WorkerRow)
                     .where(WorkerRow.id == self.worker_id, WorkerRow.state == "lost")
-                    .values(heartbeat_at=self.database.clock_time(), state=state)
+                    .values(heartbeat_at=self.database.clock_time(), state=state, detail=detail)
                 )
         return bool(done.rowcount)
 
@@ -237,6 +238,12 @@ class Claims:
                 .where(WorkerRow.id == self.worker_id)
                 .values(state="stopped", heartbeat_at=self.database.clock_time())
             )
+
+    @retried
+    def withdraw(self) -> None:
+        """This worker ends before it could claim anything: as if it had never been."""
+        with self.database.write() as connection:
+            connection.execute(delete(WorkerRow).where(WorkerRow.id == self.worker_id))
 
     # -- helpers ---------------------------------------------------------------------------------
 

@@ -240,6 +240,24 @@ def test_a_worker_sees_its_running_jobs_and_the_cancellations_among_them(
     assert others.cancel_requests() == [(ids[2], 1)]
 
 
+def test_behind_the_head_of_a_queue_nothing_is_sent_again(client: Client, clock: Clock) -> None:
+    lost = client.enqueue("lost", priority=5)
+    other = client.enqueue("of a priority at which no message waits", priority=1)
+    clock.advance(90)
+    heads = {5: list(client.enqueue_many(["at the head"] * 2, priority=5))}
+    clock.advance(3600)
+    behind = client.enqueue("behind", priority=5)
+    clock.advance(3600)
+    sweep, minute = Sweep(client.database), timedelta(seconds=60)
+    assert [one.job_ids for one in sweep.unanswered(None, minute, 10, heads)] == [[lost], [other]]
+    assert sweep.unanswered(None, minute, 10, heads) == []
+    for unknown in (["0" * 32], []):
+        assert sweep.unanswered(None, minute, 10, {5: unknown, 1: unknown}) == []
+    clock.advance(61)
+    announced = [one.job_ids for one in sweep.unanswered(None, minute, 10)]
+    assert announced == [[*heads[5], behind, lost], [other]]
+
+
 def test_unanswered_jobs_are_announced_again_for_their_queue_only(client: Client, clock: Clock) -> None:
     old = client.enqueue("prompt")
     for_model = client.enqueue("prompt", model="m")
