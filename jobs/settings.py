@@ -62,6 +62,8 @@ class Settings(BaseModel):
     """Compute equal beginnings of prompts once."""
     drain_seconds: float = Field(default=30.0, ge=0.0)
     """How long a stopping worker goes on with the jobs that it has."""
+    hang_seconds: float | None = Field(default=None, gt=0.0)
+    """Silence after which a worker's engine counts as hung; 60 by default, with NumPy 600."""
     save_seconds: float = Field(default=5.0, gt=0.0)
     """How often a worker saves the tokens of unfinished jobs."""
     heartbeat_seconds: float = Field(default=5.0, gt=0.0)
