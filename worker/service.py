@@ -24,6 +24,7 @@ from worker.writer import ResultWriter
 log = logging.getLogger(__name__)
 
 _CLAIM_SETTLED = timedelta(seconds=30)
+_CLAIM_PATIENCE = 35.0  # SQLite waits 30 s for its write lock
 
 JobKey = tuple[str, int]  # job id, attempt
 
@@ -42,6 +43,7 @@ class InFlight:
         self._reserved = 0
         self._jobs: dict[JobKey, str] = {}  # with the fingerprint of its prompt, once that is known
         self._closed = False
+        self._ended = False
 
     def reserve(self, wanted: int) -> int:
         """Wait for room and take up to `wanted` places; 0 once closed."""
@@ -53,11 +55,23 @@ class InFlight:
             self._reserved += taken
             return taken
 
-    def fill(self, reserved: int, claims: Sequence[Claim]) -> None:
-        """Turn reserved places into claimed jobs; the places of jobs that could not be claimed are free."""
+    def fill(self, reserved: int, claims: Sequence[Claim]) -> bool:
+        """Turn reserved places into claimed jobs; the places of jobs that could not be claimed are free.
+
+        False where it is too late for that: then the jobs are the caller's to hand back, and the places to
+        `release` after that.
+        """
+        with self._changed:
+            if self._ended:
+                return False
+            self._jobs.update({(claim.job_id, claim.attempt): "" for claim in claims})
+        self.release(reserved)
+        return True
+
+    def release(self, reserved: int) -> None:
+        """Give reserved places back."""
         with self._changed:
             self._reserved -= reserved
-            self._jobs.update({(claim.job_id, claim.attempt): "" for claim in claims})
             self._changed.notify_all()
 
     def mark(self, key: JobKey, fingerprint: str) -> None:
@@ -89,6 +103,24 @@ class InFlight:
             self._closed = True
             self._changed.notify_all()
 
+    def end(self) -> list[JobKey]:
+        """Take no claimed job any more; returns those that are in flight for good."""
+        with self._changed:
+            self._closed = self._ended = True
+            self._changed.notify_all()
+            return list(self._jobs)
+
+    def wait_for_claims(self, seconds: float) -> bool:
+        """Return when no claim is under way any more; False where one still is after `seconds`."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._reserved == 0, seconds)
+
+    @property
+    def idle(self) -> bool:
+        """True where no job is in flight and no claim under way."""
+        with self._changed:
+            return self._reserved == 0 and not self._jobs
+
     def keys(self) -> list[JobKey]:
         """The jobs now in flight."""
         with self._changed:
@@ -116,6 +148,7 @@ class Service:
         capacity: int,
         drain_seconds: float,
         on_fatal: Callable[[str], None],
+        while_loading: Callable[[str | None], None] = lambda news: None,
     ) -> None:
         self.claims = claims
         self.in_flight = InFlight(capacity)
@@ -125,9 +158,11 @@ class Service:
         self._model_digest = model_digest
         self._on_fatal = on_fatal
         self._drain_until: float | None = None
+        self._cancels_sent: set[JobKey] = set()
+        self._cancelling = threading.Lock()
         self._writer = ResultWriter(claims.finish, self._forget)
         self.engine = engine
-        engine.start(self._on_completion, self._on_engine_failure)
+        engine.start(self._on_completion, self._on_engine_failure, while_loading)
 
     # -- shards ----------------------------------------------------------------------------------
 
@@ -155,7 +190,11 @@ class Service:
         except DatabaseError as error:
             log.warning("%d jobs stay queued, to be announced again: %s", len(job_ids), error)
         finally:
-            self.in_flight.fill(len(job_ids), claims)
+            ours = self.in_flight.fill(len(job_ids), claims)
+        if not ours:
+            self._hand_back([(claim.job_id, claim.attempt) for claim in claims])
+            self.in_flight.release(len(job_ids))
+            return []
         resumed = [count for claim in claims if (count := self._submit(claim))]
         if resumed:
             log.info("%d jobs go on from %d tokens that were saved", len(resumed), sum(resumed))
@@ -189,6 +228,8 @@ class Service:
                 generated_ids=generated_ids,
             )
         )
+        with self._cancelling:  # one that was sent before the engine knew the job had no effect
+            self._cancels_sent.discard((claim.job_id, claim.attempt))
         return len(generated_ids)
 
     def _leave_queued(self, job_ids: Sequence[str]) -> None:
@@ -232,10 +273,16 @@ class Service:
     # -- what the housekeeper asks for -----------------------------------------------------------
 
     def poll_cancellations(self) -> None:
-        """Stop the running jobs that somebody cancelled: one query for all."""
+        """Stop the running jobs that somebody cancelled: one query for all, one command for each."""
         if self.in_flight.keys():
-            for job_id, _attempt in self.claims.cancel_requests():
-                self.engine.cancel(job_id)
+            asked = set(self.claims.cancel_requests())
+            with self._cancelling:
+                fresh = asked - self._cancels_sent
+                self._cancels_sent = asked
+            for key in fresh:
+                if not self.engine.cancel(key[0]):
+                    with self._cancelling:
+                        self._cancels_sent.discard(key)
 
     def save_partials(self) -> None:
         """Save the tokens of the jobs that have grown, so that they are not drawn again if this worker dies.
@@ -291,19 +338,29 @@ class Service:
         self.begin_drain()
         assert self._drain_until is not None
         self.in_flight.close()
-        while self.in_flight.keys() and self.engine.alive and time.monotonic() < self._drain_until:
+        while not self.in_flight.idle and self.engine.alive and time.monotonic() < self._drain_until:
             time.sleep(0.02)
         unfinished = self.engine.abandon()
         self._writer.close()  # what completed before is written first
-        left = self.in_flight.keys()
+        left = self.in_flight.end()  # a claim that is still under way is handed back by who made it
         if left:
             try:
                 self._save(unfinished)
-                returned = self.claims.hand_back(left)
-                log.info("%d unfinished jobs were handed back to the queue", len(returned))
             except DatabaseError as error:
-                log.error("%d jobs wait to be rescued by another worker: %s", len(left), error)
+                log.warning("the tokens of %d jobs were not saved: %s", len(left), error)
+        self._hand_back(left)
         self.in_flight.remove(left)
+        if not self.in_flight.wait_for_claims(_CLAIM_PATIENCE):
+            log.error("a claim is still under way; its jobs wait to be rescued by another worker")
+
+    def _hand_back(self, keys: Sequence[JobKey]) -> None:
+        if not keys:
+            return
+        try:
+            returned = self.claims.hand_back(keys)
+            log.info("%d unfinished jobs were handed back to the queue", len(returned))
+        except DatabaseError as error:
+            log.error("%d jobs wait to be rescued by another worker: %s", len(keys), error)
 
     def close(self) -> None:
         """Stop the engine; call `drain` first."""
