@@ -215,8 +215,9 @@ def stats(batch: str | None, as_json: bool) -> None:
     table.add_row("completion tokens", f"{counted['completion_tokens']:,}")
     table.add_row("messages in the shared queue", f"{queue:,}")
     for worker in workers[:10]:
+        doing = f" ({worker['detail']})" if worker["detail"] else ""
         table.add_row(
-            f"worker {worker['id'][:8]}", f"{worker['state']}, {worker['model']} on {worker['host']}"
+            f"worker {worker['id'][:8]}", f"{worker['state']}{doing}, {worker['model']} on {worker['host']}"
         )
     Console().print(table)
 

@@ -261,6 +261,14 @@ class Store:
             row = connection.execute(query).one()
         return int(row[0] or 0), int(row[1] or 0)
 
+    def worker(self, worker_id: str) -> dict[str, Any] | None:
+        """One worker's row; None where it has not registered, or never came to serve."""
+        with self.database.read() as connection:
+            row = connection.execute(
+                select(WorkerRow.__table__).where(WorkerRow.id == worker_id)
+            ).one_or_none()
+            return None if row is None else dict(row._mapping)
+
     def workers(self) -> list[dict[str, Any]]:
         """Every worker that was ever registered, newest first."""
         with self.database.read() as connection:

@@ -12,13 +12,14 @@ from typing import Any
 
 import click
 
+from jobs.claims import LIVE_STATES
 from jobs.cli_options import json_option
 from jobs.client import Client
 from jobs.embedded import EmbeddedRedis
 from jobs.errors import NightmillError
 from jobs.printing import describe, follow, job_json
 from jobs.settings import Settings
-from worker.options import as_arguments, merge_options, require_worker_extra, worker_options
+from worker.options import as_arguments, merge_options, require_worker_extra, worker_id_option, worker_options
 from worker.plan_command import plan
 from worker.process import END_WITH_STDIN, end_with_stdin, running_worker
 from worker.run_command import run
@@ -53,7 +54,7 @@ def register(group: click.Group) -> None:
         group.add_command(command)
 
 
-def _worker(log_level: str, end_with_parent: bool, **options: Any) -> None:
+def _worker(log_level: str, end_with_parent: bool, worker_id: str | None, **options: Any) -> None:
     """Serve a model: take jobs from the queue, generate, write the results.
 
     Runs until SIGTERM or Ctrl-C; then it finishes what it can within --drain-seconds, and hands the rest
@@ -71,9 +72,10 @@ def _worker(log_level: str, end_with_parent: bool, **options: Any) -> None:
         end_with_stdin()
     from celery.bin.celery import celery
 
-    # Gossip, mingle and events are Celery's ways of workers to know of each other; ours is the table.
     arguments = ["--app=worker.app", "--quiet", "worker", "--pool=threads", f"--loglevel={log_level}"]
-    arguments += ["--without-gossip", "--without-mingle", "--without-heartbeat", *as_arguments(options)]
+    arguments += as_arguments(options)
+    if worker_id is not None:
+        arguments += ["--id", worker_id]
     # `app.start` would do the same and forget the exit code.
     raise SystemExit(celery.main(args=arguments, prog_name="celery", standalone_mode=False))
 
@@ -90,6 +92,7 @@ worker = click.Command(
             show_default=True,
             help="How much to log.",
         ),
+        worker_id_option(),
         click.Option(
             [END_WITH_STDIN, "end_with_parent"],
             is_flag=True,
@@ -124,8 +127,8 @@ def _findings(settings: Settings) -> Iterator[tuple[str, bool | None, str]]:
         try:
             client.database.ensure_schema()
             yield "database", True, f"{settings.safe_database_url}, schema {client.database.revision()}"
-            workers = [row for row in client.store.workers() if row["state"] in ("ready", "draining")]
-            serving = ", ".join(sorted({row["model"] for row in workers})) or "none is running"
+            workers = [row for row in client.store.workers() if row["state"] in LIVE_STATES]
+            serving = ", ".join(sorted({_serving(row) for row in workers})) or "none is running"
             yield "workers", None, serving
         except NightmillError as error:
             yield "database", False, str(error)
@@ -142,6 +145,10 @@ def _findings(settings: Settings) -> Iterator[tuple[str, bool | None, str]]:
         except NightmillError as error:
             yield "model", False, str(error)
     yield "gpu", None, _look_at_gpu()
+
+
+def _serving(row: dict[str, Any]) -> str:
+    return f"{row['model']} ({row['detail']})" if row["detail"] else str(row["model"])
 
 
 def _look_at_model(settings: Settings) -> str:
