@@ -34,11 +34,15 @@ Tokenize = Callable[[Claim], tuple[int, ...]]
 class InFlight:
     """The claimed jobs of this worker, and how many more it may claim.
 
-    Claiming only what the engine can soon take leaves the rest of a queue to other workers.
+    Claiming only what the engine can soon take leaves the rest of a queue to other workers. Jobs that were
+    claimed when it was too late go to `hand_back`.
     """
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(
+        self, capacity: int, hand_back: Callable[[Sequence[JobKey]], None] = lambda keys: None
+    ) -> None:
         self.capacity = capacity
+        self._hand_back = hand_back
         self._changed = threading.Condition()
         self._reserved = 0
         self._jobs: dict[JobKey, str] = {}  # with the fingerprint of its prompt, once that is known
@@ -58,21 +62,21 @@ class InFlight:
     def fill(self, reserved: int, claims: Sequence[Claim]) -> bool:
         """Turn reserved places into claimed jobs; the places of jobs that could not be claimed are free.
 
-        False where it is too late for that: then the jobs are the caller's to hand back, and the places to
-        `release` after that.
+        False where it is too late: then the jobs have been handed back.
         """
+        keys = [(claim.job_id, claim.attempt) for claim in claims]
         with self._changed:
-            if self._ended:
-                return False
-            self._jobs.update({(claim.job_id, claim.attempt): "" for claim in claims})
-        self.release(reserved)
-        return True
-
-    def release(self, reserved: int) -> None:
-        """Give reserved places back."""
-        with self._changed:
-            self._reserved -= reserved
-            self._changed.notify_all()
+            ours = not self._ended
+            if ours:
+                self._jobs.update(dict.fromkeys(keys, ""))
+        try:
+            if not ours:
+                self._hand_back(keys)
+        finally:
+            with self._changed:
+                self._reserved -= reserved
+                self._changed.notify_all()
+        return ours
 
     def mark(self, key: JobKey, fingerprint: str) -> None:
         """Note what saved tokens of a job depend on."""
@@ -151,7 +155,7 @@ class Service:
         while_loading: Callable[[str | None], None] = lambda news: None,
     ) -> None:
         self.claims = claims
-        self.in_flight = InFlight(capacity)
+        self.in_flight = InFlight(capacity, self._hand_back)
         self.drain_seconds = drain_seconds
         self.last_shard_at = time.monotonic()
         self._tokenize = tokenize
@@ -192,8 +196,6 @@ class Service:
         finally:
             ours = self.in_flight.fill(len(job_ids), claims)
         if not ours:
-            self._hand_back([(claim.job_id, claim.attempt) for claim in claims])
-            self.in_flight.release(len(job_ids))
             return []
         resumed = [count for claim in claims if (count := self._submit(claim))]
         if resumed:
