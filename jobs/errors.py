@@ -15,7 +15,8 @@ NightmillError
 ├── InvalidTransitionError           the job's state does not allow what was asked
 ├── WaitTimeoutError                 (also TimeoutError)
 ├── DatabaseError
-│   ├── DatabaseUnreachableError
+│   ├── DatabaseUnreachableError     an outage: the same statement may succeed later
+│   ├── DatabaseRefusedError         it never takes these values
 │   └── SchemaError                  the database needs `nightmill migrate`
 ├── BrokerError
 │   └── BrokerUnreachableError
@@ -107,6 +108,10 @@ class DatabaseError(NightmillError):
 
 class DatabaseUnreachableError(DatabaseError):
     """The database does not answer."""
+
+
+class DatabaseRefusedError(DatabaseError):
+    """The database does not take these values, today or later."""
 
 
 class SchemaError(DatabaseError):

@@ -3,16 +3,15 @@
 Sweeps of several workers at once do not disturb one another: rows that one has locked, the others skip.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from itertools import product
 from typing import Any
 
-from sqlalchemy import Connection, exists, or_, select, update
+from sqlalchemy import exists, or_, select, update
 
-from jobs import partials
-from jobs.claims import LIVE_STATES, count_failure, hand_back
+from jobs import partials, suspects
+from jobs.claims import LIVE_STATES, hand_back
 from jobs.contract import JobState, StopReason
 from jobs.database import Database
 from jobs.requests import HIGHEST_PRIORITY
@@ -36,7 +35,10 @@ class Sweep:
         self.database = database
 
     def rescue(self, stale_after: timedelta) -> list[str]:
-        """Take the running jobs from workers that fell silent; returns the ids of jobs queued again."""
+        """Take the running jobs from workers that fell silent; returns the ids of jobs queued again.
+
+        A worker's jobs are suspects of its death: see `suspects.charge`.
+        """
         now = self.database.now()
         queued: list[str] = []
         # A worker that was lost (or signed off) may have claimed once more before it died for good.
@@ -56,15 +58,15 @@ class Sweep:
                     f"worker {worker.id} (process {worker.pid} on {worker.host}) fell silent: "
                     f"last heartbeat {worker.heartbeat_at.isoformat(timespec='seconds')}"
                 )
-                rows = _running_jobs(connection, worker.id)
-                queued += [row.id for row in rows if count_failure(connection, row, reason, now)]
+                rows = suspects.running_jobs(connection, worker.id)
+                queued += suspects.charge(connection, rows, reason, now)
         return queued
 
     def bury(self, worker_id: str, *, blame: bool) -> int:
         """The caller knows that this worker's process has ended: take its jobs without waiting for silence.
 
-        blame: the jobs may have been the cause, so each is charged with a failed attempt, as by `rescue`;
-        else they are queued again as they were. Returns how many jobs were taken.
+        blame: one of the jobs may have been the cause, so they are treated as by `rescue`; else they are
+        queued again as they were. Returns how many jobs were taken.
         """
         now = self.database.now()
         with self.database.write() as connection:
@@ -73,11 +75,11 @@ class Sweep:
                 .where(WorkerRow.id == worker_id, WorkerRow.state.in_(LIVE_STATES))
                 .values(state="lost")
             )
-            rows = _running_jobs(connection, worker_id)
-            for row in rows:
-                if blame:
-                    count_failure(connection, row, f"worker {worker_id} has died", now)
-                else:
+            rows = suspects.running_jobs(connection, worker_id)
+            if blame:
+                suspects.charge(connection, rows, f"worker {worker_id} has died", now)
+            else:
+                for row in rows:
                     hand_back(connection, (JobRow.id == row.id, RUNNING, JobRow.attempt == row.attempt), now)
             partials.forget_ended(connection, [row.id for row in rows])
         return len(rows)
@@ -133,6 +135,7 @@ class Sweep:
     ) -> list[Announcement]:
         """Take up to `limit` queued jobs that fit one of the alternatives.
 
+        No suspects: workers look for these themselves.
         One query for each priority and alternative, so that each walks an index in its order and ends at the
         limit, however many jobs wait.
         """
@@ -144,7 +147,7 @@ class Sweep:
                     break
                 rows = connection.execute(
                     select(JobRow.id, JobRow.model, JobRow.priority)
-                    .where(QUEUED, JobRow.priority == priority, *conditions)
+                    .where(QUEUED, JobRow.suspects.is_(None), JobRow.priority == priority, *conditions)
                     .order_by(*order)
                     .limit(left)
                     .with_for_update(skip_locked=True)
@@ -157,13 +160,3 @@ class Sweep:
                 for row in rows:
                     groups.setdefault((row.model, row.priority), []).append(row.id)
         return [Announcement(model, priority, ids) for (model, priority), ids in groups.items()]
-
-
-def _running_jobs(connection: Connection, worker_id: str) -> Sequence[Any]:
-    """The jobs that a worker runs, locked in the order of their ids."""
-    return connection.execute(
-        select(JobRow.__table__)
-        .where(JobRow.worker == worker_id, RUNNING)
-        .order_by(JobRow.id)
-        .with_for_update()
-    ).all()

@@ -116,7 +116,7 @@ class EngineStep(bootsteps.StartStopStep):
         self.service = Service(
             self.claims,
             engine,
-            model.tokenize,
+            model.tokenize_all,
             model_digest=model.file.digest(),
             capacity=capacity(settings),
             drain_seconds=settings.drain_seconds,

@@ -29,6 +29,7 @@ from worker.engine_messages import (
     Submit,
     Told,
 )
+from worker.watched import watched_thread
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +63,7 @@ class EngineLink:
         self._stats: EngineStats | None = None
         self.arithmetic = ""
         """Of the engine's runner, once it has started."""
-        self._receiver = threading.Thread(target=self._receive, name="engine link", daemon=True)
+        self._receiver = watched_thread("engine link", self._receive, self._fail)
 
     def start(
         self, on_completion: Callable[[Completion], None], on_failure: Callable[[RunnerError], None]
@@ -163,6 +164,9 @@ class EngineLink:
             reason = answer.reason
         except (EOFError, OSError):
             reason = "its process ended without a word (killed, perhaps for want of memory)"
+        self._fail(reason)
+
+    def _fail(self, reason: str) -> None:
         if not self._over:
             self._over = True
             self._on_failure(RunnerError(reason))

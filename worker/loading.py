@@ -1,6 +1,7 @@
 """From settings to an engine: opens the model file, picks a runner, sizes its memory."""
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -8,7 +9,7 @@ from threadpoolctl import threadpool_limits
 
 from jobs.claims import Claim
 from jobs.contract import Prompt
-from jobs.errors import ChatTemplateError, SettingsError
+from jobs.errors import ChatTemplateError, NightmillError, SettingsError
 from jobs.settings import Settings
 from worker.engine.engine import Engine, EngineStats
 from worker.model.chat import ChatTemplate
@@ -48,9 +49,15 @@ class LoadedModel(OpenModel):
     tokenizer: Tokenizer
     chat: ChatTemplate | str  # or why there is none
 
-    def tokenize(self, claim: Claim) -> tuple[int, ...]:
-        """The token ids of a claimed job. Raises ChatTemplateError where a chat cannot be rendered."""
-        return self.encode((claim.prompt or "") if claim.messages is None else claim.messages)
+    def tokenize_all(self, claims: Sequence[Claim]) -> list[tuple[int, ...] | NightmillError]:
+        """For each claimed job its token ids, or why there are none."""
+        return [self._tokenize(claim) for claim in claims]
+
+    def _tokenize(self, claim: Claim) -> tuple[int, ...] | NightmillError:
+        try:
+            return self.encode((claim.prompt or "") if claim.messages is None else claim.messages)
+        except NightmillError as error:
+            return error
 
     def encode(self, prompt: Prompt) -> tuple[int, ...]:
         """A prompt's token ids. Raises ChatTemplateError where a chat cannot be rendered."""

@@ -13,12 +13,13 @@ from datetime import timedelta
 
 from jobs.claims import Claim, Claims, Outcome
 from jobs.contract import StopReason
-from jobs.errors import DatabaseError, NightmillError, RunnerError
+from jobs.errors import DatabaseError, DatabaseRefusedError, NightmillError, RunnerError
 from jobs.partials import SavedTokens
 from jobs.store import chunked
 from worker.engine.request import Completion, Progress, Request
 from worker.engine_link import EngineLink
 from worker.resume import SAVE_GROUP, SAVE_TOKENS, fingerprint, tokens_to_resume
+from worker.watched import describe
 from worker.writer import ResultWriter
 
 log = logging.getLogger(__name__)
@@ -27,7 +28,10 @@ _CLAIM_SETTLED = timedelta(seconds=30)
 
 JobKey = tuple[str, int]  # job id, attempt
 
-Tokenize = Callable[[Claim], tuple[int, ...]]
+Prompt = tuple[int, ...] | NightmillError  # its token ids, or why there are none
+
+Tokenize = Callable[[Sequence[Claim]], Sequence[Prompt]]
+"""A shard at once: one answer for each claim, in their order."""
 
 
 class InFlight:
@@ -42,6 +46,7 @@ class InFlight:
         self._reserved = 0
         self._jobs: dict[JobKey, str] = {}  # with the fingerprint of its prompt, once that is known
         self._closed = False
+        self._paused = False
 
     def reserve(self, wanted: int) -> int:
         """Wait for room and take up to `wanted` places; 0 once closed."""
@@ -83,6 +88,34 @@ class InFlight:
         with self._changed:
             self._changed.wait_for(lambda: not any(key in self._jobs for key in keys))
 
+    def pause(self, *, even_if_busy: bool = True) -> bool:
+        """Let nobody `reserve` until `resume`. Unless `even_if_busy`: False, where jobs are in flight."""
+        with self._changed:
+            if not even_if_busy and not self._idle:
+                return False
+            self._paused = True
+            return True
+
+    def resume(self) -> None:
+        """The end of a pause, if there is one."""
+        with self._changed:
+            self._paused = False
+            self._changed.notify_all()
+
+    def reserve_all(self, timeout: float) -> int:
+        """In a pause, take every place once nothing is in flight; 0 after `timeout`, or once closed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or self._idle, timeout)
+            if self._closed or not self._idle:
+                return 0
+            self._reserved = self.capacity
+            return self.capacity
+
+    @property
+    def closed(self) -> bool:
+        """True once nobody may reserve any more."""
+        return self._closed
+
     def close(self) -> None:
         """Let nobody reserve any more."""
         with self._changed:
@@ -96,8 +129,12 @@ class InFlight:
 
     @property
     def room(self) -> int:
-        """Places that are neither filled nor reserved."""
-        return self.capacity - self._reserved - len(self._jobs)
+        """Places that are neither filled nor reserved; none in a pause."""
+        return 0 if self._paused else self.capacity - self._reserved - len(self._jobs)
+
+    @property
+    def _idle(self) -> bool:
+        return not self._jobs and not self._reserved
 
 
 class Service:
@@ -125,7 +162,7 @@ class Service:
         self._model_digest = model_digest
         self._on_fatal = on_fatal
         self._drain_until: float | None = None
-        self._writer = ResultWriter(claims.finish, self._forget)
+        self._writer = ResultWriter(claims.finish, self._forget, self._cannot_be_written, self.fail)
         self.engine = engine
         engine.start(self._on_completion, self._on_engine_failure)
 
@@ -134,42 +171,86 @@ class Service:
     def run_shard(self, job_ids: Sequence[str]) -> None:
         """Claim and run what can be claimed of a shard; returns when every job of it has ended.
 
-        A draining worker leaves the rest of a shard queued, to be announced again.
+        A draining worker leaves the rest of a shard queued, to be announced again. Never raises: Celery would
+        drop the message, and leave the jobs claimed.
         """
         self.last_shard_at = time.monotonic()
-        ours: list[JobKey] = []
-        left = list(job_ids)
-        while left:
-            places = self.in_flight.reserve(len(left))
-            if places == 0:
-                self._leave_queued(left)
-                break
-            taken, left = left[:places], left[places:]
-            ours += self._start(taken)
-        self.in_flight.wait_for_end(ours)
+        try:
+            ours: list[JobKey] = []
+            left = list(job_ids)
+            while left:
+                places = self.in_flight.reserve(len(left))
+                if places == 0:
+                    self._leave_queued(left)
+                    break
+                taken, left = left[:places], left[places:]
+                ours += self._start(taken)
+            self.in_flight.wait_for_end(ours)
+        except Exception as error:
+            log.critical("a shard could not be run", exc_info=True)
+            self.fail(f"a shard could not be run: {describe(error)}")
 
     def _start(self, job_ids: Sequence[str]) -> list[JobKey]:
         claims: list[Claim] = []
         try:
-            claims = self.claims.claim(job_ids)
-        except DatabaseError as error:
-            log.warning("%d jobs stay queued, to be announced again: %s", len(job_ids), error)
+            claims = self._claim(job_ids)
         finally:
             self.in_flight.fill(len(job_ids), claims)
-        resumed = [count for claim in claims if (count := self._submit(claim))]
-        if resumed:
-            log.info("%d jobs go on from %d tokens that were saved", len(resumed), sum(resumed))
+        return self.begin(claims)
+
+    def _claim(self, job_ids: Sequence[str]) -> list[Claim]:
+        """Claim a shard. Where a row of it makes that fail, its halves, until this row is alone and fails."""
+        try:
+            return self.claims.claim(job_ids)
+        except Exception as error:
+            if isinstance(error, DatabaseError) and not isinstance(error, DatabaseRefusedError):
+                log.warning("%d jobs stay queued, to be announced again: %s", len(job_ids), error)
+                return []
+            log.exception("%d jobs could not be claimed", len(job_ids))
+            fault = describe(error)
+        if len(job_ids) > 1:
+            middle = len(job_ids) // 2
+            return self._claim(job_ids[:middle]) + self._claim(job_ids[middle:])
+        self._refuse(job_ids[0], f"the job could not be claimed: {fault}")
+        return []
+
+    def begin(self, claims: Sequence[Claim]) -> list[JobKey]:
+        """Tokenise claimed jobs and give them to the engine; one that cannot be fails alone."""
+        prompts = iter(self._prompts([claim for claim in claims if claim.unreadable is None]))
+        resumed: list[int] = []
+        for claim in claims:
+            prompt = next(prompts) if claim.unreadable is None else NightmillError(claim.unreadable)
+            if isinstance(prompt, NightmillError):
+                self._fail_job(claim, str(prompt))
+                continue
+            try:
+                resumed.append(self._submit(claim, prompt))
+            except Exception as error:
+                log.exception("job %s could not be submitted", claim.job_id)
+                self._fail_job(claim, f"the job could not be submitted to the engine: {describe(error)}")
+        if any(resumed):
+            count = sum(1 for tokens in resumed if tokens)
+            log.info("%d jobs go on from %d tokens that were saved", count, sum(resumed))
         return [(claim.job_id, claim.attempt) for claim in claims]
 
-    def _submit(self, claim: Claim) -> int:
-        """Give a job to the engine; returns how many tokens it goes on from."""
+    def _prompts(self, claims: Sequence[Claim]) -> list[Prompt]:
+        """Token ids, or errors; an exception that nobody expected is one job's alone."""
+        if not claims:
+            return []
         try:
-            prompt_ids = self._tokenize(claim)
-        except NightmillError as error:
-            self._writer.put(
-                Outcome(claim.job_id, claim.attempt, StopReason.ERROR, "", 0, 0, error=str(error))
-            )
-            return 0
+            prompts = list(self._tokenize(claims))
+            if len(prompts) != len(claims):
+                raise ValueError(f"{len(prompts)} answers to {len(claims)} prompts")
+            return prompts
+        except Exception as error:
+            log.exception("%d prompts could not be tokenised", len(claims))
+            fault = describe(error)
+        if len(claims) > 1:
+            return [prompt for claim in claims for prompt in self._prompts([claim])]
+        return [NightmillError(f"the prompt could not be tokenised: {fault}")]
+
+    def _submit(self, claim: Claim, prompt_ids: tuple[int, ...]) -> int:
+        """Give a job to the engine; returns how many tokens it goes on from."""
         mark = fingerprint(self._model_digest, self.engine.arithmetic, prompt_ids)
         self.in_flight.mark((claim.job_id, claim.attempt), mark)
         generated_ids = tokens_to_resume(claim.saved, mark)
@@ -190,6 +271,22 @@ class Service:
             )
         )
         return len(generated_ids)
+
+    def _fail_job(self, claim: Claim, error: str) -> None:
+        self._writer.put(Outcome(claim.job_id, claim.attempt, StopReason.ERROR, "", 0, 0, error=error))
+
+    def _refuse(self, job_id: str, reason: str) -> None:
+        try:
+            self.claims.refuse(job_id, reason)
+        except DatabaseError as error:  # its message comes again
+            log.warning("job %s stays queued: %s", job_id, error)
+
+    def _cannot_be_written(self, outcome: Outcome, reason: str) -> None:
+        """Not even the failure of this job can be written: charge it as if it had killed a worker, alone."""
+        try:
+            self.claims.give_up([(outcome.job_id, outcome.attempt)], reason)
+        except DatabaseError as error:  # it is handed back once it is known that nobody runs it
+            log.error("job %s stays as it is for now: %s", outcome.job_id, error)
 
     def _leave_queued(self, job_ids: Sequence[str]) -> None:
         try:
@@ -216,17 +313,19 @@ class Service:
         self.fail(f"the engine failed: {error}")
 
     def fail(self, reason: str) -> None:
-        """This worker is of no use any more: give its jobs to others and end the process."""
+        """This worker is of no use any more: give its jobs to others and end the process. Never raises."""
         self.in_flight.close()
         keys = self.in_flight.keys()
         try:
             self.claims.give_up(keys, reason)
-        except DatabaseError as database_error:
-            log.error("%d jobs wait to be rescued by another worker: %s", len(keys), database_error)
+        except Exception as error:
+            expected = isinstance(error, DatabaseError)
+            log.error("%d jobs wait for another worker's rescue: %s", len(keys), error, exc_info=not expected)
         self.in_flight.remove(keys)
         self._on_fatal(reason)
 
     def _forget(self, outcomes: Sequence[Outcome]) -> None:
+        self.last_shard_at = time.monotonic()  # it was not deaf, but busy
         self.in_flight.remove([(outcome.job_id, outcome.attempt) for outcome in outcomes])
 
     # -- what the housekeeper asks for -----------------------------------------------------------
