@@ -21,6 +21,7 @@ from jobs.ids import IdSource
 from jobs.store import chunked
 from jobs.tables import QUEUED, RUNNING, JobRow
 
+_GROUPS = IdSource()
 _TO_QUEUE: dict[str, Any] = {"state": JobState.QUEUED, "worker": None, "sent_at": None, "started_at": None}
 
 
@@ -55,9 +56,9 @@ def charge(connection: Connection, rows: Sequence[Any], reason: str, now: dateti
         )
         partials.forget_ended(connection, chunk)
     left = [row.id for row in rows if row.cancel_requested_at is None]
-    groups, middle = IdSource(), (len(left) + 1) // 2
+    middle = (len(left) + 1) // 2
     for half in (left[:middle], left[middle:]):
-        group = groups.draw()
+        group = _GROUPS.draw()
         for chunk in chunked(half):
             connection.execute(
                 update(JobRow).where(JobRow.id.in_(chunk), RUNNING).values(**_TO_QUEUE, suspects=group)
@@ -111,7 +112,7 @@ def _count_failure(connection: Connection, row: Any, reason: str, now: datetime)
     if cancelled:
         values |= {"state": JobState.CANCELLED, "stop_reason": StopReason.CANCELLED, "finished_at": now}
     elif again:
-        values |= _TO_QUEUE | {"suspects": IdSource().draw()}  # a group of its own: it stays alone
+        values |= _TO_QUEUE | {"suspects": _GROUPS.draw()}  # a group of its own: it stays alone
     else:
         values |= {
             "state": JobState.FAILED,

@@ -65,9 +65,7 @@ def test_failing_engine_gives_its_jobs_to_other_workers_and_ends_the_process(
     jobs = bench.client.store.find(these(ids))
     assert {job.state for job in jobs} == {JobState.QUEUED}
     assert len([job for job in jobs if job.attempt]) == 4  # those that were claimed
-    assert {(job.failures, len(job.errors)) for job in jobs} == {
-        (0, 0)
-    }  # each may be the cause
+    assert {(job.failures, len(job.errors)) for job in jobs} == {(0, 0)}  # each may be the cause
     healthy = build(ScriptedRunner(), name="b")
     healthy.suspects.look()
     healthy.service.run_shard(ids)
