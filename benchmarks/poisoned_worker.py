@@ -1,0 +1,63 @@
+"""A worker whose engine's process is killed by certain jobs; else it draws token 65, at no cost.
+
+For `poison.py` and a test. A job with the seed POISON takes the process with it some steps after it began, so
+that others are in flight beside it, as where memory runs out.
+"""
+
+import os
+import signal
+import sys
+
+import worker.app
+import worker.engine_process
+from benchmarks.instant_worker import InstantRunner
+from jobs.settings import Settings
+from worker.commands import worker as worker_command
+from worker.engine.engine import Engine
+from worker.loading import OpenModel, max_sequences
+from worker.model.tokenizer import TextStream
+from worker.runners.base import StepBatch
+
+POISON = 666
+FUSE = 30  # steps
+TOKENS = 40  # of a job, so that it is in flight for longer than the fuse burns
+CONTEXT = 128
+
+
+class PoisonedRunner(InstantRunner):
+    """Ends its process FUSE steps after a guilty job was admitted."""
+
+    fuse: int | None = None
+
+    def launch(self, batch: StepBatch) -> None:
+        """As InstantRunner.launch, if it comes to that."""
+        if any(admission.seed == POISON for admission in batch.admissions) and self.fuse is None:
+            self.fuse = FUSE
+        if self.fuse is not None:
+            self.fuse -= 1
+            if self.fuse <= 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+        super().launch(batch)
+
+
+def build_engine(settings: Settings, model: OpenModel) -> Engine:
+    """The real engine, tokenizer and scheduler on that runner."""
+    slots = max_sequences(settings)
+    runner = PoisonedRunner(model.config.vocab, slots)
+    runner.kv_blocks = slots * CONTEXT // runner.block_size
+    return Engine(
+        runner,
+        text_stream=lambda: TextStream(model.vocabulary, strip_space=False),
+        eos_ids=model.vocabulary.eos_ids,
+        context_length=CONTEXT,
+        max_sequences=slots,
+        token_budget=16384,
+    )
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["engine"]:  # started by the worker, below
+        worker.engine_process.build_engine = build_engine
+        sys.exit(worker.engine_process.main())
+    worker.app.ENGINE_COMMAND = (sys.executable, __file__, "engine")
+    worker_command.main(sys.argv[1:])
