@@ -1,12 +1,13 @@
 """A worker whose engine's process is killed by certain jobs; else it draws token 65, at no cost.
 
-For `poison.py` and a test. A job with the seed POISON takes the process with it some steps after it began, so
-that others are in flight beside it, as where memory runs out.
+For `poison.py` and a test. A job with the seed POISON takes the process with it once all are in flight that
+the worker could claim, so that they are suspects with it: the worst case.
 """
 
 import os
 import signal
 import sys
+import time
 
 import worker.app
 import worker.engine_process
@@ -19,24 +20,26 @@ from worker.model.tokenizer import TextStream
 from worker.runners.base import StepBatch
 
 POISON = 666
-FUSE = 30  # steps
-TOKENS = 40  # of a job, so that it is in flight for longer than the fuse burns
+SETTLE_SECONDS, SLOW_STEP_SECONDS = 0.5, 0.1
+TOKENS = 100  # of a job: it is not done before the others are there
 CONTEXT = 128
 
 
 class PoisonedRunner(InstantRunner):
-    """Ends its process FUSE steps after a guilty job was admitted."""
+    """Is slow while jobs arrive, and once none does: ends its process if a guilty one is there, or is quick."""
 
-    fuse: int | None = None
+    guilty = False
+    arrived_at = 0.0
 
     def launch(self, batch: StepBatch) -> None:
         """As InstantRunner.launch, if it comes to that."""
-        if any(admission.seed == POISON for admission in batch.admissions) and self.fuse is None:
-            self.fuse = FUSE
-        if self.fuse is not None:
-            self.fuse -= 1
-            if self.fuse <= 0:
-                os.kill(os.getpid(), signal.SIGKILL)
+        if batch.admissions:
+            self.arrived_at = time.monotonic()
+            self.guilty |= any(admission.seed == POISON for admission in batch.admissions)
+        if time.monotonic() - self.arrived_at < SETTLE_SECONDS:
+            time.sleep(SLOW_STEP_SECONDS)
+        elif self.guilty:
+            os.kill(os.getpid(), signal.SIGKILL)
         super().launch(batch)
 
 
