@@ -20,13 +20,13 @@ from worker.model.tokenizer import TextStream
 from worker.runners.base import StepBatch
 
 POISON = 666
-SETTLE_SECONDS, SLOW_STEP_SECONDS = 0.5, 0.1
-TOKENS = 100  # of a job: it is not done before the others are there
+SETTLE_SECONDS, SLOW_STEP_SECONDS = 0.5, 0.25
+TOKENS = 40  # of a job: in slow steps, it is not done before the others are there
 CONTEXT = 128
 
 
 class PoisonedRunner(InstantRunner):
-    """Is slow while jobs arrive, and once none does: ends its process if a guilty one is there, or is quick."""
+    """Slow while jobs arrive; once none does, quick, or the end of its process if a guilty one is there."""
 
     guilty = False
     arrived_at = 0.0

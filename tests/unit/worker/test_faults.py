@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,14 +10,18 @@ from sqlalchemy import update
 
 import worker.service
 from jobs.claims import Claim, Outcome
+from jobs.client import Client
 from jobs.contract import JobState
-from jobs.errors import DatabaseRefusedError
+from jobs.errors import DatabaseRefusedError, NightmillError
+from jobs.settings import Settings
 from jobs.sweep import Sweep
 from jobs.tables import JobRow
+from tests.ggufs import write_model
 from tests.servers import Clock, wait_until
 from tests.unit.engine.scripted import ScriptedRunner
-from tests.unit.worker.bench import Bench, enqueue
+from tests.unit.worker.bench import PROMPT, Bench, enqueue, stop
 from worker.engine.request import Completion, Request
+from worker.loading import load_model
 
 ODD = "nobody expected \x00 this \ud800"
 Patch = pytest.MonkeyPatch
@@ -244,3 +249,25 @@ def test_a_broken_thread_ends_the_worker_and_another_does_its_work(
     second.service.run_shard(ids)
     assert bench.client.stats()["state"] == {"succeeded": 64}
     assert {job.failures for job in bench.client.results(ids)} == {0}
+
+
+@pytest.mark.parametrize("server_settings", ["postgresql"], indirect=True)
+def test_an_error_text_that_sql_cannot_hold_stops_no_result(
+    server_settings: Settings, tmp_path: Path
+) -> None:
+    """The template may say anything; SQL text cannot hold NUL."""
+    path = write_model(tmp_path / "m.gguf", layers=1, chat_template="{{ raise_exception('bad' ~ '%c' % 0) }}")
+    model = load_model(Settings(model=path))
+    with Client(server_settings) as client:
+        bench = Bench(client, ScriptedRunner())
+        bench.service._tokenize = lambda claims: [
+            answer if isinstance(answer, NightmillError) else PROMPT for answer in model.tokenize_all(claims)
+        ]
+        chat = client.enqueue([{"role": "user", "content": "hi"}])
+        ids = enqueue(client, 3, max_tokens=3)
+        bench.service.run_shard([chat, *ids])
+        failed = client.get(chat)
+        assert (failed.state, bench.fatal) == (JobState.FAILED, [])
+        assert failed.error is not None and "bad\ufffd" in failed.error
+        assert {job.state for job in client.results(ids)} == {JobState.SUCCEEDED}
+        stop(bench)
