@@ -79,9 +79,9 @@ class Claims:
             return suspects.next_group(connection, models, now) is not None
 
     def claim_suspects(self, models: Sequence[str | None], limit: int) -> list[Claim]:
-        """Take the next group of suspects, or the first `limit` of it; none where others were quicker.
+        """Take the next group of suspects, or the first `limit` of it, in the order of their ids.
 
-        They must run with nothing else beside them.
+        They must run with nothing else beside them. None where others were quicker.
         """
         now = self.database.now()
         with self.database.write() as connection:
@@ -91,7 +91,8 @@ class Claims:
             of_group = (JobRow.suspects == group, suspects.of_models(models), *suspects.claimable(now))
             first = select(JobRow.id).where(*of_group).order_by(JobRow.id).limit(limit)
             ids = connection.execute(first).scalars().all()
-            return self._take(connection, (*of_group, JobRow.id <= ids[-1]), now) if ids else []
+            claims = self._take(connection, (*of_group, JobRow.id <= ids[-1]), now) if ids else []
+        return sorted(claims, key=lambda claim: claim.job_id)
 
     def refuse(self, job_id: str, reason: str) -> bool:
         """Fail a queued job that cannot even be claimed; True where it was queued."""

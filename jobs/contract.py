@@ -189,10 +189,8 @@ class Job:
     error: str | None = None
     errors: list[JsonObject] = field(default_factory=list)  # one entry per attempt that failed or was charged
     attempt: int = 0  # times claimed; the fencing token
-    failures: int = (
-        0  # attempts that died while the job was alone in its worker; at max_attempts it is failed
-    )
-    max_attempts: int = 3  # attempts that may die so; a death among other jobs counts for none of them
+    failures: int = 0  # attempts that died with this job alone in its worker; others are nobody's
+    max_attempts: int = 3  # so many of them, and the job is failed
     priority: int = 5
     worker: str | None = None
     idempotency_key: str | None = None

@@ -125,15 +125,15 @@ def test_of_many_jobs_only_the_3_that_kill_their_worker_fail(
 
 
 @given(
-    count=st.integers(1, 130),
+    count=st.integers(1, 70),
     capacity=st.sampled_from([1, 2, 5, 32, 64, 200]),
-    places=st.sets(st.integers(0, 129), max_size=3),
+    places=st.sets(st.integers(0, 69), max_size=3),
     max_attempts=st.integers(1, 3),
 )
 @example(count=64, capacity=200, places={0, 32, 48}, max_attempts=3)
 @example(count=130, capacity=32, places={31, 32, 129}, max_attempts=1)
 @hypothesis_settings(
-    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 def test_exactly_the_guilty_fail_within_the_bound(
     sqlite_client: Client, clock: Clock, count: int, capacity: int, places: set[int], max_attempts: int
@@ -166,7 +166,7 @@ def test_suspects_are_not_announced_and_not_claimed_from_messages(client: Client
     clock.advance(3600)
     assert sweep.unsent(100) == [] == sweep.unanswered(None, timedelta(seconds=60), 100)
     assert worker.claim(ids) == []
-    assert [sorted(one.job_id for one in worker.claim_suspects((None,), 10)) for _ in range(3)] == [
+    assert [[one.job_id for one in worker.claim_suspects((None,), 10)] for _ in range(3)] == [
         ids[:3],
         ids[3:],
         [],
@@ -175,9 +175,9 @@ def test_suspects_are_not_announced_and_not_claimed_from_messages(client: Client
 
 def test_what_there_is_no_room_for_stays_in_its_group(client: Client) -> None:
     ids, worker = die_with(client, 8)
-    assert [one.job_id for one in sorted(worker.claim_suspects((None,), 3), key=by_id)] == ids[:3]
+    assert [one.job_id for one in worker.claim_suspects((None,), 3)] == ids[:3]
     assert worker.hand_back([(ids[1], 2)]) == [ids[1]]  # drained: a suspect still
-    assert [one.job_id for one in sorted(worker.claim_suspects((None,), 9), key=by_id)] == [ids[1], ids[3]]
+    assert [one.job_id for one in worker.claim_suspects((None,), 9)] == [ids[1], ids[3]]
 
 
 def test_suspects_may_be_cancelled_and_expire_and_a_retry_is_no_suspect(client: Client, clock: Clock) -> None:
@@ -238,10 +238,6 @@ def test_suspects_that_are_raced_for_run_once(server_settings: Settings, clock: 
         with ThreadPoolExecutor(4) as pool:
             won = [job for one in pool.map(race, range(4)) for job in one]
         assert sorted(won) == ids
-
-
-def by_id(claim: Claim) -> str:
-    return claim.job_id
 
 
 def die_with(client: Client, count: int, **options: object) -> tuple[list[str], Claims]:
