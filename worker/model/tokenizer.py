@@ -138,6 +138,17 @@ class Tokenizer:
             results.append(ids)
         return results
 
+    def encode_each(
+        self, prompts: Sequence[Sequence[Piece]], *, add_bos: bool | None = None
+    ) -> list[list[int] | InvalidPromptError]:
+        """`encode_pieces`, where a text that is not valid Unicode fails its own prompt alone."""
+        try:
+            return list(self.encode_pieces(prompts, add_bos=add_bos))
+        except InvalidPromptError as error:
+            if len(prompts) == 1:
+                return [error]
+            return [self.encode_each([pieces], add_bos=add_bos)[0] for pieces in prompts]
+
     def _spelt(self, pieces: Sequence[Piece]) -> Iterable[str]:
         """The ordinary texts of a prompt as the engine wants them."""
         after_text = False
