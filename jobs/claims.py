@@ -15,8 +15,10 @@ from sqlalchemy import Connection, bindparam, insert, or_, select, update
 from jobs import partials
 from jobs.contract import GenerationParams, JobState, JsonObject, StopReason
 from jobs.database import Database
+from jobs.locks import lock_jobs
 from jobs.partials import SavedTokens
-from jobs.store import chunked, lock_jobs
+from jobs.retrying import retried
+from jobs.store import chunked
 from jobs.tables import RUNNING, JobRow, WorkerRow
 
 LIVE_STATES = ("starting", "ready", "draining")
@@ -58,6 +60,7 @@ class Claims:
 
     # -- a job's life ----------------------------------------------------------------------------
 
+    @retried
     def claim(self, job_ids: Sequence[str]) -> list[Claim]:
         """Take those of `job_ids` that are queued, due and not past their deadline, in the order given."""
         now = self.database.now()
@@ -101,6 +104,7 @@ class Claims:
         place = {job_id: index for index, job_id in enumerate(job_ids)}
         return sorted(claims, key=lambda claim: place[claim.job_id])
 
+    @retried
     def finish(self, outcomes: Sequence[Outcome]) -> int:
         """Write results in one transaction; returns how many were still ours to write."""
         now = self.database.now()
@@ -118,6 +122,7 @@ class Claims:
             partials.forget_ended(connection, [outcome.job_id for outcome in outcomes])
         return written
 
+    @retried
     def save(self, saved: Sequence[SavedTokens]) -> int:
         """Keep the tokens of running jobs for a later attempt; returns of how many, being still ours."""
         written = 0
@@ -127,6 +132,7 @@ class Claims:
                 written += partials.save(connection, self.worker_id, group, self.database.now())
         return written
 
+    @retried
     def hand_back(self, claimed: Sequence[tuple[str, int]]) -> list[str]:
         """Queue (job id, attempt) pairs again, no attempt lost; returns the ids that were still ours."""
         now = self.database.now()
@@ -139,6 +145,7 @@ class Claims:
             partials.forget_ended(connection, [job_id for job_id, _ in claimed])
         return returned
 
+    @retried
     def leave_queued(self, job_ids: Sequence[str]) -> None:
         """Of these unclaimed jobs, record that no message announces them."""
         with self.database.write() as connection:
@@ -149,6 +156,7 @@ class Claims:
                 .values(sent_at=None)
             )
 
+    @retried
     def give_up(self, claimed: Sequence[tuple[str, int]], reason: str) -> None:
         """The attempt failed through no fault of the job: queue it again, or fail it if that was the last."""
         now = self.database.now()
@@ -185,6 +193,7 @@ class Claims:
 
     # -- a worker's life -------------------------------------------------------------------------
 
+    @retried
     def register(self, host: str, pid: int, model: str, gpu: str | None) -> None:
         """Enter this worker, as starting."""
         now = self.database.now()
@@ -198,33 +207,35 @@ class Claims:
                     model=model,
                     state="starting",
                     started_at=now,
-                    heartbeat_at=now,
+                    heartbeat_at=self.database.clock_time(),
                 )
             )
 
+    @retried
     def beat(self, state: str) -> bool:
         """Say that this worker lives; False where it was given up for dead and its jobs taken."""
         with self.database.write() as connection:
             done = connection.execute(
                 update(WorkerRow)
                 .where(WorkerRow.id == self.worker_id, WorkerRow.state.in_(LIVE_STATES))
-                .values(heartbeat_at=self.database.now(), state=state)
+                .values(heartbeat_at=self.database.clock_time(), state=state)
             )
             if not done.rowcount:  # declared lost while it was only slow: it may come back, with new claims
                 connection.execute(
                     update(WorkerRow)
                     .where(WorkerRow.id == self.worker_id, WorkerRow.state == "lost")
-                    .values(heartbeat_at=self.database.now(), state=state)
+                    .values(heartbeat_at=self.database.clock_time(), state=state)
                 )
         return bool(done.rowcount)
 
+    @retried
     def sign_off(self) -> None:
         """This worker has ended in order and holds no job."""
         with self.database.write() as connection:
             connection.execute(
                 update(WorkerRow)
                 .where(WorkerRow.id == self.worker_id)
-                .values(state="stopped", heartbeat_at=self.database.now())
+                .values(state="stopped", heartbeat_at=self.database.clock_time())
             )
 
     # -- helpers ---------------------------------------------------------------------------------

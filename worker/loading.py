@@ -12,6 +12,7 @@ from jobs.contract import Prompt
 from jobs.errors import ChatTemplateError, NightmillError, SettingsError
 from jobs.settings import Settings
 from worker.engine.engine import Engine, EngineStats
+from worker.engine.probing import probe
 from worker.model.chat import ChatTemplate, Limits
 from worker.model.config import ModelConfig
 from worker.model.gguf_file import GgufFile
@@ -215,15 +216,22 @@ def build_engine(settings: Settings, model: OpenModel) -> Engine:
             gpu_memory=settings.gpu_memory, context=context, max_tokens=token_budget, gpu=gpu,
         )  # fmt: skip
     vocabulary = model.vocabulary
-    return Engine(
+    engine = Engine(
         runner,
         text_stream=lambda: TextStream(vocabulary, strip_space=False),  # an answer continues its prompt
         eos_ids=vocabulary.eos_ids,
         context_length=context,
+        model_context=model.config.context_length,
         max_sequences=sequences,
         token_budget=token_budget,
         prefix_sharing=settings.prefix_sharing,
     )
+    try:
+        probe(engine, model.config.vocab)
+    except BaseException:
+        engine.close()
+        raise
+    return engine
 
 
 def _reference_runner(model: OpenModel, *, sequences: int, context: int) -> ReferenceRunner:
