@@ -8,14 +8,16 @@ from dataclasses import asdict, dataclass
 from datetime import datetime, timedelta
 from typing import Any, cast
 
-from sqlalchemy import Connection, Table, delete, func, or_, select, text, update
+from sqlalchemy import Connection, Table, func, or_, select, text, update
 from sqlalchemy.orm import InstrumentedAttribute
 
 from jobs import partials
 from jobs.batch_status import BatchRecord, ErrorGroup, Pace, RowCount, group_errors
 from jobs.contract import Job, JobState, StopReason
 from jobs.database import Database
-from jobs.errors import BatchNotFoundError, InvalidTransitionError
+from jobs.errors import BatchNotFoundError
+from jobs.locks import hold_batches, lock_jobs, refuse_deleting
+from jobs.retrying import retried
 from jobs.store import (
     CHUNK,
     FINAL,
@@ -27,8 +29,8 @@ from jobs.store import (
     chunked,
     dialect_insert,
     job_from_row,
-    lock_jobs,
     retried_values,
+    tokens_read,
 )
 from jobs.tables import QUEUED, RUNNING, BatchRow, JobRow
 
@@ -60,14 +62,21 @@ class BatchStore:
 
     # -- submitting ------------------------------------------------------------------------------
 
+    @retried
     def enter(self, record: BatchRecord) -> tuple[BatchRecord, bool]:
-        """Enter a batch unless there is one of this name: (the one that is there, True where it is new)."""
+        """Enter a batch unless there is one of this name: (the one that is there, True where it is new).
+
+        Raises BatchConflictError where the one that is there is being deleted.
+        """
         with self.database.write() as connection:
             statement = dialect_insert(connection, BATCHES).on_conflict_do_nothing(index_elements=["name"])
-            entered = connection.execute(
-                statement.values(**asdict(record), metadata={}).returning(BatchRow.name)
-            ).one_or_none()
-            return _get(connection, record.name), entered is not None
+            entering = statement.values(**asdict(record), metadata={}).returning(BatchRow.name)
+            while True:
+                entered = connection.execute(entering).one_or_none()
+                held = hold_batches(connection, [record.name])
+                if held:  # else it was deleted between the two statements
+                    refuse_deleting(held[record.name], "name")
+                    return _get(connection, record.name), entered is not None
 
     def last_row(self, name: str) -> int:
         """The last row that is entered, 0 where none is. All rows before it are entered too."""
@@ -75,16 +84,18 @@ class BatchStore:
         with self.database.read() as connection:
             return connection.execute(query).scalar_one() or 0
 
+    @retried
     def insert_rows(self, name: str, rows: Sequence[dict[str, Any]]) -> bool:
         """Enter rows, all with the same keys, in one transaction. Rows that are there already are left alone.
 
         Rows of a batch that was cancelled in the meantime are entered as cancelled; returns False then.
+        Raises BatchConflictError or BatchNotFoundError where it was deleted in the meantime.
         """
         with self.database.write() as connection:
-            query = select(BatchRow.cancel_requested_at).where(BatchRow.name == name)
-            found = connection.execute(query.with_for_update(read=True)).one_or_none()
+            found = hold_batches(connection, [name], whole=True).get(name)
             if found is None:
                 raise BatchNotFoundError(f"batch {name!r} was deleted while its rows were entered")
+            refuse_deleting(found, "name")
             cancelled = found.cancel_requested_at is not None
             if cancelled:
                 values = cancelled_values(self.database.now())
@@ -95,6 +106,7 @@ class BatchStore:
             connection.execute(statement, rows)
         return not cancelled
 
+    @retried
     def complete(self, name: str, row_count: int) -> None:
         """All rows are entered."""
         with self.database.write() as connection:
@@ -127,7 +139,7 @@ class BatchStore:
             select(
                 *columns,
                 func.count().label("rows"),
-                func.coalesce(func.sum(JobRow.prompt_tokens), 0).label("prompt_tokens"),
+                tokens_read().label("prompt_tokens"),
                 func.coalesce(func.sum(JobRow.completion_tokens), 0).label("completion_tokens"),
             )
             .where(JobRow.batch == name)
@@ -243,12 +255,7 @@ class BatchStore:
         claimed meanwhile.
         """
         now = self.database.now()
-        with self.database.write() as connection:
-            connection.execute(
-                update(BatchRow)
-                .where(BatchRow.name == name)
-                .values(cancel_requested_at=func.coalesce(BatchRow.cancel_requested_at, now))
-            )
+        self._request_cancel(name, now)
         asked = self._ask_to_stop(name, (RUNNING,), now)
         cancelled = 0
         while True:
@@ -266,55 +273,19 @@ class BatchStore:
     def retry_failed(
         self, name: str, deadline: datetime | None
     ) -> Iterator[Mapping[tuple[str | None, int], list[str]]]:
-        """Queue the rows again that ended without a result and could have one; yields groups to announce."""
-        with self.database.write() as connection:
-            done = connection.execute(
-                update(BatchRow)
-                .where(BatchRow.name == name)
-                .values(cancel_requested_at=None, scheduled_at=None, deadline_at=deadline)
-            )
-            if not done.rowcount:
-                raise _no_batch(name)
+        """Queue the rows again that ended without a result and could have one; yields groups to announce.
+
+        Raises BatchConflictError where the batch is being deleted.
+        """
+        self._reopen(name, deadline)
         for page in self._pages(name, JobRow.id):
             groups: dict[tuple[str | None, int], list[str]] = {}
             ids = [row.id for row in page if row.state in _UNSUCCESSFUL]
-            for row in self._change(ids, RETRYABLE, retried_values(self.database.now(), deadline)):
+            values = retried_values(self.database.now(), deadline)
+            for row in self._change(ids, RETRYABLE, values, batch=name):
                 groups.setdefault((row.model, row.priority), []).append(row.id)
             if groups:
                 yield groups
-
-    def delete(self, name: str) -> Iterator[int]:
-        """Delete a batch whose rows are all final, and its rows; yields how many are gone so far.
-
-        The last rows go first, and the batch counts as being submitted meanwhile: should this be broken off,
-        then submitting the file again enters what is missing.
-        """
-        with self.database.write() as connection:
-            place = JobRow.id if _get(connection, name).format is None else JobRow.row
-            left = connection.execute(_count(name).where(_UNFINISHED_ROW)).scalar_one()
-            if left:
-                rows = "1 row that is" if left == 1 else f"{left} rows that are"
-                raise InvalidTransitionError(
-                    f"batch {name!r} has {rows} not finished: wait, or cancel it first "
-                    f"(nightmill batch cancel {name})"
-                )
-            connection.execute(update(BatchRow).where(BatchRow.name == name).values(row_count=None))
-        gone = 0
-        while True:
-            with self.database.write() as connection:
-                ids = connection.execute(
-                    select(JobRow.id)
-                    .where(JobRow.batch == name, place.is_not(None))
-                    .order_by(place.desc())
-                    .limit(GROUP)
-                ).scalars()
-                gone += delete_jobs(connection, ids.all())
-                rest = connection.execute(select(JobRow.id).where(JobRow.batch == name).limit(1)).all()
-                if not rest:
-                    connection.execute(delete(BatchRow).where(BatchRow.name == name))
-                    yield gone
-                    return
-            yield gone
 
     # -- helpers ---------------------------------------------------------------------------------
 
@@ -323,6 +294,29 @@ class BatchStore:
             query = select(JobRow.id).where(JobRow.batch == name, condition).limit(1)
             return connection.execute(query).one_or_none() is not None
 
+    @retried
+    def _request_cancel(self, name: str, now: datetime) -> None:
+        with self.database.write() as connection:
+            connection.execute(
+                update(BatchRow)
+                .where(BatchRow.name == name)
+                .values(cancel_requested_at=func.coalesce(BatchRow.cancel_requested_at, now))
+            )
+
+    @retried
+    def _reopen(self, name: str, deadline: datetime | None) -> None:
+        with self.database.write() as connection:
+            held = hold_batches(connection, [name])
+            if not held:
+                raise no_batch(name)
+            refuse_deleting(held[name])
+            connection.execute(
+                update(BatchRow)
+                .where(BatchRow.name == name)
+                .values(cancel_requested_at=None, scheduled_at=None, deadline_at=deadline)
+            )
+
+    @retried
     def _ask_to_stop(self, name: str, conditions: tuple[Any, ...], now: datetime) -> int:
         rows = (JobRow.batch == name, *conditions)
         with self.database.write() as connection:
@@ -333,14 +327,24 @@ class BatchStore:
                 .values(cancel_requested_at=func.coalesce(JobRow.cancel_requested_at, now))
             ).rowcount
 
+    @retried
     def _change(
-        self, ids: Sequence[str], conditions: tuple[Any, ...], values: Mapping[str, Any]
+        self,
+        ids: Sequence[str],
+        conditions: tuple[Any, ...],
+        values: Mapping[str, Any],
+        batch: str | None = None,
     ) -> Sequence[Any]:
-        """Change those of these jobs that fit, in one transaction; returns (id, model, priority) of each."""
+        """Change those of these jobs that fit, in one transaction; returns (id, model, priority) of each.
+
+        `batch`: raise BatchConflictError where that is being deleted.
+        """
         changed: list[Any] = []
         if not ids:
             return changed
         with self.database.write() as connection:
+            if batch is not None:
+                refuse_deleting(hold_batches(connection, [batch]).get(batch))
             for chunk in chunked(ids):
                 rows = (JobRow.id.in_(chunk), *conditions)
                 lock_jobs(connection, *rows)
@@ -351,26 +355,13 @@ class BatchStore:
         return changed
 
 
-def _count(name: str) -> Any:
-    return select(func.count()).select_from(JobRow).where(JobRow.batch == name)
-
-
 def _get(connection: Connection, name: str) -> BatchRecord:
     row = connection.execute(select(*_RECORD).where(BatchRow.name == name)).mappings().one_or_none()
     if row is None:
-        raise _no_batch(name)
+        raise no_batch(name)
     return BatchRecord(**row)
 
 
-def _no_batch(name: str) -> BatchNotFoundError:
+def no_batch(name: str) -> BatchNotFoundError:
+    """The error for a batch that is not there."""
     return BatchNotFoundError(f"there is no batch {name!r}: `nightmill batch list` shows those there are")
-
-
-def delete_jobs(connection: Connection, ids: Sequence[str]) -> int:
-    """Delete those of these jobs that are final; returns how many."""
-    gone = 0
-    for chunk in chunked(sorted(ids)):
-        gone += connection.execute(
-            delete(JobRow).where(JobRow.id.in_(chunk), JobRow.state.in_(FINAL))
-        ).rowcount
-    return gone

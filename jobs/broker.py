@@ -6,12 +6,14 @@ from contextlib import contextmanager
 from typing import Any
 
 import kombu.exceptions
+import kombu.pools
 import redis.exceptions
 from celery import Celery
 from kombu import Queue
 
 from jobs.embedded import EmbeddedRedis
 from jobs.errors import BrokerError, BrokerUnreachableError
+from jobs.forking import Forkable
 from jobs.requests import HIGHEST_PRIORITY
 from jobs.settings import Settings
 
@@ -50,7 +52,9 @@ def make_app(broker_url: str | None) -> Celery:
             "visibility_timeout": _DAY,
             # One Redis list for each of our priorities, emptied in order.
             "priority_steps": list(range(HIGHEST_PRIORITY + 1)),
-            "queue_order_strategy": "priority",
+            # Whose queue was served last is asked last, within each priority: jobs for any model and jobs for
+            # one share a worker.
+            "queue_order_strategy": "round_robin",
             "socket_connect_timeout": 5,
             "socket_keepalive": True,
             "max_retries": 1,
@@ -62,13 +66,15 @@ def make_app(broker_url: str | None) -> Celery:
     return app
 
 
-class Broker:
+class Broker(Forkable):
     """The client's side of the queue."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self._lock = threading.Lock()
         self._app: Celery | None = None
+        self._inherited: list[Any] = []
+        self.watch_forks()
 
     @property
     def app(self) -> Celery:
@@ -120,6 +126,18 @@ class Broker:
             if self._app is not None:
                 self._app.close()
                 self._app = None
+
+    def after_fork_in_child(self) -> None:
+        """Leave the parent's connections alone, and forget the pools that kombu keeps for this URL."""
+        self._lock = threading.Lock()
+        if self._app is None:
+            return
+        connection = self._app.connection_for_write()
+        for pools in (kombu.pools.producers, kombu.pools.connections):
+            self._inherited.append(pools[connection])
+            del pools[connection]
+        self._inherited.append(self._app)
+        self._app = None
 
     @contextmanager
     def _mapped_errors(self) -> Iterator[None]:

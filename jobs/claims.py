@@ -17,8 +17,10 @@ from jobs import partials, suspects
 from jobs.contract import GenerationParams, JobState, JsonObject, StopReason
 from jobs.database import Database
 from jobs.errors import InvalidParameterError
+from jobs.locks import lock_jobs
 from jobs.partials import SavedTokens
-from jobs.store import chunked, lock_jobs
+from jobs.retrying import retried
+from jobs.store import chunked
 from jobs.tables import RUNNING, JobRow, WorkerRow
 
 LIVE_STATES = ("starting", "ready", "draining")
@@ -61,6 +63,7 @@ class Claims:
 
     # -- a job's life ----------------------------------------------------------------------------
 
+    @retried
     def claim(self, job_ids: Sequence[str]) -> list[Claim]:
         """Take those of `job_ids` that are queued, due and not past their deadline, in the order given.
 
@@ -78,6 +81,7 @@ class Claims:
         with self.database.read() as connection:
             return suspects.next_group(connection, models, now) is not None
 
+    @retried
     def claim_suspects(self, models: Sequence[str | None], limit: int) -> list[Claim]:
         """Take the next group of suspects, or the first `limit` of it, in the order of their ids.
 
@@ -94,6 +98,7 @@ class Claims:
             claims = self._take(connection, (*of_group, JobRow.id <= ids[-1]), now) if ids else []
         return sorted(claims, key=lambda claim: claim.job_id)
 
+    @retried
     def refuse(self, job_id: str, reason: str) -> bool:
         """Fail a queued job that cannot even be claimed; True where it was queued."""
         now = self.database.now()
@@ -111,6 +116,7 @@ class Claims:
             partials.forget_ended(connection, [job_id])
         return bool(done.rowcount)
 
+    @retried
     def finish(self, outcomes: Sequence[Outcome]) -> int:
         """Write results in one transaction; returns how many were still ours to write."""
         now = self.database.now()
@@ -128,6 +134,7 @@ class Claims:
             partials.forget_ended(connection, [outcome.job_id for outcome in outcomes])
         return written
 
+    @retried
     def save(self, saved: Sequence[SavedTokens]) -> int:
         """Keep the tokens of running jobs for a later attempt; returns of how many, being still ours."""
         written = 0
@@ -137,6 +144,7 @@ class Claims:
                 written += partials.save(connection, self.worker_id, group, self.database.now())
         return written
 
+    @retried
     def hand_back(self, claimed: Sequence[tuple[str, int]]) -> list[str]:
         """Queue (job id, attempt) pairs again, no attempt lost; returns the ids that were still ours."""
         now = self.database.now()
@@ -149,6 +157,7 @@ class Claims:
             partials.forget_ended(connection, [job_id for job_id, _ in claimed])
         return returned
 
+    @retried
     def leave_queued(self, job_ids: Sequence[str]) -> None:
         """Of these unclaimed jobs, record that no message announces them."""
         with self.database.write() as connection:
@@ -159,6 +168,7 @@ class Claims:
                 .values(sent_at=None)
             )
 
+    @retried
     def give_up(self, claimed: Sequence[tuple[str, int]], reason: str) -> None:
         """The worker is at its end with these jobs in flight: see `suspects.charge`."""
         now, keys = self.database.now(), set(claimed)
@@ -190,6 +200,7 @@ class Claims:
 
     # -- a worker's life -------------------------------------------------------------------------
 
+    @retried
     def register(self, host: str, pid: int, model: str, gpu: str | None) -> None:
         """Enter this worker, as starting."""
         now = self.database.now()
@@ -203,33 +214,35 @@ class Claims:
                     model=model,
                     state="starting",
                     started_at=now,
-                    heartbeat_at=now,
+                    heartbeat_at=self.database.clock_time(),
                 )
             )
 
+    @retried
     def beat(self, state: str) -> bool:
         """Say that this worker lives; False where it was given up for dead and its jobs taken."""
         with self.database.write() as connection:
             done = connection.execute(
                 update(WorkerRow)
                 .where(WorkerRow.id == self.worker_id, WorkerRow.state.in_(LIVE_STATES))
-                .values(heartbeat_at=self.database.now(), state=state)
+                .values(heartbeat_at=self.database.clock_time(), state=state)
             )
             if not done.rowcount:  # declared lost while it was only slow: it may come back, with new claims
                 connection.execute(
                     update(WorkerRow)
                     .where(WorkerRow.id == self.worker_id, WorkerRow.state == "lost")
-                    .values(heartbeat_at=self.database.now(), state=state)
+                    .values(heartbeat_at=self.database.clock_time(), state=state)
                 )
         return bool(done.rowcount)
 
+    @retried
     def sign_off(self) -> None:
         """This worker has ended in order and holds no job."""
         with self.database.write() as connection:
             connection.execute(
                 update(WorkerRow)
                 .where(WorkerRow.id == self.worker_id)
-                .values(state="stopped", heartbeat_at=self.database.now())
+                .values(state="stopped", heartbeat_at=self.database.clock_time())
             )
 
     # -- helpers ---------------------------------------------------------------------------------

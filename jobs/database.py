@@ -11,7 +11,18 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import Connection, Engine, create_engine, event, func, inspect, select, text
+from sqlalchemy import (
+    ColumnElement,
+    Connection,
+    Engine,
+    create_engine,
+    event,
+    func,
+    inspect,
+    literal,
+    select,
+    text,
+)
 from sqlalchemy.exc import (
     DataError,
     DBAPIError,
@@ -24,38 +35,49 @@ from sqlalchemy.exc import (
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 
 from jobs.errors import (
+    DatabaseBusyError,
     DatabaseError,
     DatabaseRefusedError,
     DatabaseUnreachableError,
     MissingExtraError,
     SchemaError,
 )
+from jobs.forking import FORK_SECONDS, Forkable, Turnstile
 from jobs.settings import Settings
-from jobs.tables import SCHEMA_REVISION
+from jobs.tables import SCHEMA_REVISION, UtcDateTime
 
 Clock = Callable[[], datetime]
 
 _READ_ONLY = "nightmill_read_only"
 _CLOCK_TRUST_SECONDS = 300.0
+# Deadlock, serialization failure, lock timeout: PostgreSQL has rolled back, and the next try may succeed.
+_LOST_TO_OTHERS = ("40P01", "40001", "55P03")
 _MIGRATION_LOCK = 0x6E69676874  # PostgreSQL advisory lock: "night"
 
 
-class Database:
+class Database(Forkable):
     """One engine with Nightmill's transaction rules.
 
     SQLite runs in WAL mode; writing transactions take the write lock when they begin (BEGIN IMMEDIATE),
     so that two writers queue instead of failing half-way. Times are the database server's, since workers
-    judge each other's heartbeats by them; pass a `clock` to control time in tests.
+    judge each other's heartbeats by them; pass a `clock` to control time in tests. `monotonic` counts the
+    seconds of this process, and goes with the `clock`.
+
+    After os.fork, parent and child have connections of their own. SQLite must not see a fork at all, since
+    its locks belong to the process: its connections are closed before.
     """
 
     def __init__(self, settings: Settings, clock: Clock | None = None) -> None:
         self.settings = settings
         self._clock = clock
-        self._offset = timedelta()
-        self._offset_read = float("-inf")
+        self.monotonic = time.monotonic if clock is None else lambda: clock().timestamp()
+        self._server_time: tuple[datetime, float] | None = None  # and when it was read, by _elapsed
         self._schema_revision: str | None = None
         self._schema_lock = threading.Lock()
         self.engine = self._create_engine()
+        self._users = Turnstile()
+        self._inherited: list[Any] = []
+        self.watch_forks()
 
     @property
     def is_sqlite(self) -> bool:
@@ -66,26 +88,37 @@ class Database:
     def write(self) -> Iterator[Connection]:
         """A writing transaction; commits at the end, rolls back on any error."""
         self.ensure_schema()
-        with self._mapped_errors(), self.engine.begin() as connection:
+        with self._mapped_errors(), self._users.passing(), self.engine.begin() as connection:
             yield connection
 
     @contextmanager
     def read(self) -> Iterator[Connection]:
         """A reading transaction, which blocks no writer."""
         self.ensure_schema()
-        with self._mapped_errors(), self._connect_read_only() as connection:
+        with self._mapped_errors(), self._read_only() as connection:
             yield connection
 
     def now(self) -> datetime:
-        """The time, by the database server's clock (by this host's for SQLite, which is the same)."""
+        """The time, by the database server's clock (by this host's for SQLite, which is the same).
+
+        PostgreSQL's is read now and then, and counted on from there: setting this host's matters nothing.
+        """
         if self._clock is not None:
             return self._clock()
-        if not self.is_sqlite and time.monotonic() - self._offset_read > _CLOCK_TRUST_SECONDS:
-            with self._mapped_errors(), self._connect_read_only() as connection:
-                server_now: datetime = connection.execute(select(func.clock_timestamp())).scalar_one()
-            self._offset = server_now - datetime.now(UTC)
-            self._offset_read = time.monotonic()
-        return datetime.now(UTC) + self._offset
+        if self.is_sqlite:
+            return datetime.now(UTC)
+        known = self._server_time
+        if known is None or _elapsed() - known[1] > _CLOCK_TRUST_SECONDS:
+            with self._mapped_errors(), self._read_only() as connection:
+                known = connection.execute(select(func.clock_timestamp())).scalar_one(), _elapsed()
+            self._server_time = known
+        return known[0] + timedelta(seconds=_elapsed() - known[1])
+
+    def clock_time(self, ago: timedelta = timedelta()) -> ColumnElement[datetime]:
+        """The time, or what it was `ago`, inside a statement: PostgreSQL reads its clock as it runs it."""
+        if self.is_sqlite or self._clock is not None:
+            return literal(self.now() - ago, UtcDateTime())
+        return func.clock_timestamp(type_=UtcDateTime()) - literal(ago)
 
     def ensure_schema(self) -> None:
         """Check once that the schema is ours; an embedded database is created and migrated on the way."""
@@ -113,7 +146,7 @@ class Database:
 
     def revision(self) -> str | None:
         """The schema revision found in the database; None where it has no Nightmill tables."""
-        with self._mapped_errors(), self._connect_read_only() as connection:
+        with self._mapped_errors(), self._read_only() as connection:
             if not inspect(connection).has_table("alembic_version"):
                 return None
             return connection.execute(text("SELECT version_num FROM alembic_version")).scalar_one_or_none()
@@ -132,7 +165,7 @@ class Database:
         config.set_main_option("script_location", str(migrations_dir()).replace("%", "%%"))
         if self.is_sqlite:
             self._switch_to_wal()
-        with self._mapped_errors(), self.engine.begin() as connection:
+        with self._mapped_errors(), self._users.passing(), self.engine.begin() as connection:
             if not self.is_sqlite:
                 connection.execute(select(func.pg_advisory_xact_lock(_MIGRATION_LOCK)))
             config.attributes["connection"] = connection
@@ -148,8 +181,32 @@ class Database:
         """Close pooled connections."""
         self.engine.dispose()
 
-    def _connect_read_only(self) -> Connection:
-        return self.engine.connect().execution_options(**{_READ_ONLY: True})
+    # -- forks -----------------------------------------------------------------------------------
+
+    def before_fork(self) -> None:
+        """Close what SQLite has open, once the transactions of other threads are over."""
+        if self.is_sqlite:
+            self._users.close(FORK_SECONDS)
+            self.engine.dispose()
+
+    def after_fork_in_parent(self) -> None:
+        """Let transactions begin again."""
+        if self.is_sqlite:
+            self._users.open()
+
+    def after_fork_in_child(self) -> None:
+        """Leave the parent's connections alone for good: closing one would end the parent's session."""
+        self._inherited.append(self.engine.pool)
+        self.engine.dispose(close=False)
+        self._users = Turnstile()
+        self._schema_lock = threading.Lock()
+
+    # -- helpers ---------------------------------------------------------------------------------
+
+    @contextmanager
+    def _read_only(self) -> Iterator[Connection]:
+        with self._users.passing(), self.engine.connect() as connection:
+            yield connection.execution_options(**{_READ_ONLY: True})
 
     def _create_engine(self) -> Engine:
         url = self.settings.resolved_database_url
@@ -176,7 +233,7 @@ class Database:
 
     def _switch_to_wal(self) -> None:
         """Readers and a writer at once. The file remembers it; the switch needs the file to itself."""
-        with self._mapped_errors():
+        with self._mapped_errors(), self._users.passing():
             connection = self.engine.raw_connection()  # outside any transaction
             try:
                 connection.cursor().execute("PRAGMA journal_mode = WAL")
@@ -197,7 +254,10 @@ class Database:
             ) from error
         with lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            yield
+            try:
+                yield
+            finally:  # closing would not do: a child forked meanwhile has the file open, too
+                fcntl.flock(lock, fcntl.LOCK_UN)
 
     @contextmanager
     def _mapped_errors(self) -> Iterator[None]:
@@ -215,6 +275,11 @@ class Database:
     def _mapped(self, error: StatementError) -> DatabaseError:
         """An outage, a refusal of the statement's values, or neither: tables that lack, our own mistake."""
         where, said = self.settings.safe_database_url, _first_line(error.orig or error)
+        if _lost_to_others(error.orig):
+            return DatabaseBusyError(
+                f"the database at {where} is busy: {said}. Other programs hold the same rows, or its lock; "
+                "several tries did not help"
+            )
         if _is_refusal(error):
             return self._refused(error.orig or error)
         if "no such table" in said or (isinstance(error, ProgrammingError) and "does not exist" in said):
@@ -267,6 +332,19 @@ def _load_json(text: str | bytes) -> Any:
         return json.loads(text)
     except ValueError:
         return text
+
+
+def _lost_to_others(error: BaseException | None) -> bool:
+    """Whether a statement failed since other transactions were in its way, and may succeed the next time."""
+    if isinstance(error, sqlite3.Error):
+        code = getattr(error, "sqlite_errorcode", 0) & 0xFF  # without the details of extended codes
+        return code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
+    return getattr(error, "sqlstate", None) in _LOST_TO_OTHERS
+
+
+def _elapsed() -> float:
+    """Seconds, counted also while this host is suspended (where the system can)."""
+    return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
 
 def migrations_dir() -> Path:

@@ -8,6 +8,7 @@ refuses writes rather than evict keys. `nightmill stop` ends it; what it held is
 import fcntl
 import hashlib
 import os
+import socket
 import subprocess
 import tempfile
 import time
@@ -22,6 +23,7 @@ from jobs.errors import BrokerUnreachableError, MissingExtraError
 
 _LONGEST_SOCKET_PATH = 100  # sockaddr_un holds 108 bytes
 _START_SECONDS = 10.0
+_ANSWER_SECONDS = 30.0  # how long a server that is there may be silent
 
 
 class EmbeddedRedis:
@@ -51,27 +53,90 @@ class EmbeddedRedis:
             return False
         return True
 
+    def alive(self) -> bool:
+        """True where there is a server, though it may be silent: suspended, or swapped out.
+
+        The kernel tells, whatever the server does: a process accepts connections to the socket, or holds the
+        lock that the server got from who started it.
+        """
+        with socket.socket(socket.AF_UNIX) as probe:
+            probe.setblocking(False)
+            try:
+                probe.connect(str(self.socket))
+            except (FileNotFoundError, NotADirectoryError, ConnectionRefusedError):
+                pass  # nobody listens; a server that has just started may hold the lock, though
+            except OSError:
+                return True  # so many wait already that there is no room, or it lets others in only
+            else:
+                return True
+        try:
+            with self._lock_file.open("r") as lock:
+                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except FileNotFoundError:
+            return False
+        except BlockingIOError:
+            return True
+        return False
+
     def ensure(self) -> str:
-        """Start the server unless it runs; returns its URL. Safe from several processes at once."""
-        if self.running():
-            return self.url
-        executable = _server_executable()
-        self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with (self.directory / "start.lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if not self.running():
-                self._start(executable)
+        """Start the server unless there is one; returns its URL. Safe from several processes at once.
+
+        Raises BrokerUnreachableError where it does not start, or is there and does not answer: a second one
+        on the same files would destroy what the first one holds.
+        """
+        give_up_at = time.monotonic() + _ANSWER_SECONDS
+        while not self.running():
+            if not self.alive():
+                self._start()
+            elif time.monotonic() > give_up_at:
+                raise self._silent()
+            time.sleep(0.01)
         return self.url
 
     def stop(self) -> bool:
-        """End the server, keeping its data; False where none ran."""
+        """End the server, keeping its data; False where none ran. BrokerUnreachableError: it is silent."""
         if not self.running():
+            if self.alive():
+                raise self._silent()
             return False
         with self.client() as client:
             client.shutdown(save=True)
         return True
 
-    def _start(self, executable: str) -> None:
+    @property
+    def _lock_file(self) -> Path:
+        """Locked for as long as a server lives."""
+        return self.directory / "server.lock"
+
+    def _silent(self) -> BrokerUnreachableError:
+        try:
+            process = f"process {int((self.directory / 'redis.pid').read_text())}"
+        except (OSError, ValueError):
+            process = "its process"
+        return BrokerUnreachableError(
+            f"the embedded Redis in {self.directory} runs and does not answer ({process}): is it suspended, "
+            "or the machine out of memory? Wait, or end the process; the next use starts it again"
+        )
+
+    def _start(self) -> None:
+        executable = _server_executable()
+        self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with self._lock_file.open("w") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return  # somebody else starts it, or has
+            self._launch(executable, lock.fileno())
+        give_up_at = time.monotonic() + _START_SECONDS
+        while not self.running():  # it holds the lock now, as long as it lives
+            if not self.alive() or time.monotonic() > give_up_at:
+                raise BrokerUnreachableError(
+                    f"the embedded Redis did not start: see {self.directory / 'redis.log'}"
+                )
+            time.sleep(0.01)
+
+    def _launch(self, executable: str, lock: int) -> None:
+        """Start the server as a daemon, which inherits the lock."""
         options = {
             "port": "0",
             "unixsocket": str(self.socket),
@@ -87,19 +152,11 @@ class EmbeddedRedis:
         command = [executable]
         for name, value in options.items():
             command += [f"--{name}", value]
-        done = subprocess.run(command, capture_output=True, text=True, check=False, close_fds=True)
+        done = subprocess.run(command, capture_output=True, text=True, check=False, pass_fds=[lock])
         if done.returncode != 0:
             raise BrokerUnreachableError(
                 f"the embedded Redis did not start: {(done.stderr or done.stdout).strip()[:500]}"
             )
-        give_up_at = time.monotonic() + _START_SECONDS
-        while not self.running():
-            if time.monotonic() > give_up_at:
-                raise BrokerUnreachableError(
-                    f"the embedded Redis did not answer within {_START_SECONDS:.0f} s: "
-                    f"see {self.directory / 'redis.log'}"
-                )
-            time.sleep(0.01)
 
 
 def _server_executable() -> str:

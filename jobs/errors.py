@@ -16,6 +16,7 @@ NightmillError
 ├── WaitTimeoutError                 (also TimeoutError)
 ├── DatabaseError
 │   ├── DatabaseUnreachableError     an outage: the same statement may succeed later
+│   │   └── DatabaseBusyError        other transactions hold the same rows, also after several tries
 │   ├── DatabaseRefusedError         it never takes these values
 │   └── SchemaError                  the database needs `nightmill migrate`
 ├── BrokerError
@@ -52,6 +53,9 @@ class MissingExtraError(NightmillError):
 class InvalidRequestError(NightmillError, ValueError):
     """The request can never run as it stands."""
 
+    position = 0
+    """Which of the rows that were to be inserted together is meant."""
+
     def __init__(self, message: str | None = None, *, field: str | None = None) -> None:
         super().__init__(message)
         self.field = field
@@ -74,12 +78,9 @@ class UnknownModelError(InvalidRequestError):
 class IdempotencyConflictError(InvalidRequestError):
     """The idempotency key belongs to a job with other content."""
 
-    position = 0
-    """Which of the rows that were to be inserted together has the key."""
-
 
 class BatchConflictError(InvalidRequestError):
-    """A batch of this name was submitted with other rows or settings."""
+    """There is a batch of this name, which does not take this: it has other rows, or is being deleted."""
 
 
 class BatchFileError(NightmillError):
@@ -108,6 +109,10 @@ class DatabaseError(NightmillError):
 
 class DatabaseUnreachableError(DatabaseError):
     """The database does not answer."""
+
+
+class DatabaseBusyError(DatabaseUnreachableError):
+    """Other transactions hold the same rows, also after several tries."""
 
 
 class DatabaseRefusedError(DatabaseError):

@@ -6,8 +6,10 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import overload
 
+from jobs.forking import Forkable
 
-class IdSource:
+
+class IdSource(Forkable):
     """Draws strictly increasing UUIDv7 (RFC 9562): 48 bits of milliseconds, then random bits.
 
     Within a process, an id that would not be larger than the last one is the last one plus one, so ids
@@ -18,6 +20,11 @@ class IdSource:
     _RANDOM_MASK = (0xFFF << 64) | ((1 << 62) - 1)
 
     def __init__(self) -> None:
+        self.after_fork_in_child()
+        self.watch_forks()
+
+    def after_fork_in_child(self) -> None:
+        """Begin anew: parent and children that all counted on from one id would draw the same ones."""
         self._lock = threading.Lock()
         self._last = 0
 

@@ -7,8 +7,10 @@ from typing import Any
 
 from sqlalchemy import ColumnElement, delete, exists, func, or_, select
 
-from jobs.batch_store import BatchStore, delete_jobs
-from jobs.store import FINAL, GROUP, UNFINISHED
+from jobs.batch_store import BatchStore
+from jobs.deletion import Deletion, delete_jobs
+from jobs.retrying import retried
+from jobs.store import FINAL, GROUP, UNFINISHED, chunked
 from jobs.tables import BatchRow, JobRow
 
 
@@ -30,6 +32,7 @@ class Prune:
     def __init__(self, store: BatchStore, cutoff: datetime) -> None:
         self._store = store
         self._database = store.database
+        self._deletion = Deletion(store.database)
         self._cutoff = cutoff
 
     def count(self) -> Pruned:
@@ -46,24 +49,43 @@ class Prune:
         return Pruned(single + rows, empty + len(whole))
 
     def run(self) -> Iterator[Pruned]:
-        """Delete in groups, a transaction each; yields what is gone so far."""
+        """Delete in groups, a transaction each; yields what is gone so far.
+
+        What changed since it was chosen, or is being deleted by somebody else, is skipped or shared.
+        """
         jobs = batches = 0
         for name in self._whole_batches():
-            gone = 0
-            for gone in self._store.delete(name):
-                yield Pruned(jobs + gone, batches)
-            jobs, batches = jobs + gone, batches + 1
+            over = not self._deletion.begin(name, ended_before=self._cutoff)
+            while not over:
+                gone, over = self._deletion.group(name)
+                jobs, batches = jobs + gone, batches + over
+                yield Pruned(jobs, batches)
         last: str | None = ""
         while last is not None:
-            with self._database.write() as connection:
-                query = select(JobRow.id).where(JobRow.id > last, *self._single_jobs())
-                ids = connection.execute(query.order_by(JobRow.id).limit(GROUP)).scalars().all()
-                jobs += delete_jobs(connection, ids)
-            last = ids[-1] if len(ids) == GROUP else None
+            gone, last = self._delete_single_jobs(last)
+            jobs += gone
             yield Pruned(jobs, batches)
+        yield Pruned(jobs, batches + self._delete_empty_batches())
+
+    @retried
+    def _delete_single_jobs(self, last: str) -> tuple[int, str | None]:
+        """Delete a group from after the id `last` on: how many, and where the next group begins."""
         with self._database.write() as connection:
-            batches += connection.execute(delete(BatchRow).where(*self._empty_batches())).rowcount
-        yield Pruned(jobs, batches)
+            query = select(JobRow.id).where(JobRow.id > last, *self._single_jobs())
+            locked = query.order_by(JobRow.id).limit(GROUP).with_for_update(skip_locked=True)
+            ids = connection.execute(locked).scalars().all()
+            return delete_jobs(connection, ids), ids[-1] if len(ids) == GROUP else None
+
+    @retried
+    def _delete_empty_batches(self) -> int:
+        with self._database.write() as connection:
+            query = select(BatchRow.name).where(*self._empty_batches()).order_by(BatchRow.name)
+            names = connection.execute(query.with_for_update(skip_locked=True)).scalars().all()
+            gone = 0
+            for chunk in chunked(names):  # a new statement: it sees what was added before we had the lock
+                empty = (BatchRow.name.in_(chunk), *self._empty_batches())
+                gone += connection.execute(delete(BatchRow).where(*empty)).rowcount
+            return gone
 
     def _single_jobs(self) -> tuple[ColumnElement[bool], ...]:
         open_batches = select(BatchRow.name).where(BatchRow.format.is_(None))

@@ -3,13 +3,25 @@
 The worker's half of the state machine (claim, finish, hand back, rescue, sweep) is in `jobs.claims`.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from datetime import datetime
 from itertools import islice
 from typing import Any, TypeVar, cast
 
-from sqlalchemy import Connection, RowMapping, Select, Table, and_, delete, func, insert, or_, select, update
+from sqlalchemy import (
+    ColumnElement,
+    Connection,
+    RowMapping,
+    Select,
+    Table,
+    and_,
+    case,
+    func,
+    or_,
+    select,
+    update,
+)
 from sqlalchemy.dialects.postgresql import insert as postgresql_insert
 from sqlalchemy.dialects.sqlite import insert as sqlite_insert
 from sqlalchemy.orm import InstrumentedAttribute
@@ -17,8 +29,13 @@ from sqlalchemy.orm import InstrumentedAttribute
 from jobs import partials
 from jobs.contract import FINAL_STATES, GenerationParams, Job, JobState, StopReason
 from jobs.database import Database
-from jobs.errors import IdempotencyConflictError, InvalidTransitionError, JobNotFoundError
-from jobs.tables import BatchRow, JobRow, WorkerRow
+from jobs.errors import (
+    InvalidTransitionError,
+    JobNotFoundError,
+)
+from jobs.locks import hold_batches, lock_jobs, refuse_deleting
+from jobs.retrying import retried
+from jobs.tables import JobRow, WorkerRow
 
 JOBS = cast(Table, JobRow.__table__)
 CHUNK = 500  # ids in one IN list: well under every database's limit of bound parameters
@@ -35,16 +52,6 @@ def chunked(items: Iterable[T], size: int = CHUNK) -> Iterator[list[T]]:
     iterator = iter(items)
     while chunk := list(islice(iterator, size)):
         yield chunk
-
-
-def lock_jobs(connection: Connection, *conditions: Any) -> None:
-    """Lock the jobs that fit, in the order of their ids, before a transaction changes several of them.
-
-    PostgreSQL locks rows as a statement comes by them; two transactions that meet the same rows in different
-    orders would each wait for the other. SQLite has one writer at a time, and needs nothing.
-    """
-    if connection.dialect.name != "sqlite":
-        connection.execute(select(JobRow.id).where(*conditions).order_by(JobRow.id).with_for_update())
 
 
 def dialect_insert(connection: Connection, table: Any) -> Any:
@@ -79,6 +86,15 @@ class Selection:
         return wanted
 
 
+def tokens_read() -> ColumnElement[int]:
+    """The sum of prompt tokens that were read: those of jobs with an answer or a part of one.
+
+    A prompt that was refused, or whose job ended while it waited, was counted and not read.
+    """
+    answered = or_(JobRow.state == JobState.SUCCEEDED, JobRow.completion_tokens > 0)
+    return func.coalesce(func.sum(case((answered, JobRow.prompt_tokens))), 0)
+
+
 class Store:
     """The client's view of the tables."""
 
@@ -87,29 +103,7 @@ class Store:
 
     # -- writing ---------------------------------------------------------------------------------
 
-    def insert(self, rows: Sequence[Mapping[str, Any]], connection: Connection) -> dict[str, str]:
-        """Insert job rows, all with the same keys, inside the caller's transaction.
-
-        Returns the rows that were not inserted, since their idempotency key is taken by an equal job:
-        {id given: id of the job that is there}. Raises IdempotencyConflictError where the job there has
-        other content: then nothing is inserted. Names of batches are entered on the way.
-        """
-        self._enter_batches(rows, connection)
-        if not any(row.get("idempotency_key") for row in rows):
-            connection.execute(insert(JOBS), rows)
-            return {}
-        statement = dialect_insert(connection, JOBS).on_conflict_do_nothing(
-            index_elements=["idempotency_key"], index_where=JobRow.idempotency_key.is_not(None)
-        )
-        # Everyone inserts keys in one order, so that two transactions cannot wait for each other's.
-        connection.execute(statement, sorted(rows, key=lambda row: row.get("idempotency_key") or ""))
-        try:
-            return self._resolve_keys(rows, connection)
-        except IdempotencyConflictError:  # the transaction may be the caller's, and go on
-            for chunk in chunked(row["id"] for row in rows):
-                connection.execute(delete(JobRow).where(JobRow.id.in_(chunk)))
-            raise
-
+    @retried
     def cancel(self, job_id: str) -> JobState:
         """Cancel a queued job now, ask for a running one to stop. Returns the state that follows.
 
@@ -138,13 +132,18 @@ class Store:
             raise InvalidTransitionError(f"job {job_id} has already {state}: there is nothing to cancel")
         return state
 
+    @retried
     def retry(self, job_id: str, deadline: datetime | None = None) -> Job:
         """Queue a failed or cancelled job again, with its attempts whole. Its error history stays.
 
         An old deadline is dropped (it has passed, or would soon) unless a new one is given. Raises
-        JobNotFoundError, and InvalidTransitionError in any other state.
+        JobNotFoundError, InvalidTransitionError in any other state, and BatchConflictError where its batch is
+        being deleted.
         """
         with self.database.write() as connection:
+            batch = connection.execute(select(JobRow.batch).where(JobRow.id == job_id)).scalar_one_or_none()
+            if batch is not None:
+                refuse_deleting(hold_batches(connection, [batch]).get(batch))
             done = connection.execute(
                 update(JobRow)
                 .where(JobRow.id == job_id, *RETRYABLE)
@@ -162,20 +161,17 @@ class Store:
                 )
         return self.get(job_id)
 
-    def mark_unsent(self, job_ids: Iterable[str], connection: Connection | None = None) -> None:
+    @retried
+    def mark_unsent(self, job_ids: Iterable[str]) -> None:
         """Record that no message announces these jobs, so that a worker's sweep will send one."""
         for chunk in chunked(job_ids):
-            statement = (
-                update(JobRow)
-                .where(JobRow.id.in_(chunk), JobRow.state == JobState.QUEUED)
-                .values(sent_at=None)
-            )
-            if connection is not None:
-                connection.execute(statement)
-                continue
-            with self.database.write() as own:
-                lock_jobs(own, JobRow.id.in_(chunk))
-                own.execute(statement)
+            with self.database.write() as connection:
+                lock_jobs(connection, JobRow.id.in_(chunk))
+                connection.execute(
+                    update(JobRow)
+                    .where(JobRow.id.in_(chunk), JobRow.state == JobState.QUEUED)
+                    .values(sent_at=None)
+                )
 
     # -- reading ---------------------------------------------------------------------------------
 
@@ -219,21 +215,27 @@ class Store:
         with self.database.read() as connection:
             return [job_from_row(row) for row in connection.execute(query).mappings()]
 
-    def count_unfinished(self, selection: Selection) -> int:
-        """How many of the selected jobs are not final."""
-        query = (
-            select(func.count())
-            .select_from(JobRow)
-            .where(*selection.conditions(), JobRow.state.in_(UNFINISHED))
-        )
+    def count(self, selection: Selection) -> int:
+        """How many jobs are selected."""
+        query = select(func.count()).select_from(JobRow).where(*selection.conditions())
         with self.database.read() as connection:
             return connection.execute(query).scalar_one()
+
+    def count_unfinished(self, selection: Selection) -> int:
+        """How many of the selected jobs are not final."""
+        return self.count(replace(selection, states=UNFINISHED))
 
     def missing(self, job_ids: Sequence[str]) -> list[str]:
         """Those of `job_ids` (at most CHUNK) that no job has."""
         with self.database.read() as connection:
             found = set(connection.execute(select(JobRow.id).where(JobRow.id.in_(job_ids))).scalars())
         return [job_id for job_id in job_ids if job_id not in found]
+
+    def has_key(self, idempotency_key: str) -> bool:
+        """Whether a job has this key."""
+        query = select(JobRow.id).where(JobRow.idempotency_key == idempotency_key)
+        with self.database.read() as connection:
+            return connection.execute(query).one_or_none() is not None
 
     def counts(self, batch: str | None = None) -> dict[str, dict[str, int]]:
         """Numbers of jobs: {"state": {...}, "stop_reason": {...}}."""
@@ -248,9 +250,9 @@ class Store:
         return counted
 
     def tokens(self, batch: str | None = None) -> tuple[int, int]:
-        """Sums of prompt tokens and completion tokens over finished jobs."""
+        """Sums of prompt tokens that were read and completion tokens over finished jobs."""
         query = select(
-            func.coalesce(func.sum(JobRow.prompt_tokens), 0),
+            tokens_read(),
             func.coalesce(func.sum(JobRow.completion_tokens), 0),
         )
         if batch is not None:
@@ -271,48 +273,6 @@ class Store:
             return set(connection.execute(select(WorkerRow.model).distinct()).scalars())
 
     # -- helpers ---------------------------------------------------------------------------------
-
-    def _enter_batches(self, rows: Sequence[Mapping[str, Any]], connection: Connection) -> None:
-        names = {row["batch"]: row for row in rows if row.get("batch")}
-        if names:
-            connection.execute(
-                dialect_insert(connection, BatchRow.__table__).on_conflict_do_nothing(
-                    index_elements=["name"]
-                ),
-                [
-                    {"name": name, "model": row.get("model"), "metadata": {}, "created_at": row["created_at"]}
-                    for name, row in sorted(names.items())
-                ],
-            )
-
-    @staticmethod
-    def _resolve_keys(rows: Sequence[Mapping[str, Any]], connection: Connection) -> dict[str, str]:
-        keyed = {row["idempotency_key"]: row for row in rows if row.get("idempotency_key")}
-        present: dict[str, tuple[str, str | None]] = {}
-        for chunk in chunked(keyed):
-            query = select(JobRow.idempotency_key, JobRow.id, JobRow.fingerprint).where(
-                JobRow.idempotency_key.in_(chunk)
-            )
-            for key, job_id, fingerprint in connection.execute(query):
-                if key is not None:
-                    present[key] = (job_id, fingerprint)
-        replaced: dict[str, str] = {}
-        for position, row in enumerate(rows):
-            key = row.get("idempotency_key")
-            if not key:
-                continue
-            job_id, fingerprint = present[key]
-            if fingerprint != row["fingerprint"]:
-                conflict = IdempotencyConflictError(
-                    f"idempotency_key: {key!r} belongs to job {job_id}, which has another prompt, model or "
-                    "parameters; use a new key for new content",
-                    field="idempotency_key",
-                )
-                conflict.position = position
-                raise conflict
-            if job_id != row["id"]:
-                replaced[row["id"]] = job_id
-        return replaced
 
     @staticmethod
     def _state_of(connection: Connection, job_id: str) -> JobState:

@@ -15,6 +15,7 @@ from jobs.claims import LIVE_STATES, hand_back
 from jobs.contract import JobState, StopReason
 from jobs.database import Database
 from jobs.requests import HIGHEST_PRIORITY
+from jobs.retrying import retried
 from jobs.store import GROUP, chunked
 from jobs.tables import QUEUED, RUNNING, JobRow, WorkerRow
 
@@ -28,40 +29,77 @@ class Announcement:
     job_ids: list[str]
 
 
+class ClockWatch:
+    """Notices that the database's clock was set, or stood still for this host while it was suspended.
+
+    Then live workers look silent, until each has had the time for a heartbeat.
+    """
+
+    def __init__(self) -> None:
+        self._last: tuple[datetime, float] | None = None
+        self._wait_until = float("-inf")
+
+    def trusted(self, time: datetime, monotonic: float, stale_after: timedelta) -> bool:
+        """False from when a step was seen until `stale_after` has gone by. Ask in every round."""
+        if self._last is not None:
+            then, counted = self._last
+            step = (time - then).total_seconds() - (monotonic - counted)
+            if abs(step) > stale_after.total_seconds() / 2:  # less makes nobody look silent who beats in time
+                self._wait_until = monotonic + stale_after.total_seconds()
+        self._last = (time, monotonic)
+        return monotonic >= self._wait_until
+
+
 class Sweep:
     """The tables as a whole, as the workers keep them in order."""
 
     def __init__(self, database: Database) -> None:
         self.database = database
+        self._clock_watch = ClockWatch()
 
     def rescue(self, stale_after: timedelta) -> list[str]:
         """Take the running jobs from workers that fell silent; returns the ids of jobs queued again.
 
-        A worker's jobs are suspects of its death: see `suspects.charge`.
+        A worker's jobs are suspects of its death: see `suspects.charge`. Each worker in a transaction of its
+        own, which locks its jobs in the order of their ids as everybody does: two workers' jobs in one
+        transaction would be locked in two such orders.
         """
-        now = self.database.now()
+        with self.database.read() as connection:
+            time = connection.execute(select(self.database.clock_time())).scalar_one()
+        if not self._clock_watch.trusted(time, self.database.monotonic(), stale_after):
+            return []
         queued: list[str] = []
+        while (taken := self._rescue_one(stale_after)) is not None:
+            queued += taken
+        return queued
+
+    @retried
+    def _rescue_one(self, stale_after: timedelta) -> list[str] | None:
+        """Take the jobs of one silent worker; None where there is no such worker."""
         # A worker that was lost (or signed off) may have claimed once more before it died for good.
         owns_jobs = exists().where(JobRow.worker == WorkerRow.id, RUNNING)
         with self.database.write() as connection:
-            silent = connection.execute(
+            worker = connection.execute(
                 select(WorkerRow.id, WorkerRow.host, WorkerRow.pid, WorkerRow.heartbeat_at)
                 .where(
                     or_(WorkerRow.state.in_(LIVE_STATES), owns_jobs),
-                    WorkerRow.heartbeat_at < now - stale_after,
+                    WorkerRow.heartbeat_at < self.database.clock_time(ago=stale_after),
                 )
+                .order_by(WorkerRow.id)
+                .limit(1)
                 .with_for_update(skip_locked=True)
-            ).all()
-            for worker in silent:
-                connection.execute(update(WorkerRow).where(WorkerRow.id == worker.id).values(state="lost"))
-                reason = (
-                    f"worker {worker.id} (process {worker.pid} on {worker.host}) fell silent: "
-                    f"last heartbeat {worker.heartbeat_at.isoformat(timespec='seconds')}"
-                )
-                rows = suspects.running_jobs(connection, worker.id)
-                queued += suspects.charge(connection, rows, reason, now)
-        return queued
+            ).one_or_none()
+            if worker is None:
+                return None
+            connection.execute(update(WorkerRow).where(WorkerRow.id == worker.id).values(state="lost"))
+            reason = (
+                f"worker {worker.id} (process {worker.pid} on {worker.host}) fell silent: "
+                f"last heartbeat {worker.heartbeat_at.isoformat(timespec='seconds')}"
+            )
+            rows = suspects.running_jobs(connection, worker.id)
+            return suspects.charge(connection, rows, reason, self.database.now())
 
+    @retried
     def bury(self, worker_id: str, *, blame: bool) -> int:
         """The caller knows that this worker's process has ended: take its jobs without waiting for silence.
 
@@ -84,6 +122,7 @@ class Sweep:
             partials.forget_ended(connection, [row.id for row in rows])
         return len(rows)
 
+    @retried
     def expire(self) -> int:
         """End queued jobs whose deadline has passed, in groups; returns how many."""
         now = self.database.now()
@@ -130,6 +169,7 @@ class Sweep:
         conditions = [[of_model, JobRow.sent_at.is_not(None), JobRow.sent_at < now - older_than]]
         return self._take_for_sending(conditions, (JobRow.sent_at, JobRow.id), limit, now)
 
+    @retried
     def _take_for_sending(
         self, alternatives: list[list[Any]], order: tuple[Any, ...], limit: int, now: datetime
     ) -> list[Announcement]:

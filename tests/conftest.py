@@ -178,6 +178,12 @@ def sqlite_settings(request: pytest.FixtureRequest, directory: Path, broker_url:
     yield from _settings("sqlite", request, directory, broker_url)
 
 
+@pytest.fixture
+def postgres_settings(request: pytest.FixtureRequest, directory: Path, broker_url: str) -> Iterator[Settings]:
+    """As `settings`, on PostgreSQL only: for what can happen only where transactions run side by side."""
+    yield from _settings("postgresql", request, directory, broker_url)
+
+
 def _settings(
     kind: str, request: pytest.FixtureRequest, directory: Path, broker_url: str
 ) -> Iterator[Settings]:

@@ -242,6 +242,8 @@ class Service:
             if len(prompts) != len(claims):
                 raise ValueError(f"{len(prompts)} answers to {len(claims)} prompts")
             return prompts
+        except RunnerError:
+            raise  # what tokenises cannot be had: no job's fault
         except Exception as error:
             log.exception("%d prompts could not be tokenised", len(claims))
             fault = describe(error)

@@ -103,6 +103,11 @@ def test_logits_of_a_prompt_do_not_depend_on_how_it_is_cut(file: GgufFile, confi
             np.testing.assert_array_equal(last, whole, err_msg=f"a prompt of {len(text)} tokens")
 
 
+def again(slot: int, text: tuple[int, ...], places: range) -> list[Chunk]:
+    """Drawn tokens that are computed again in one step; the last one draws."""
+    return [Chunk(slot, text, place, 1, int(place == places[-1]), drawn=True) for place in places]
+
+
 def test_logits_after_drawn_tokens_are_the_same_when_these_are_computed_again(
     file: GgufFile, config: ModelConfig
 ) -> None:
@@ -117,15 +122,14 @@ def test_logits_after_drawn_tokens_are_the_same_when_these_are_computed_again(
             for place in range(prompt, prompt + drawn):
                 first = logits_of(cuda, pages, [Chunk(0, text, place, 1, drawn=True)], admit=False)
             # Elsewhere: all in one step, each drawn token a row of its own over the same pages.
-            rows = [Chunk(1, text, place, 1, drawn=True) for place in range(prompt, prompt + drawn)]
-            again = logits_of(cuda, pages, [*rows, Chunk(1, text, 0, prompt, draws=0)], admit=True)
-            np.testing.assert_array_equal(again[-1:], first)
-            few = logits_of(cuda, pages, [Chunk(2, text, 0, prompt)], admit=True)
-            assert few.shape == first.shape
+            rows = again(1, text, range(prompt, prompt + drawn))
+            found = logits_of(cuda, pages, [*rows, Chunk(1, text, 0, prompt, draws=0)], admit=True)
+            np.testing.assert_array_equal(found, first)
+            logits_of(cuda, pages, [Chunk(2, text, 0, prompt)], admit=True)
             for start in range(prompt, prompt + drawn, 7):
                 some = range(start, min(start + 7, prompt + drawn))
-                few = logits_of(cuda, pages, [Chunk(2, text, p, 1, drawn=True) for p in some], admit=False)
-            np.testing.assert_array_equal(few[-1:], first)
+                found = logits_of(cuda, pages, again(2, text, some), admit=False)
+            np.testing.assert_array_equal(found, first)
 
 
 def answers(

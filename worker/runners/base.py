@@ -59,7 +59,7 @@ class StepBatch:
     context_lengths (S,)    tokens of its sequence up to its last one, all in the cache once this step has run
     block_tables    (S, B)  its pages in order, padded with -1; what lies past its context is never read
     slots           (S,)    the slot of its sequence
-    sample_rows     (R,)    indices into `tokens`: the last token of each chunk that draws
+    sample_rows     (R,)    indices into `tokens`: the last token of each chunk that draws, one of a sequence
     sample_slots    (R,)    the slots of those
     drawn           the first so many chunks are tokens that were drawn; the others are of prompts
     admissions      applied before the step

@@ -110,6 +110,77 @@ def test_queued_messages_survive_the_server(redis_of: Any, directory: Path, end:
         assert client.broker.queue_length(None) == 4
 
 
+def _servers(directory: Path) -> list[int]:
+    """Process ids of the servers of a data directory."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if "redis-server" in process.name() and Path(process.cwd()) == directory / "redis":
+                found.append(process.pid)
+    return found
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A silent server is given up after a moment."""
+    patient = EmbeddedRedis.client
+
+    def client(self: EmbeddedRedis) -> Any:
+        made = patient(self)
+        made.connection_pool.connection_kwargs["socket_timeout"] = 0.1
+        return made
+
+    monkeypatch.setattr(EmbeddedRedis, "client", client)
+    monkeypatch.setattr(embedded, "_ANSWER_SECONDS", 0.0)
+
+
+@pytest.mark.parametrize("socket", ["there", "removed"])
+def test_a_silent_server_gets_no_second_one_beside_it(
+    redis_of: Any, directory: Path, impatient: None, socket: str
+) -> None:
+    settings = Settings(data_dir=directory / "data")
+    server = redis_of(settings.data_dir)
+    with Client(settings) as client:
+        client.enqueue("prompt")
+        process = psutil.Process(_pid(server))
+        moved = server.socket.with_name("moved.sock")
+        process.suspend()
+        if socket == "removed":  # as somebody does who cleans up
+            server.socket.rename(moved)
+        try:
+            for call in (server.ensure, server.stop):
+                with pytest.raises(BrokerUnreachableError) as caught:
+                    call()
+                assert f"runs and does not answer (process {process.pid})" in str(caught.value)
+        finally:
+            if socket == "removed":
+                moved.rename(server.socket)
+            process.resume()
+        wait_until(server.running)
+        assert _servers(settings.data_dir) == [process.pid]
+        assert client.broker.queue_length(None) == 1
+
+
+def test_a_silent_server_is_waited_for(
+    redis_of: Any, directory: Path, impatient: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(embedded, "_ANSWER_SECONDS", 60.0)
+    server = redis_of(directory / "data")
+    server.ensure()
+    process = psutil.Process(_pid(server))
+    process.suspend()
+    alive = EmbeddedRedis.alive
+
+    def resuming(self: EmbeddedRedis) -> bool:
+        found = alive(self)
+        process.resume()
+        return found
+
+    monkeypatch.setattr(EmbeddedRedis, "alive", resuming)
+    assert server.ensure() == server.url
+    assert _pid(server) == process.pid
+
+
 def test_a_data_directory_with_a_long_path_gets_a_private_socket_elsewhere(
     redis_of: Any, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from jobs.claims import Claims
-from jobs.client import ROWS_PER_TRANSACTION, Client
+from jobs.client import Client
 from jobs.contract import JobState
 from jobs.errors import (
     IdempotencyConflictError,
@@ -21,6 +21,7 @@ from jobs.errors import (
     JobNotFoundError,
     UnknownModelError,
 )
+from jobs.grouping import ROWS_PER_TRANSACTION
 from jobs.settings import Settings
 from jobs.store import Selection
 from jobs.sweep import Sweep
@@ -120,6 +121,20 @@ def test_work_begins_while_the_iterable_is_still_read(sqlite_client: Client) -> 
             yield "prompt"
 
     assert len(sqlite_client.enqueue_many(prompts())) == ROWS_PER_TRANSACTION + 1
+
+
+def test_large_prompts_are_committed_in_smaller_groups(
+    sqlite_client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("jobs.grouping.CHARACTERS_PER_TRANSACTION", 1000)
+
+    def prompts() -> Iterator[str]:
+        for number in range(5):
+            if number in (2, 4):
+                assert sqlite_client.stats()["state"] == {"queued": number}
+            yield "x" * 500
+
+    assert len(sqlite_client.enqueue_many(prompts())) == 5
 
 
 def test_memory_does_not_grow_with_the_number_of_prompts(sqlite_client: Client) -> None:
@@ -278,6 +293,27 @@ def test_a_conflict_in_the_middle_keeps_what_came_before_and_says_so(client: Cli
 
 
 # -- models, deadlines, schedules ----------------------------------------------------------------
+
+
+def test_a_deadline_that_has_passed_is_refused(sqlite_client: Client, clock: Clock) -> None:
+    dawn = clock() + timedelta(hours=8)
+    kept = sqlite_client.enqueue("prompt", deadline=dawn, idempotency_key="k")
+    sqlite_client.cancel(kept)
+    clock.advance(9 * 3600)
+    for deadline in (dawn, timedelta(0), timedelta(seconds=-1)):
+        for call in (
+            lambda: sqlite_client.enqueue("prompt", deadline=deadline),  # noqa: B023
+            lambda: sqlite_client.enqueue("prompt", deadline=deadline, idempotency_key="new"),  # noqa: B023
+            lambda: sqlite_client.retry(kept, deadline=deadline),  # noqa: B023
+        ):
+            with pytest.raises(
+                InvalidParameterError, match=r"^deadline: .* has passed \(it is .*: give a later"
+            ):
+                call()
+    with pytest.raises(InvalidParameterError, match=r"^item 1: deadline: .* \(1 jobs before it are queued\)"):
+        sqlite_client.enqueue_many(["a", {"prompt": "b", "deadline": dawn}])
+    # a second enqueue with the key of a job that was in time returns that
+    assert sqlite_client.enqueue("prompt", deadline=dawn, idempotency_key="k") == kept
 
 
 def test_a_model_nobody_serves_is_refused_with_a_suggestion(client: Client) -> None:

@@ -27,8 +27,8 @@ def _shard(message: bytes) -> list[str]:
     return shard
 
 
-def _consume(client: Client, queue: str) -> list[list[str]]:
-    """Shards in the order in which a worker's consumer gets them, one at a time."""
+def _consume(client: Client, *names: str) -> list[list[str]]:
+    """Shards in the order in which a worker's consumer gets them from these queues, one at a time."""
     shards: list[list[str]] = []
 
     def receive(body: Any, message: Any) -> None:
@@ -38,8 +38,9 @@ def _consume(client: Client, queue: str) -> list[list[str]]:
     with client.broker.connection() as connection:
         channel = connection.channel()
         channel.basic_qos(0, 1, False)
-        with Consumer(channel, [Queue(queue, channel=channel)], callbacks=[receive], accept=["json"]):
-            while client.broker.queue_length(None):
+        queues = [Queue(name, channel=channel) for name in names]
+        with Consumer(channel, queues, callbacks=[receive], accept=["json"]):
+            while _raw(client):
                 connection.drain_events(timeout=10)
     return shards
 
@@ -105,6 +106,18 @@ def test_the_most_urgent_is_popped_first_and_equals_in_order(sqlite_client: Clie
     expected = [(-one, [enqueue("prompt", priority=one)]) for one in order for _ in range(2)]
     assert sqlite_client.broker.queue_length(None) == 20
     assert _consume(sqlite_client, DEFAULT_QUEUE) == [shard for _, shard in sorted(expected)]
+
+
+def test_jobs_for_any_model_and_jobs_for_one_take_turns_within_each_priority(sqlite_client: Client) -> None:
+    """Many jobs of one kind must not keep a worker from those of the other."""
+    kinds: dict[str, str | None] = {}
+    for model in (None, "one"):
+        for priority in (5, 5, 5, 5, 8, 8, 2, 2):
+            kinds[sqlite_client.enqueue("prompt", model=model, priority=priority)] = model
+    order = [job for shard in _consume(sqlite_client, DEFAULT_QUEUE, queue_name("one")) for job in shard]
+    assert [sqlite_client.get(job).priority for job in order] == [8] * 4 + [5] * 8 + [2] * 4
+    served = [kinds[job] for job in order]
+    assert all(served[index] != served[index + 1] for index in range(len(served) - 1)), served
 
 
 def test_the_queue_can_be_asked_for_while_it_is_empty(sqlite_client: Client) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from sqlalchemy.orm import Session
 
 import jobs
 from jobs.claims import Claims, Outcome
@@ -102,6 +103,30 @@ def test_a_batch_is_read_on_as_it_grows(client: Client) -> None:
     second = client.enqueue("b", batch="b")
     _finish(client, [second])
     assert [job.id for job in results] == [second]
+
+
+def test_jobs_of_a_transaction_that_commits_late_come_at_the_end(postgres_settings: Settings) -> None:
+    """They have smaller ids than jobs that were read already."""
+    with Client(postgres_settings) as client, Session(client.database.engine) as session:
+        first = client.enqueue("first", batch="b")
+        late = list(client.enqueue_many(["late"] * 700, batch="b", session=session))
+        later = list(client.enqueue_many(["later"] * 700, batch="b"))
+        _finish(client, [first, *later])
+        results = client.results(batch="b", timeout=30)
+        read = [next(results).id for _ in range(701)]
+        session.commit()
+        _finish(client, late)
+        read += [job.id for job in results]
+    assert read == [first, *later, *late]
+
+
+def test_a_batch_that_is_pruned_while_it_is_read_ends(client: Client) -> None:
+    ids = list(client.enqueue_many(["prompt"] * 3, batch="b"))
+    _finish(client, ids)
+    results = client.results(batch="b")
+    assert next(results).id == ids[0]
+    assert client.get_batch("b").delete() == 3
+    assert [job.id for job in results] == ids[1:]
 
 
 def test_a_batch_without_jobs_has_no_results(client: Client) -> None:

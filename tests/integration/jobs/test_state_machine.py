@@ -28,6 +28,7 @@ from jobs.contract import GenerationParams, JobState, StopReason
 from jobs.database import Database
 from jobs.errors import InvalidTransitionError
 from jobs.ids import IdSource
+from jobs.inserting import add
 from jobs.partials import SavedTokens
 from jobs.requests import Options, build_row
 from jobs.settings import Settings
@@ -189,8 +190,7 @@ class Jobs(RuleBasedStateMachine):
             return
         job_id = self.ids.draw()
         row = build_row(job_id, "prompt", GenerationParams(), options, self.clock(), 3)
-        with self.database.write() as connection:
-            assert self.store.insert([row], connection) == {}
+        assert add([row], self.database) == {}
         self.model[job_id] = Expected(
             max_attempts=row["max_attempts"],
             priority=row["priority"],

@@ -65,6 +65,37 @@ def test_at_the_deadline_running_rows_keep_their_text_and_waiting_rows_expire(
     assert status.errors[0].rows == 6 and status.errors[0].message.startswith("the deadline passed before")
 
 
+def test_tokens_of_prompts_that_were_refused_are_not_counted_as_read(
+    client: Client, worker: Claims, file: Path
+) -> None:
+    batch = client.submit_batch(file, name="night")
+    rows = jobs_of(batch)
+    reasons = {1: StopReason.EOS, 2: StopReason.ERROR, 3: StopReason.DEADLINE, 5: StopReason.DEADLINE}
+    drawn = {1: 0, 2: 0, 3: 0, 5: 2}  # the third waited until it was over, the fifth has half an answer
+    for claim in worker.claim([rows[number].id for number in reasons]):
+        row = int(claim.prompt.removeprefix("prompt ")) if isinstance(claim.prompt, str) else 0
+        worker.finish([Outcome(claim.job_id, claim.attempt, reasons[row], "t", 10**row, drawn[row])])
+    assert batch.status().prompt_tokens == 10**1 + 10**5
+    assert client.stats()["prompt_tokens"] == client.stats("night")["prompt_tokens"] == 10**1 + 10**5
+    assert client.get(rows[2].id).prompt_tokens == 10**2  # but the job says how long its prompt was
+
+
+def test_an_ended_batch_has_one_speed_wherever_it_is_told(
+    client: Client, worker: Claims, file: Path, clock: Clock, capfd: pytest.CaptureFixture[str]
+) -> None:
+    batch = client.submit_batch(file, name="night")
+    rows = [job for job in jobs_of(batch).values() if not job.state.final]
+    for job in rows:
+        (claim,) = worker.claim([job.id])
+        clock.advance(10)
+        worker.finish([Outcome(claim.job_id, claim.attempt, StopReason.EOS, "t", 3, 70)])
+    clock.advance(30)  # in the last minute there was less of it
+    assert batch.status().tokens_per_second == 7.0
+    assert batch.status(errors=False).tokens_per_second is None  # not one of the last minute
+    assert batch.wait(progress=True).tokens_per_second == 7.0
+    assert "7 tokens/s" in capfd.readouterr().err
+
+
 def test_retry_takes_up_only_what_lacks_a_result_and_could_have_one(
     client: Client, worker: Claims, file: Path, clock: Clock
 ) -> None:
@@ -174,18 +205,6 @@ def test_a_batch_is_deleted_whole_and_only_when_it_is_over(
     assert client.submit_batch(file, name="night").status().states[JobState.QUEUED] == 8
 
 
-def test_a_deletion_that_was_broken_off_can_be_finished_or_undone_by_submitting(
-    client: Client, file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    batch = client.submit_batch(file, name="night")
-    batch.cancel()
-    monkeypatch.setattr("jobs.batch_store.GROUP", 4)
-    next(batch._store.delete("night"))
-    assert sorted(jobs_of(batch)) == [1, 2, 3, 4, 5, 6]
-    assert sorted(jobs_of(client.submit_batch(file, name="night"))) == list(range(1, 11))
-    assert batch.delete() == 10
-
-
 def old_and_new(client: Client, worker: Claims, file: Path, clock: Clock) -> Callable[[], set[str]]:
     """Old and new jobs, finished and not; returns what tells the names of those that are there."""
     names: dict[str, str] = {}
@@ -215,7 +234,7 @@ def old_and_new(client: Client, worker: Claims, file: Path, clock: Clock) -> Cal
 def test_pruning_deletes_what_ended_long_ago_and_nothing_that_has_not(
     client: Client, worker: Claims, file: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("jobs.batch_store.GROUP", 4)
+    monkeypatch.setattr("jobs.deletion.GROUP", 4)
     monkeypatch.setattr("jobs.prune.GROUP", 2)
     there = old_and_new(client, worker, file, clock)
     everything = there()

@@ -136,6 +136,21 @@ def test_a_submission_that_was_broken_off_goes_on_where_it_stood(
     assert batch.status().row_count == 3000
 
 
+def test_large_rows_are_entered_in_smaller_groups(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("jobs.grouping.CHARACTERS_PER_TRANSACTION", 1000)
+    insert = BatchStore.insert_rows
+    groups: list[int] = []
+
+    def counting(self: BatchStore, name: str, rows: Sequence[dict[str, Any]]) -> bool:
+        groups.append(len(rows))
+        return insert(self, name, rows)
+
+    monkeypatch.setattr(BatchStore, "insert_rows", counting)
+    chat = [{"role": "user", "content": "x" * 2000}]
+    assert client.submit_batch(["x" * 500, "x" * 500, chat, "short"], name="b").status().rows == 4
+    assert groups == [2, 1, 1]
+
+
 def test_two_who_submit_a_file_at_once_enter_each_row_once(
     client: Client, server_settings: Settings, tmp_path: Path
 ) -> None:
@@ -189,6 +204,25 @@ def test_a_file_that_is_missing_and_bad_keywords_are_errors_before_anything_is_k
     assert client.list_batches() == []
     with pytest.raises(BatchNotFoundError, match="there is no batch 'night': `nightmill batch list` shows"):
         client.get_batch("night")
+
+
+def test_a_deadline_that_has_passed_is_refused_unless_the_batch_is_there(
+    client: Client, file: Path, clock: Clock
+) -> None:
+    past = clock() - timedelta(seconds=1)
+    for deadline in (past, timedelta(0), timedelta(seconds=-1)):
+        with pytest.raises(
+            InvalidParameterError, match=r"^deadline: 202.* has passed \(it is .*\): give a lat"
+        ):
+            client.submit_batch(file, name="night", deadline=deadline)
+    assert client.list_batches() == []
+    dawn = clock() + timedelta(hours=8)
+    batch = client.submit_batch(file, name="night", deadline=dawn)
+    clock.advance(9 * 3600)
+    again = client.submit_batch(file, name="night", deadline=dawn)  # the same command, after dawn
+    assert jobs_of(again) == jobs_of(batch)
+    with pytest.raises(InvalidParameterError, match="has passed"):
+        batch.retry_failed(deadline=dawn)
 
 
 def test_results_and_errors_come_in_the_order_of_the_file(

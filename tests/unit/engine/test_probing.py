@@ -1,0 +1,29 @@
+"""A model that gives no numbers takes no jobs."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jobs.errors import ModelFileError
+from jobs.settings import Settings
+from tests.ggufs import write_model
+from tests.unit.engine.scripted import VOCAB, ScriptedRunner, make_engine
+from worker.engine.probing import probe
+from worker.loading import build_engine, open_model
+
+
+def test_a_model_with_one_broken_token_serves() -> None:
+    for poison in range(VOCAB):
+        engine = make_engine(ScriptedRunner(poison=poison))
+        probe(engine, VOCAB)
+        assert not engine.has_work
+        engine.check_integrity()
+
+
+def test_a_damaged_file_is_named_when_the_engine_is_built(tmp_path: Path) -> None:
+    norm = np.full(64, np.nan, dtype=np.float32)
+    path = write_model(tmp_path / "model.gguf", tensors={"output_norm.weight": norm})
+    settings = Settings(model=path, reference=True)
+    with pytest.raises(ModelFileError, match="not a number for any of 4 plain prompts: its file is damaged"):
+        build_engine(settings, open_model(settings))

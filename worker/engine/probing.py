@@ -1,0 +1,33 @@
+"""A look at a model before it takes jobs: are its outputs numbers at all?
+
+A row whose output is not a number fails its own job (`NOT_A_NUMBER`). Of a damaged file that is every row,
+and a night would end as failed in minutes.
+"""
+
+from jobs.contract import GenerationParams, StopReason
+from jobs.errors import ModelFileError
+from worker.engine.engine import Engine
+from worker.engine.request import Request
+
+PROMPTS, TOKENS = 4, 4
+
+
+def probe(engine: Engine, vocab: int) -> None:
+    """Compute some short prompts; raises ModelFileError where none of them gives numbers.
+
+    One that does not proves nothing: a single token may be broken, which only its prompts pay for.
+    """
+    params = GenerationParams(max_tokens=1, temperature=0.0, ignore_eos=True)
+    step = max(1, vocab // (PROMPTS * TOKENS))
+    for number in range(PROMPTS):
+        first = number * TOKENS
+        tokens = tuple((first + place) * step % vocab for place in range(TOKENS))
+        engine.submit(Request(f"probe {number}", 1, tokens, params, seed=0))
+    reasons = []
+    while engine.has_work:
+        reasons += [completion.stop_reason for completion in engine.step()]
+    if all(reason is StopReason.ERROR for reason in reasons):
+        raise ModelFileError(
+            f"the model's output is not a number for any of {PROMPTS} plain prompts: its file is damaged, or "
+            "its weights are too large for half precision; try another file or quantisation of the model"
+        )
