@@ -15,8 +15,9 @@ NightmillError
 ├── InvalidTransitionError           the job's state does not allow what was asked
 ├── WaitTimeoutError                 (also TimeoutError)
 ├── DatabaseError
-│   ├── DatabaseUnreachableError
+│   ├── DatabaseUnreachableError     an outage: the same statement may succeed later
 │   │   └── DatabaseBusyError        other transactions hold the same rows, also after several tries
+│   ├── DatabaseRefusedError         it never takes these values
 │   └── SchemaError                  the database needs `nightmill migrate`
 ├── BrokerError
 │   ├── BrokerUnreachableError
@@ -113,6 +114,10 @@ class DatabaseUnreachableError(DatabaseError):
 
 class DatabaseBusyError(DatabaseUnreachableError):
     """Other transactions hold the same rows, also after several tries."""
+
+
+class DatabaseRefusedError(DatabaseError):
+    """The database does not take these values, today or later."""
 
 
 class SchemaError(DatabaseError):

@@ -53,7 +53,7 @@ def describe(job: Job) -> str:
 
 def job_json(job: Job) -> str:
     """A job as one line of JSON."""
-    values = asdict(job) | {"params": job.params.model_dump(mode="json")}
+    values = asdict(job) | {"params": job.params.model_dump(mode="json", warnings=False)}
     return json.dumps(values, default=plain, ensure_ascii=False)
 
 

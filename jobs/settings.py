@@ -42,7 +42,7 @@ class Settings(BaseModel):
     shard_size: int = Field(default=64, ge=1, le=1024)
     """Jobs in one message."""
     max_attempts: int = Field(default=3, ge=1, le=100)
-    """Attempts that may die or fail before a job is failed."""
+    """Deaths of a worker that ran a job alone, after which the job is failed."""
 
     model: Path | None = None
     """The worker's GGUF file."""

@@ -12,8 +12,8 @@ from typing import Any
 
 from sqlalchemy import Connection, exists, func, or_, select, update
 
-from jobs import partials
-from jobs.claims import LIVE_STATES, count_failure, hand_back
+from jobs import partials, suspects
+from jobs.claims import LIVE_STATES, hand_back
 from jobs.contract import JobState, StopReason
 from jobs.database import Database
 from jobs.requests import HIGHEST_PRIORITY
@@ -64,10 +64,10 @@ class Sweep:
     def rescue(self, stale_after: timedelta, *, rescuer: str = "") -> list[str]:
         """Take the running jobs from workers that fell silent; returns the ids of jobs queued again.
 
-        Never from the worker that asks, `rescuer`, whatever its row says: it lives.
-
-        Each worker in a transaction of its own, which locks its jobs in the order of their ids as everybody
-        does: two workers' jobs in one transaction would be locked in two such orders.
+        Never from the worker that asks, `rescuer`, whatever its row says: it lives. A worker's jobs are
+        suspects of its death: see `suspects.charge`. Each worker in a transaction of its own, which locks its
+        jobs in the order of their ids as everybody does: two workers' jobs in one transaction would be locked
+        in two such orders.
         """
         with self.database.read() as connection:
             time = connection.execute(select(self.database.clock_time())).scalar_one()
@@ -102,16 +102,15 @@ class Sweep:
                 f"worker {worker.id} (process {worker.pid} on {worker.host}) fell silent: "
                 f"last heartbeat {worker.heartbeat_at.isoformat(timespec='seconds')}"
             )
-            rows = _running_jobs(connection, worker.id)
-            now = self.database.now()
-            return [row.id for row in rows if count_failure(connection, row, reason, now)]
+            rows = suspects.running_jobs(connection, worker.id)
+            return suspects.charge(connection, rows, reason, self.database.now())
 
     @retried
     def bury(self, worker_id: str, *, blame: bool) -> int:
         """The caller knows that this worker's process has ended: take its jobs without waiting for silence.
 
-        blame: the jobs may have been the cause, so each is charged with a failed attempt, as by `rescue`;
-        else they are queued again as they were. Returns how many jobs were taken.
+        blame: one of the jobs may have been the cause, so they are treated as by `rescue`; else they are
+        queued again as they were. Returns how many jobs were taken.
         """
         now = self.database.now()
         with self.database.write() as connection:
@@ -120,11 +119,11 @@ class Sweep:
                 .where(WorkerRow.id == worker_id, WorkerRow.state.in_(LIVE_STATES))
                 .values(state="lost")
             )
-            rows = _running_jobs(connection, worker_id)
-            for row in rows:
-                if blame:
-                    count_failure(connection, row, f"worker {worker_id} has died", now)
-                else:
+            rows = suspects.running_jobs(connection, worker_id)
+            if blame:
+                suspects.charge(connection, rows, f"worker {worker_id} has died", now)
+            else:
+                for row in rows:
                     hand_back(connection, (JobRow.id == row.id, RUNNING, JobRow.attempt == row.attempt), now)
             partials.forget_ended(connection, [row.id for row in rows])
         return len(rows)
@@ -215,6 +214,7 @@ def _take_for_sending(
 ) -> list[Announcement]:
     """Take up to `limit` queued jobs that fit one of the alternatives: a priority, and further conditions.
 
+    No suspects: workers look for these themselves.
     One query for each, so that it walks an index in its order and ends at the limit, however many jobs wait.
     """
     groups: dict[tuple[str | None, int], list[str]] = {}
@@ -224,7 +224,7 @@ def _take_for_sending(
             break
         rows = connection.execute(
             select(JobRow.id, JobRow.model, JobRow.priority)
-            .where(QUEUED, JobRow.priority == priority, *conditions)
+            .where(QUEUED, JobRow.suspects.is_(None), JobRow.priority == priority, *conditions)
             .order_by(*order)
             .limit(left)
             .with_for_update(skip_locked=True)
@@ -237,13 +237,3 @@ def _take_for_sending(
         for row in rows:
             groups.setdefault((row.model, row.priority), []).append(row.id)
     return [Announcement(model, priority, ids) for (model, priority), ids in groups.items()]
-
-
-def _running_jobs(connection: Connection, worker_id: str) -> Sequence[Any]:
-    """The jobs that a worker runs, locked in the order of their ids."""
-    return connection.execute(
-        select(JobRow.__table__)
-        .where(JobRow.worker == worker_id, RUNNING)
-        .order_by(JobRow.id)
-        .with_for_update()
-    ).all()

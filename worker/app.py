@@ -161,7 +161,7 @@ class EngineStep(bootsteps.StartStopStep):
         return Service(
             self.claims,
             engine,
-            model.tokenize,
+            model.tokenize_all,
             model_digest=model.file.digest(),
             capacity=capacity(settings),
             drain_seconds=settings.drain_seconds,

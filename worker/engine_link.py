@@ -37,6 +37,7 @@ from worker.engine_messages import (
     Told,
 )
 from worker.silence import Silence
+from worker.watched import watched_thread
 
 log = logging.getLogger(__name__)
 
@@ -93,8 +94,8 @@ class EngineLink:
         self.arithmetic = ""
         """Of the engine's runner, once it has started."""
         self._threads = [
-            threading.Thread(target=target, name=f"engine {name}", daemon=True)
-            for name, target in (("link", self._receive), ("watch", self._watch))
+            watched_thread("engine link", self._receive, self._fail),
+            watched_thread("engine watch", self._watch, self._fail),
         ]
 
     def start(

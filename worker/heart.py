@@ -1,10 +1,11 @@
 """A worker's heartbeat, from before its model is loaded until it ends."""
 
 import logging
+import math
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import datetime, timedelta
+from datetime import datetime
 
 from jobs.claims import Claims
 from jobs.errors import DatabaseError
@@ -22,17 +23,17 @@ class Heart:
 
     def __init__(self, claims: Claims, stale_seconds: float) -> None:
         self._claims = claims
-        self._stale = timedelta(seconds=stale_seconds)
-        self._last: datetime | None = None
-        self._steady_from: datetime | None = None
+        self._stale = stale_seconds
+        self._last: tuple[datetime, float] | None = None  # by the database's clock, and by this process's
+        self._steady_from = 0.0
 
     def beat(self, state: str, detail: str | None = None) -> bool:
         """Say that this worker lives; False where it was given up for dead. Raises DatabaseError."""
         known = self._claims.beat(state, detail)
-        now = self._claims.database.now()
-        if self._last is None or now - self._last >= self._stale:
-            self._steady_from = now + self._stale
-        self._last = now
+        database = self._claims.database
+        if self._silent_for() >= self._stale:
+            self._steady_from = database.monotonic() + self._stale
+        self._last = database.now(), database.monotonic()
         return known
 
     @property
@@ -42,10 +43,16 @@ class Heart:
         After a pause of the machine, or of the database, everybody's last beat is long ago, and everybody is
         about to beat again. Whoever wakes first must not take it for the death of the others, or its own.
         """
-        if self._last is None or self._steady_from is None:
-            return False
-        now = self._claims.database.now()
-        return now >= self._steady_from and now - self._last < self._stale
+        steady = self._claims.database.monotonic() >= self._steady_from
+        return steady and self._silent_for() < self._stale
+
+    def _silent_for(self) -> float:
+        """Seconds since the last beat. One clock may be set back, the other stands while a machine sleeps."""
+        if self._last is None:
+            return math.inf
+        moment, monotonic = self._last
+        database = self._claims.database
+        return max((database.now() - moment).total_seconds(), database.monotonic() - monotonic)
 
     @contextmanager
     def while_loading(self, seconds: float) -> Iterator[Callable[[str], None]]:

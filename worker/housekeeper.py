@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 
 from jobs.broker import Broker
 from jobs.claims import Claims
@@ -18,6 +19,8 @@ from jobs.sweep import Announcement, Sweep
 from worker.heart import Heart
 from worker.service import Service
 from worker.silence import Silence
+from worker.suspects import LOOK_SECONDS, SuspectsTurn
+from worker.watched import watched_thread
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +32,7 @@ DEAF_SECONDS = 120.0  # an idle worker that hears nothing for so long, while mes
 
 
 class Housekeeper:
-    """Four chores, each on a thread of its own, so that a broker that hangs delays no cancellation.
+    """Five chores, each on a thread of its own, so that a broker that hangs delays no cancellation.
 
     Database and broker failures are logged once and tried again in the next round.
     """
@@ -53,6 +56,9 @@ class Housekeeper:
             queue: Silence(DEAF_SECONDS, 2 * settings.heartbeat_seconds) for queue in (None, model)
         }
         self._last_shard_at = service.last_shard_at
+        self._suspects = SuspectsTurn(
+            claims, service.in_flight, service.begin, (None, model), settings.stale_seconds
+        )
         self._closing = threading.Event()
         self._reported = (time.monotonic(), 0)
         beat = settings.heartbeat_seconds
@@ -61,14 +67,15 @@ class Housekeeper:
             (settings.save_seconds, service.save_partials),
             (beat, self.beat),
             (beat, self.sweep),
+            (LOOK_SECONDS, self._suspects.look),
         ]
         self._threads = [
-            threading.Thread(target=self._repeat, args=chore, name="housekeeper", daemon=True)
-            for chore in chores
+            watched_thread("housekeeper", partial(self._repeat, *chore), service.fail) for chore in chores
         ]
 
     def start(self) -> None:
-        """Begin; the first heartbeat and the first sweep are at once."""
+        """Begin; the first heartbeat and the first sweep are at once. Suspects come before any other job."""
+        self._service.in_flight.pause()  # ends with the first look for them
         for thread in self._threads:
             thread.start()
 

@@ -11,13 +11,15 @@ import uuid
 from datetime import timedelta
 
 from jobs.client import Client
+from jobs.errors import NightmillError
 from jobs.sweep import Sweep
 from worker.process import WorkerProcess
 
-# Killed from outside, which says nothing about the jobs. After so many in a row without a row done, it may.
-_INNOCENT = (-signal.SIGKILL, -signal.SIGTERM)
-_MOST_INNOCENT = 3
 _ID = re.compile("[0-9a-f]{32}")
+_KILLED = (-signal.SIGKILL, -signal.SIGTERM)
+# In a row, without a row done in between. A job that kills its worker is found among thousands, and failed,
+# with fewer: so it is the model, the GPU or this machine.
+_MOST_DEATHS = 20
 
 
 class WorkerKeeper:
@@ -43,7 +45,7 @@ class WorkerKeeper:
     def check(self, done: int) -> str:
         """Do what is needed; returns what is being waited for, if anything. `done`: rows done so far.
 
-        Raises NightmillError where our own worker does not start.
+        Raises NightmillError where our own worker does not start, or dies again and again.
         """
         if self.own is not None and self._died(self.own):
             self._bury_own(self.own, done)
@@ -96,19 +98,23 @@ class WorkerKeeper:
 
     def _died(self, worker: WorkerProcess) -> bool:
         """True where it has ended and may be started again; for one that fails to start, see its `ready`."""
-        innocent = worker.exit_code in _INNOCENT and self._deaths <= _MOST_INNOCENT
-        return worker.exit_code is not None and (worker.served or innocent)
+        return worker.exit_code is not None and (worker.served or worker.exit_code in _KILLED)
 
     def _bury_own(self, worker: WorkerProcess, done: int) -> None:
         if done > self._done_at_death:
             self._deaths = 0
         self._deaths += 1
         self._done_at_death = done
-        blame = worker.exit_code not in _INNOCENT or self._deaths > _MOST_INNOCENT
-        self._sweep.bury(worker.id, blame=blame)
+        self._sweep.bury(worker.id, blame=True)
         worker.close()
         self.own = None
         self._write("")
+        if self._deaths >= _MOST_DEATHS:
+            raise NightmillError(
+                f"the worker has died {self._deaths} times in a row, without a row done in between; the last "
+                f"time with exit code {worker.exit_code}. Its log says more: {worker.log}. The rows stay "
+                "queued, and the same command goes on with them"
+            )
 
     def _bury_earlier(self) -> None:
         """We have the lock: the worker that is written down, if any, has died with the one who started it."""

@@ -178,6 +178,7 @@ def _make(
                 on_measure=on_measure,
             )
     finally:
+        model.close()
         if engine is not None:
             engine.close()
 

@@ -13,12 +13,14 @@ from datetime import timedelta
 
 from jobs.claims import Claim, Claims, Outcome
 from jobs.contract import StopReason
-from jobs.errors import DatabaseError, NightmillError, RunnerError
+from jobs.errors import DatabaseError, DatabaseRefusedError, NightmillError, RunnerError
 from jobs.partials import SavedTokens
 from jobs.store import chunked
 from worker.engine.request import Completion, Progress, Request
 from worker.engine_link import EngineLink
+from worker.in_flight import InFlight, JobKey
 from worker.resume import SAVE_GROUP, SAVE_TOKENS, fingerprint, tokens_to_resume
+from worker.watched import describe
 from worker.writer import ResultWriter
 
 log = logging.getLogger(__name__)
@@ -26,114 +28,10 @@ log = logging.getLogger(__name__)
 _CLAIM_SETTLED = timedelta(seconds=30)
 _CLAIM_PATIENCE = 35.0  # SQLite waits 30 s for its write lock
 
-JobKey = tuple[str, int]  # job id, attempt
+Prompt = tuple[int, ...] | NightmillError  # its token ids, or why there are none
 
-Tokenize = Callable[[Claim], tuple[int, ...]]
-
-
-class InFlight:
-    """The claimed jobs of this worker, and how many more it may claim.
-
-    Claiming only what the engine can soon take leaves the rest of a queue to other workers. Jobs that were
-    claimed when it was too late go to `hand_back`.
-    """
-
-    def __init__(
-        self, capacity: int, hand_back: Callable[[Sequence[JobKey]], None] = lambda keys: None
-    ) -> None:
-        self.capacity = capacity
-        self._hand_back = hand_back
-        self._changed = threading.Condition()
-        self._reserved = 0
-        self._jobs: dict[JobKey, str] = {}  # with the fingerprint of its prompt, once that is known
-        self._closed = False
-        self._ended = False
-
-    def reserve(self, wanted: int) -> int:
-        """Wait for room and take up to `wanted` places; 0 once closed."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._closed or self.room > 0)
-            if self._closed:
-                return 0
-            taken = min(wanted, self.room)
-            self._reserved += taken
-            return taken
-
-    def fill(self, reserved: int, claims: Sequence[Claim]) -> bool:
-        """Turn reserved places into claimed jobs; the places of jobs that could not be claimed are free.
-
-        False where it is too late: then the jobs have been handed back.
-        """
-        keys = [(claim.job_id, claim.attempt) for claim in claims]
-        with self._changed:
-            ours = not self._ended
-            if ours:
-                self._jobs.update(dict.fromkeys(keys, ""))
-        try:
-            if not ours:
-                self._hand_back(keys)
-        finally:
-            with self._changed:
-                self._reserved -= reserved
-                self._changed.notify_all()
-        return ours
-
-    def mark(self, key: JobKey, fingerprint: str) -> None:
-        """Note what saved tokens of a job depend on."""
-        with self._changed:
-            if key in self._jobs:
-                self._jobs[key] = fingerprint
-
-    def fingerprint(self, key: JobKey) -> str:
-        """What `mark` noted; empty where the job is not in flight."""
-        with self._changed:
-            return self._jobs.get(key, "")
-
-    def remove(self, keys: Sequence[JobKey]) -> None:
-        """These jobs are not this worker's any more."""
-        with self._changed:
-            for key in keys:
-                self._jobs.pop(key, None)
-            self._changed.notify_all()
-
-    def wait_for_end(self, keys: Sequence[JobKey]) -> None:
-        """Return when none of `keys` is in flight."""
-        with self._changed:
-            self._changed.wait_for(lambda: not any(key in self._jobs for key in keys))
-
-    def close(self) -> None:
-        """Let nobody reserve any more."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
-
-    def end(self) -> list[JobKey]:
-        """Take no claimed job any more; returns those that are in flight for good."""
-        with self._changed:
-            self._closed = self._ended = True
-            self._changed.notify_all()
-            return list(self._jobs)
-
-    def wait_for_claims(self, seconds: float) -> bool:
-        """Return when no claim is under way any more; False where one still is after `seconds`."""
-        with self._changed:
-            return self._changed.wait_for(lambda: self._reserved == 0, seconds)
-
-    @property
-    def idle(self) -> bool:
-        """True where no job is in flight and no claim under way."""
-        with self._changed:
-            return self._reserved == 0 and not self._jobs
-
-    def keys(self) -> list[JobKey]:
-        """The jobs now in flight."""
-        with self._changed:
-            return list(self._jobs)
-
-    @property
-    def room(self) -> int:
-        """Places that are neither filled nor reserved."""
-        return self.capacity - self._reserved - len(self._jobs)
+Tokenize = Callable[[Sequence[Claim]], Sequence[Prompt]]
+"""A shard at once: one answer for each claim, in their order."""
 
 
 class Service:
@@ -164,7 +62,7 @@ class Service:
         self._drain_until: float | None = None
         self._cancels_sent: set[JobKey] = set()
         self._cancelling = threading.Lock()
-        self._writer = ResultWriter(claims.finish, self._forget)
+        self._writer = ResultWriter(claims.finish, self._forget, self._cannot_be_written, self.fail)
         self.engine = engine
         engine.start(self._on_completion, self._on_engine_failure, while_loading)
 
@@ -173,44 +71,88 @@ class Service:
     def run_shard(self, job_ids: Sequence[str]) -> None:
         """Claim and run what can be claimed of a shard; returns when every job of it has ended.
 
-        A draining worker leaves the rest of a shard queued, to be announced again.
+        A draining worker leaves the rest of a shard queued, to be announced again. Never raises: Celery would
+        drop the message, and leave the jobs claimed.
         """
         self.last_shard_at = time.monotonic()
-        ours: list[JobKey] = []
-        left = list(job_ids)
-        while left:
-            places = self.in_flight.reserve(len(left))
-            if places == 0:
-                self._leave_queued(left)
-                break
-            taken, left = left[:places], left[places:]
-            ours += self._start(taken)
-        self.in_flight.wait_for_end(ours)
+        try:
+            ours: list[JobKey] = []
+            left = list(job_ids)
+            while left:
+                places = self.in_flight.reserve(len(left))
+                if places == 0:
+                    self._leave_queued(left)
+                    break
+                taken, left = left[:places], left[places:]
+                ours += self._start(taken)
+            self.in_flight.wait_for_end(ours)
+        except Exception as error:
+            log.critical("a shard could not be run", exc_info=True)
+            self.fail(f"a shard could not be run: {describe(error)}")
 
     def _start(self, job_ids: Sequence[str]) -> list[JobKey]:
         claims: list[Claim] = []
         try:
-            claims = self.claims.claim(job_ids)
-        except DatabaseError as error:
-            log.warning("%d jobs stay queued, to be announced again: %s", len(job_ids), error)
+            claims = self._claim(job_ids)
         finally:
             ours = self.in_flight.fill(len(job_ids), claims)
-        if not ours:
-            return []
-        resumed = [count for claim in claims if (count := self._submit(claim))]
-        if resumed:
-            log.info("%d jobs go on from %d tokens that were saved", len(resumed), sum(resumed))
+        return self.begin(claims) if ours else []
+
+    def _claim(self, job_ids: Sequence[str]) -> list[Claim]:
+        """Claim a shard. Where a row of it makes that fail, its halves, until this row is alone and fails."""
+        try:
+            return self.claims.claim(job_ids)
+        except Exception as error:
+            if isinstance(error, DatabaseError) and not isinstance(error, DatabaseRefusedError):
+                log.warning("%d jobs stay queued, to be announced again: %s", len(job_ids), error)
+                return []
+            log.exception("%d jobs could not be claimed", len(job_ids))
+            fault = describe(error)
+        if len(job_ids) > 1:
+            middle = len(job_ids) // 2
+            return self._claim(job_ids[:middle]) + self._claim(job_ids[middle:])
+        self._refuse(job_ids[0], f"the job could not be claimed: {fault}")
+        return []
+
+    def begin(self, claims: Sequence[Claim]) -> list[JobKey]:
+        """Tokenise claimed jobs and give them to the engine; one that cannot be fails alone."""
+        prompts = iter(self._prompts([claim for claim in claims if claim.unreadable is None]))
+        resumed: list[int] = []
+        for claim in claims:
+            prompt = next(prompts) if claim.unreadable is None else NightmillError(claim.unreadable)
+            if isinstance(prompt, NightmillError):
+                self._fail_job(claim, str(prompt))
+                continue
+            try:
+                resumed.append(self._submit(claim, prompt))
+            except Exception as error:
+                log.exception("job %s could not be submitted", claim.job_id)
+                self._fail_job(claim, f"the job could not be submitted to the engine: {describe(error)}")
+        if any(resumed):
+            count = sum(1 for tokens in resumed if tokens)
+            log.info("%d jobs go on from %d tokens that were saved", count, sum(resumed))
         return [(claim.job_id, claim.attempt) for claim in claims]
 
-    def _submit(self, claim: Claim) -> int:
-        """Give a job to the engine; returns how many tokens it goes on from."""
+    def _prompts(self, claims: Sequence[Claim]) -> list[Prompt]:
+        """Token ids, or errors; an exception that nobody expected is one job's alone."""
+        if not claims:
+            return []
         try:
-            prompt_ids = self._tokenize(claim)
-        except NightmillError as error:
-            self._writer.put(
-                Outcome(claim.job_id, claim.attempt, StopReason.ERROR, "", 0, 0, error=str(error))
-            )
-            return 0
+            prompts = list(self._tokenize(claims))
+            if len(prompts) != len(claims):
+                raise ValueError(f"{len(prompts)} answers to {len(claims)} prompts")
+            return prompts
+        except RunnerError:
+            raise  # what tokenises cannot be had: no job's fault
+        except Exception as error:
+            log.exception("%d prompts could not be tokenised", len(claims))
+            fault = describe(error)
+        if len(claims) > 1:
+            return [prompt for claim in claims for prompt in self._prompts([claim])]
+        return [NightmillError(f"the prompt could not be tokenised: {fault}")]
+
+    def _submit(self, claim: Claim, prompt_ids: tuple[int, ...]) -> int:
+        """Give a job to the engine; returns how many tokens it goes on from."""
         mark = fingerprint(self._model_digest, self.engine.arithmetic, prompt_ids)
         self.in_flight.mark((claim.job_id, claim.attempt), mark)
         generated_ids = tokens_to_resume(claim.saved, mark)
@@ -233,6 +175,22 @@ class Service:
         with self._cancelling:  # one that was sent before the engine knew the job had no effect
             self._cancels_sent.discard((claim.job_id, claim.attempt))
         return len(generated_ids)
+
+    def _fail_job(self, claim: Claim, error: str) -> None:
+        self._writer.put(Outcome(claim.job_id, claim.attempt, StopReason.ERROR, "", 0, 0, error=error))
+
+    def _refuse(self, job_id: str, reason: str) -> None:
+        try:
+            self.claims.refuse(job_id, reason)
+        except DatabaseError as error:  # its message comes again
+            log.warning("job %s stays queued: %s", job_id, error)
+
+    def _cannot_be_written(self, outcome: Outcome, reason: str) -> None:
+        """Not even the failure of this job can be written: charge it as if it had killed a worker, alone."""
+        try:
+            self.claims.give_up([(outcome.job_id, outcome.attempt)], reason)
+        except DatabaseError as error:  # it is handed back once it is known that nobody runs it
+            log.error("job %s stays as it is for now: %s", outcome.job_id, error)
 
     def _leave_queued(self, job_ids: Sequence[str]) -> None:
         try:
@@ -259,17 +217,19 @@ class Service:
         self.fail(f"the engine failed: {error}")
 
     def fail(self, reason: str) -> None:
-        """This worker is of no use any more: give its jobs to others and end the process."""
+        """This worker is of no use any more: give its jobs to others and end the process. Never raises."""
         self.in_flight.close()
         keys = self.in_flight.keys()
         try:
             self.claims.give_up(keys, reason)
-        except DatabaseError as database_error:
-            log.error("%d jobs wait to be rescued by another worker: %s", len(keys), database_error)
+        except Exception as error:
+            expected = isinstance(error, DatabaseError)
+            log.error("%d jobs wait for another worker's rescue: %s", len(keys), error, exc_info=not expected)
         self.in_flight.remove(keys)
         self._on_fatal(reason)
 
     def _forget(self, outcomes: Sequence[Outcome]) -> None:
+        self.last_shard_at = time.monotonic()  # it was not deaf, but busy
         self.in_flight.remove([(outcome.job_id, outcome.attempt) for outcome in outcomes])
 
     # -- what the housekeeper asks for -----------------------------------------------------------

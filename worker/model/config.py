@@ -180,8 +180,11 @@ def _same_in_all_layers(file: GgufFile, key: str, layers: int) -> int | None:
     """A size that may be given once or per layer; None where the key lacks."""
     if not file.is_array(key):
         return file.integer(key, minimum=1, maximum=_MAX_SIZE, default=None)
-    sizes = set(file.integers(key))
-    if len(sizes) != 1 or file.count(key) != layers:
+    given = file.integers(key)
+    if len(given) != layers:
+        file.fail(f"{key}: has {len(given)} entries for {layers} layers")
+    sizes = set(given)
+    if len(sizes) != 1:
         file.fail(f"{key}: layers of different sizes are not supported")
     value = sizes.pop()
     if not 1 <= value <= _MAX_SIZE:
@@ -194,7 +197,7 @@ def _head_dim(file: GgufFile, architecture: str, width: int, heads: int) -> int:
     head_dim = file.integer(key, minimum=1, maximum=_MAX_SIZE, default=None)
     if head_dim is None:
         if width % heads:
-            file.fail(f"{key}: is missing, and a width of {width} is no multiple of {heads} heads")
+            file.fail(f"{key}: is missing, and a width of {width} is not a multiple of {heads} heads")
         head_dim = width // heads
     value_length = file.integer(f"{architecture}.attention.value_length", default=head_dim)
     if value_length != head_dim:
