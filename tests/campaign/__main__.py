@@ -1,0 +1,50 @@
+"""The command: plans, runs the parts one after the other, prints the table. Exits with 1 on any violation."""
+
+import argparse
+import sys
+from collections.abc import Callable
+from functools import partial
+
+from tests.campaign import night
+from tests.campaign.plan import describe, make_plan
+from tests.campaign.report import Report
+
+Part = Callable[[int, float, Report], None]
+
+# With each part's share of the time.
+PARTS: dict[str, tuple[float, Part]] = {
+    "postgresql": (0.4, partial(night.run, "postgresql")),
+    "sqlite": (0.3, partial(night.run, "sqlite")),
+}
+
+
+def main() -> int:
+    """Run a campaign."""
+    parser = argparse.ArgumentParser(prog="python -m tests.campaign", description=__doc__)
+    parser.add_argument(
+        "--seed", type=int, default=1, help="names the campaign; the same seed plans the same"
+    )
+    parser.add_argument("--minutes", type=float, default=3.0, help="for all parts together (default: 3)")
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), help="parts to run")
+    parser.add_argument("--plan", action="store_true", help="print what would be done, and when")
+    options = parser.parse_args()
+    whole = sum(PARTS[name][0] for name in options.only)
+    report = Report(options.seed)
+    for name in options.only:
+        share, run = PARTS[name]
+        seconds = options.minutes * 60 * share / whole
+        if options.plan:
+            if name in ("postgresql", "sqlite"):
+                print(f"{name}, {seconds:.0f} s:")
+                print(describe(make_plan(options.seed, name, night.fault_seconds(seconds), night.WORKERS)))
+            continue
+        report.part = name
+        run(options.seed, seconds, report)
+    if options.plan:
+        return 0
+    print(report.summary())
+    return 1 if report.violations else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,109 @@
+"""Every change of every job, written down by triggers of the database itself."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+from sqlalchemy import Engine, text
+
+TRACKED = ("state", "attempt", "failures", "worker", "stop_reason", "finished_at", "text")
+_COLUMNS = ("id", "batch", "deadline_at", "created_at", *TRACKED)
+
+
+@dataclass(frozen=True)
+class Change:
+    """One INSERT, UPDATE or DELETE of a job, with the row as it was afterwards (for DELETE: before)."""
+
+    n: int
+    at: float
+    op: str  # I, U or D
+    id: str
+    state: str
+    attempt: int = 0
+    failures: int = 0
+    worker: str | None = None
+    stop_reason: str | None = None
+    finished_at: float | None = None
+    text: str | None = None
+    batch: str | None = None
+    deadline_at: float | None = None
+    created_at: float | None = None
+
+    @property
+    def final(self) -> bool:
+        return self.state in ("succeeded", "failed", "cancelled")
+
+
+def install(engine: Engine) -> None:
+    """Create the history table and its triggers."""
+    statements = _sqlite() if engine.dialect.name == "sqlite" else _postgresql()
+    with engine.begin() as connection:
+        for statement in statements:
+            connection.exec_driver_sql(statement)
+
+
+def read(engine: Engine) -> Iterator[Change]:
+    """All changes, in their order."""
+    names = ", ".join(("n", "at", "op", *_COLUMNS))
+    with engine.connect() as connection:
+        for row in connection.execute(text(f"SELECT {names} FROM campaign_history ORDER BY n")).mappings():
+            times = {name: _seconds(row[name]) for name in ("deadline_at", "created_at", "finished_at")}
+            yield Change(**(dict(row) | times))
+
+
+def rows(engine: Engine) -> dict[str, dict[str, Any]]:
+    """The jobs as they stand."""
+    query = "SELECT id, state, attempt, error, errors, prompt, messages FROM jobs"
+    with engine.connect() as connection:
+        return {row["id"]: dict(row) for row in connection.execute(text(query)).mappings()}
+
+
+def _seconds(value: Any) -> float | None:
+    """A stored time as seconds since the epoch."""
+    if value is None:
+        return None
+    moment = datetime.fromisoformat(value) if isinstance(value, str) else value
+    return (moment.replace(tzinfo=UTC) if moment.tzinfo is None else moment).timestamp()
+
+
+def _sqlite() -> Iterator[str]:
+    yield (
+        "CREATE TABLE campaign_history (n INTEGER PRIMARY KEY AUTOINCREMENT, at REAL, op TEXT, "
+        + ", ".join(_COLUMNS)
+        + ")"
+    )
+    changed = " OR ".join(f"OLD.{name} IS NOT NEW.{name}" for name in TRACKED)
+    for op, event, row, when in (
+        ("I", "INSERT", "NEW", ""),
+        ("U", "UPDATE", "NEW", f"WHEN {changed}"),
+        ("D", "DELETE", "OLD", ""),
+    ):
+        values = ", ".join(f"{row}.{name}" for name in _COLUMNS)
+        yield (
+            f"CREATE TRIGGER campaign_{event.lower()} AFTER {event} ON jobs {when} BEGIN "
+            f"INSERT INTO campaign_history (at, op, {', '.join(_COLUMNS)}) "
+            f"VALUES ((julianday('now') - 2440587.5) * 86400.0, '{op}', {values}); END"
+        )
+
+
+def _postgresql() -> Iterator[str]:
+    kinds = {"attempt": "integer", "failures": "integer"}
+    kinds |= dict.fromkeys(("deadline_at", "created_at", "finished_at"), "timestamptz")
+    columns = ", ".join(f"{name} {kinds.get(name, 'text')}" for name in _COLUMNS)
+    yield f"CREATE TABLE campaign_history (n bigserial PRIMARY KEY, at float8, op text, {columns})"
+    inserting = f"INSERT INTO campaign_history (at, op, {', '.join(_COLUMNS)}) VALUES "
+    now = "extract(epoch FROM clock_timestamp())"
+    values = {row: ", ".join(f"{row}.{name}" for name in _COLUMNS) for row in ("OLD", "NEW")}
+    yield (
+        "CREATE FUNCTION campaign_note() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN "
+        f"IF TG_OP = 'DELETE' THEN {inserting} ({now}, 'D', {values['OLD']}); "
+        f"ELSE {inserting} ({now}, left(TG_OP, 1), {values['NEW']}); END IF; "
+        "RETURN NULL; END $$"
+    )
+    changed = " OR ".join(f"OLD.{name} IS DISTINCT FROM NEW.{name}" for name in TRACKED)
+    for event, when in (("INSERT", ""), ("UPDATE", f"WHEN ({changed})"), ("DELETE", "")):
+        yield (
+            f"CREATE TRIGGER campaign_{event.lower()} AFTER {event} ON jobs "
+            f"FOR EACH ROW {when} EXECUTE FUNCTION campaign_note()"
+        )

@@ -1,0 +1,78 @@
+"""What was acknowledged to a caller, and what callers set out to do: written down outside Nightmill, and fsynced.
+
+A promise is a job id that `enqueue` returned. An intent is a call that may change jobs: noted before it is
+made, since a call that fails may have been carried out all the same, and again when it has returned.
+"""
+
+import json
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.campaign.texts import Answer
+
+
+@dataclass
+class Promise:
+    """A job that must not get lost. `guilty`: it can only fail (a poison, a row that no worker can read)."""
+
+    job_id: str
+    answer: Answer | None = None  # None: any text will do
+    guilty: bool = False
+    free: bool = False  # it may end in any way
+    batch: str | None = None
+    deadline: float | None = None  # seconds since the epoch
+    at: float = field(default_factory=time.time)
+
+
+@dataclass
+class Intent:
+    """A call: cancel, retry, delete, prune. `target`: a job's id, a batch's name, or for prune a time."""
+
+    what: str
+    target: str
+    began: float
+    ended: float | None = None  # None: it failed, or is under way
+    done: int | None = None  # how many rows it said it had changed
+
+
+class Ledger:
+    """Safe to use from several threads."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("a", buffering=1)
+        self._lock = threading.Lock()
+        self.promises: dict[str, Promise] = {}
+        self.intents: list[Intent] = []
+
+    def promised(self, *promises: Promise) -> None:
+        """These ids were handed to the caller."""
+        with self._lock:
+            self.promises |= {promise.job_id: promise for promise in promises}
+            self._write({"promised": [asdict(promise) for promise in promises]})
+
+    @contextmanager
+    def intending(self, what: str, target: str) -> Iterator[Intent]:
+        """Around a call that changes jobs."""
+        intent = Intent(what, target, time.time())
+        with self._lock:
+            self.intents.append(intent)
+            self._write({"begins": asdict(intent)})
+        yield intent
+        with self._lock:
+            intent.ended = time.time()
+            self._write({"returned": asdict(intent)})
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def _write(self, entry: dict[str, Any]) -> None:
+        self._file.write(json.dumps(entry) + "\n")
+        self._file.flush()
+        os.fsync(self._file.fileno())

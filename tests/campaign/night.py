@@ -1,0 +1,115 @@
+"""A night under fire: workers, traffic, the plan's faults; then peace, and the judgement."""
+
+import time
+from collections import Counter
+
+import redis
+
+from tests.campaign import history
+from tests.campaign.faults import Faults
+from tests.campaign.fleet import Fleet
+from tests.campaign.ledger import Ledger
+from tests.campaign.oracle import Evidence, judge
+from tests.campaign.plan import make_plan
+from tests.campaign.report import Report
+from tests.campaign.traffic import Traffic
+from tests.campaign.world import World
+
+WORKERS = 3
+SETTLE_SECONDS = 75.0  # after the last fault, all that was handed over must have ended
+QUIET_SECONDS = 20.0  # and then no message is left
+SHARE_OF_FAULTS = 0.6  # of the time of a night; the rest is for settling
+
+
+def fault_seconds(seconds: float) -> float:
+    """How much of a night's time is for faults."""
+    return max(10.0, seconds * SHARE_OF_FAULTS, seconds - SETTLE_SECONDS)
+
+
+def run(database: str, seed: int, seconds: float, report: Report) -> None:
+    """One night on `database`. What it leaves behind is kept where a rule was broken."""
+    plan = make_plan(seed, database, fault_seconds(seconds), WORKERS)
+    violations = len(report.violations)
+    with World(database) as world:
+        ledger = Ledger(world.home / "ledger.jsonl")
+        fleet = Fleet(world, WORKERS, report)
+        fleet.wait_until_ready()
+        traffic = Traffic(world, ledger, report, seed)
+        faults = Faults(world, fleet, ledger, report)
+        began = time.monotonic()
+        for action in plan:
+            while (left := began + action.at - time.monotonic()) > 0:
+                time.sleep(min(left, 1.0))
+                report.progress(f"{len(ledger.promises)} jobs acknowledged, last {report.step}")
+            faults.carry_out(action)
+        traffic.stop()
+        faults.undo_all()
+        report.step = "the last fault"
+        settled = _settle(world, report)
+        _look_for_messages(world, report)
+        fleet.stop()
+        _judge(world, ledger, report, settled=settled)
+        _read_logs(fleet, report)
+        ledger.close()
+        if len(report.violations) > violations:
+            print(f"\nKept for a closer look: {world.home}")
+
+
+def _settle(world: World, report: Report) -> bool:
+    """Wait until every job has ended; False where some have not in time."""
+    give_up_at = time.monotonic() + SETTLE_SECONDS
+    query = "SELECT count(*) FROM jobs WHERE state IN ('queued', 'running')"
+    while number := world.sql(query)[0][0]:
+        if time.monotonic() > give_up_at:
+            states = world.sql("SELECT state, count(*) FROM jobs GROUP BY state")
+            report.violate("unfinished", f"after {SETTLE_SECONDS:.0f} s of peace: {dict(map(tuple, states))}")
+            return False
+        report.progress(f"settling, {number} jobs left")
+        time.sleep(0.25)
+    return True
+
+
+def _look_for_messages(world: World, report: Report) -> None:
+    """With nothing to do and live workers, every message is taken away in time."""
+    give_up_at = time.monotonic() + QUIET_SECONDS
+    while True:
+        try:
+            with world.redis.client() as client:
+                names = [name for name in client.keys("nightmill*") if client.type(name) == b"list"]
+                waiting = {name.decode(): client.llen(name) for name in names}
+                unacknowledged = client.hlen("unacked")
+        except redis.exceptions.RedisError as error:
+            waiting, unacknowledged = {str(error): 1}, 0
+        if not waiting or time.monotonic() > give_up_at:
+            break
+        time.sleep(0.25)
+    report.count("messages that dead workers held", unacknowledged)
+    if waiting:
+        report.violate("messages", f"left in Redis after {QUIET_SECONDS:.0f} s without work: {waiting}")
+
+
+def _judge(world: World, ledger: Ledger, report: Report, *, settled: bool) -> None:
+    changes = list(history.read(world.engine))
+    present = frozenset(history.rows(world.engine))
+    report.count("changes of rows", len(changes))
+    last = {change.id: change for change in changes}
+    for state, number in Counter(
+        change.state if change.op != "D" else "deleted" for change in last.values()
+    ).items():
+        report.count(f"jobs {state}", number)
+    for violation in judge(Evidence(ledger.promises, ledger.intents, changes, present, settled)):
+        report.add(violation)
+    query = (
+        "SELECT count(*) FROM partials JOIN jobs ON jobs.id = partials.job_id "
+        "WHERE jobs.state IN ('succeeded', 'failed', 'cancelled')"
+    )
+    if left := world.sql(query)[0][0]:
+        report.violate("partials", f"{left} jobs that have ended still have saved tokens")
+
+
+def _read_logs(fleet: Fleet, report: Report) -> None:
+    """What workers died of, for the table."""
+    for log in fleet.logs:
+        content = log.read_text(errors="replace")
+        report.count("tracebacks in logs", content.count("Traceback (most recent call last)"))
+        report.count("workers that ended for a reason", content.count("this worker ends"))

@@ -1,0 +1,145 @@
+"""A real worker (and a real `nightmill run`) around a runner that costs nothing and whose texts are known.
+
+    python -m tests.campaign.worker worker|run ARGUMENTS
+    python -m tests.campaign.worker engine FD      (what a worker starts)
+
+Everything but the arithmetic is Nightmill's own. CAMPAIGN_CLOCK names a file with the seconds by which this
+host's clock is wrong; CAMPAIGN_STEP is how long a step takes.
+"""
+
+import os
+import signal
+import sys
+import time
+from collections import deque
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import jobs.database
+import worker.app
+import worker.engine_process
+import worker.keeper
+import worker.process
+from jobs.settings import Settings
+from tests.campaign.texts import CONTEXT, SAMPLING, checksum, draw
+from worker.engine.engine import Engine
+from worker.loading import OpenModel, max_sequences
+from worker.model.tokenizer import TextStream
+from worker.runners.base import Admission, SampledTokens, StepBatch
+
+OURS = (sys.executable, "-m", "tests.campaign.worker")
+POISONS = {
+    b"!kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    b"!abort": lambda: os.kill(os.getpid(), signal.SIGSEGV),
+    b"!exit": lambda: os._exit(3),
+}
+AFTER = 5  # tokens that a poison draws before it strikes
+
+
+class ScriptedRunner:
+    """Draws what `texts.draw` says. A prompt that begins with a poison ends the process after some tokens."""
+
+    block_size = 16
+    depth = 2
+
+    def __init__(self, vocab: int, slots: int) -> None:
+        self.vocab = vocab
+        self.slots = slots
+        self.kv_blocks = slots * CONTEXT // self.block_size * 2 // 3  # short, so that some are preempted
+        self._step = float(os.environ.get("CAMPAIGN_STEP", "0"))
+        self._drawn: deque[SampledTokens] = deque()
+        self._slots: dict[int, tuple[int, int, list[float]]] = {}  # checksum so far, seed, parameters
+        self._poisons: dict[int, list[Any]] = {}  # tokens left, and what follows
+
+    def launch(self, batch: StepBatch) -> None:
+        for admission in batch.admissions:
+            self._admit(admission)
+        if self._step:
+            time.sleep(self._step)
+        tokens = np.fromiter(map(self._draw, batch.sample_slots.tolist()), np.int32, len(batch.sample_slots))
+        self._drawn.append(self.sampled(batch, tokens))
+
+    def sampled(self, batch: StepBatch, tokens: Any) -> SampledTokens:
+        """What the engine collects."""
+        return SampledTokens(batch.sample_slots, tokens)
+
+    def collect(self) -> SampledTokens | None:
+        return self._drawn.popleft() if self._drawn else None
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+    def _admit(self, admission: Admission) -> None:
+        sampling = [float(getattr(admission.params, name)) for name in SAMPLING]
+        self._slots[admission.slot] = (checksum(admission.token_ids), admission.seed, sampling)
+        start = bytes(token for token in admission.token_ids[:8] if token < 256)
+        self._poisons.pop(admission.slot, None)
+        for prefix, strike in POISONS.items():
+            if start.startswith(prefix):
+                self._poisons[admission.slot] = [AFTER, strike]
+
+    def _draw(self, slot: int) -> int:
+        before, seed, sampling = self._slots[slot]
+        if (poison := self._poisons.get(slot)) is not None:
+            poison[0] -= 1
+            if poison[0] == 0:
+                poison[1]()
+        token = draw(before, seed, sampling)
+        self._slots[slot] = (checksum([token], before), seed, sampling)
+        return token
+
+
+def build_engine(settings: Settings, model: OpenModel) -> Engine:
+    """Nightmill's engine on the scripted runner."""
+    slots = max_sequences(settings)
+    return Engine(
+        ScriptedRunner(model.config.vocab, slots),
+        text_stream=lambda: TextStream(model.vocabulary, strip_space=False),
+        eos_ids=model.vocabulary.eos_ids,
+        context_length=CONTEXT,
+        max_sequences=slots,
+        token_budget=1024,
+    )
+
+
+def _wrong_by() -> float:
+    try:
+        return float(Path(os.environ["CAMPAIGN_CLOCK"]).read_text())
+    except (KeyError, FileNotFoundError, ValueError):
+        return 0.0
+
+
+class _SteppedDatetime(datetime):
+    """`datetime` on a host whose clock is wrong."""
+
+    @classmethod
+    def now(cls, tz: Any = None) -> datetime:
+        return datetime.fromtimestamp(time.time() + _wrong_by(), tz)
+
+
+class _OurWorker(worker.process.WorkerProcess):
+    """The worker that `nightmill run` starts."""
+
+    def __init__(self, *args: Any, **more: Any) -> None:
+        super().__init__(*args, **{"command": (*OURS, "worker"), **more})
+
+
+def main() -> int:
+    """Be an engine, or a command of `nightmill` whose engines are ours."""
+    if sys.argv[1:2] == ["engine"]:
+        worker.engine_process.build_engine = build_engine
+        return worker.engine_process.main()
+    jobs.database.datetime = _SteppedDatetime  # type: ignore[attr-defined,misc]
+    worker.app.ENGINE_COMMAND = (*OURS, "engine")  # type: ignore[attr-defined]
+    worker.keeper.WorkerProcess = _OurWorker  # type: ignore[attr-defined]
+    from jobs.cli import main as nightmill
+
+    nightmill()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
