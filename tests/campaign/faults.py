@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 
 import redis
+
 from jobs.errors import InvalidRequestError, InvalidTransitionError, JobNotFoundError
 from jobs.prune import Prune
 from tests.campaign import forged, hostile
@@ -21,8 +22,8 @@ from tests.campaign.ledger import Ledger, Promise
 from tests.campaign.model import HOSTILE_CHATS
 from tests.campaign.plan import Action
 from tests.campaign.report import Report
-from tests.campaign.world import World
 from tests.campaign.worker import POISONS
+from tests.campaign.world import World
 
 LONGEST_CALL = 90.0  # no call of a client takes longer, whatever happens to the servers
 KEPT_SECONDS = 4.0  # prune deletes what ended before that
