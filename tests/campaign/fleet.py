@@ -1,4 +1,4 @@
-"""Worker processes, kept alive as a supervisor would, and watched: what they use and what they leave behind."""
+"""Worker processes, kept alive as by a supervisor, and watched: what they use, what they leave behind."""
 
 import resource
 import signal

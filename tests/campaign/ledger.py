@@ -1,4 +1,4 @@
-"""What was acknowledged to a caller, and what callers set out to do: written down outside Nightmill, and fsynced.
+"""What was acknowledged to callers, and what they set out to do: kept outside Nightmill, and fsynced.
 
 A promise is a job id that `enqueue` returned. An intent is a call that may change jobs: noted before it is
 made, since a call that fails may have been carried out all the same, and again when it has returned.

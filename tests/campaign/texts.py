@@ -1,7 +1,7 @@
 """What a job's text must be: a function of prompt, parameters and seed alone, computed without Nightmill.
 
-The campaign's model draws each token from a checksum of everything before it, so that a token lost, doubled or
-taken from another job changes all that follow. Its vocabulary has no merges: a token is a byte of UTF-8.
+The campaign's model draws each token from a checksum of everything before it, so that a token lost, doubled
+or taken from another job changes all that follow. Its vocabulary has no merges: a token is a byte of UTF-8.
 """
 
 import codecs
@@ -77,7 +77,7 @@ def answer(prompt: str | Sequence[Mapping[str, str]], seed: int, params: Mapping
 
 def begins(whole: str, text: str) -> bool:
     """Whether `text` may be what a job had when it was ended early."""
-    return whole.startswith(text) or whole.startswith(text.rstrip("\ufffd"))
+    return whole.startswith((text, text.rstrip("\ufffd")))
 
 
 def _ended(text: str, stops: Sequence[str], reason: str, count: int) -> Answer:

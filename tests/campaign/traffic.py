@@ -1,4 +1,4 @@
-"""The ordinary life of a queue, beside the faults: jobs come in, people look, change their minds, clear away."""
+"""The ordinary life of a queue, beside the faults: jobs come in, people look and change their minds."""
 
 import random
 import threading
