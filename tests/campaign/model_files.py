@@ -29,7 +29,9 @@ WALL_SECONDS = 60.0
 class Opener:
     """The child process, started again when it has died or done enough."""
 
-    def __init__(self) -> None:
+    def __init__(self, beside: Path | None = None, largest_mib: float = float("inf")) -> None:
+        self._arguments = [] if beside is None else [str(beside)]
+        self._largest_mib = largest_mib
         self._process: subprocess.Popen[str] | None = None
         self._opened = 0
 
@@ -43,13 +45,16 @@ class Opener:
         self._opened += 1
         process.stdin.write(f"{path}\n")
         process.stdin.flush()
-        if not select.select([process.stdout], [], [], WALL_SECONDS)[0]:
-            used = sum(psutil.Process(process.pid).cpu_times()[:2])
-            self.close()
-            return {
-                "outcome": "hang",
-                "said": f"no answer after {WALL_SECONDS:.0f} s ({used:.0f} s of processor)",
-            }
+        give_up_at = time.monotonic() + WALL_SECONDS
+        while not select.select([process.stdout], [], [], 0.1)[0]:
+            if time.monotonic() > give_up_at:
+                used = sum(psutil.Process(process.pid).cpu_times()[:2])
+                said = f"no answer after {WALL_SECONDS:.0f} s ({used:.0f} s of processor)"
+                self.close()
+                return {"outcome": "hang", "said": said}
+            if (mib := _family_mib(process.pid)) > self._largest_mib:
+                self.close()
+                return {"outcome": "large", "said": f"its processes had {mib:.0f} MiB"}
         if not (line := process.stdout.readline()):
             code = process.wait()
             self.close()
@@ -67,7 +72,7 @@ class Opener:
     def _start(self) -> None:
         self._opened = 0
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.campaign.opener"], env=clean_environment(), text=True,
+            [sys.executable, "-m", "tests.campaign.opener", *self._arguments], env=clean_environment(), text=True,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
         )  # fmt: skip
 
@@ -110,6 +115,15 @@ def judge(answer: dict[str, Any], path: Path, name: str, report: Report) -> None
         kept = Path(tempfile.gettempdir()) / f"nightmill-mutant-{name}.gguf"
         shutil.copy(path, kept)
         report.violate(f"model-{answer['outcome']}", f"{wrong[:300]}; the file: {kept}")
+
+
+def _family_mib(pid: int) -> float:
+    """Resident memory of a process and of all below it."""
+    try:
+        process = psutil.Process(pid)
+        return sum(one.memory_info().rss for one in (process, *process.children(recursive=True))) / 2**20
+    except psutil.NoSuchProcess:
+        return 0.0
 
 
 def _models(home: Path) -> list[Path]:

@@ -213,8 +213,9 @@ def _numbers(document: Document, key: bytes, values: list[float]) -> None:
 
 
 STRUCTURAL: tuple[Callable[[Document, Draw], None], ...] = (
-    counts, heading, tag, lengths, array_count, array_kind, array_kind, nested, twice, missing, missing, names,
-    scalar, scalar, scalar, text, text, template, alignment, shape, shape, vocabulary, vocabulary, vocabulary,
+    counts, heading, tag, lengths, array_count, array_kind, array_kind, nested, twice, missing, missing,
+    names, scalar, scalar, scalar, text, text, template, alignment, shape, shape,
+    vocabulary, vocabulary, vocabulary,
 )  # fmt: skip
 
 

@@ -24,8 +24,7 @@ def main() -> None:
     from worker.loading import load_model  # noqa: F401 - what it imports is not to count
 
     beside = Beside(Path(sys.argv[1])) if sys.argv[1:] else None
-    with open("/proc/self/statm") as file:
-        used = int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
     resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY, used + MEMORY))
     for line in sys.stdin:
         path = Path(line.strip())
@@ -60,7 +59,7 @@ class Beside:
         threading.Thread(target=self._run, daemon=True).start()
 
     def slowest(self) -> float:
-        """Seconds that the slowest took since this was last asked; infinite where one was refused or wrong."""
+        """Seconds that the slowest took since last asked; infinite where one was refused or wrong."""
         began = self._began
         waiting = 0.0 if began is None else time.monotonic() - began
         slowest, self._slowest = max(self._slowest, waiting), 0.0

@@ -12,13 +12,17 @@ _BIG = "(['x' * 10000000] * 300)"
 
 MAKERS = (_DEEP, _CHAIN, _LIST, _DOUBLE)
 USES = (
-    "{{ {ns.t: 1} }}", "{{ [ns.t, ns.t] | unique | list | length }}", "{{ ns.t == ns.t }}", "{{ ns.t in [ns.t] }}",
+    "{{ {ns.t: 1} }}", "{{ [ns.t, ns.t] | unique | list | length }}", "{{ ns.t == ns.t }}",
+    "{{ ns.t in [ns.t] }}",
     "{{ ns.t | string | length }}", "{{ ns.t | tojson | length }}", "{{ ns.t }}", "{{ ns.t | join }}",
-    "{{ '%s' % (ns.t,) }}", "{{ '{}'.format(ns.t) }}", "{{ [ns.t] | map('string') | list }}", "{{ ns.t < ns.t }}",
+    "{{ '%s' % (ns.t,) }}", "{{ '{}'.format(ns.t) }}", "{{ [ns.t] | map('string') | list }}",
+    "{{ ns.t < ns.t }}",
     "{{ [ns.t, ns.t] | sort }}", "{{ [ns.t, 1] | max }}", "{{ ns.t | length }}", "{{ ns.t | first }}",
-    "{{ [ns.t] | groupby(0) }}", "{{ ns.t | sum(start=[]) }}", "{{ ns.t * 1000 }}", "{{ ns.t + ns.t + ns.t }}",
+    "{{ [ns.t] | groupby(0) }}", "{{ ns.t | sum(start=[]) }}", "{{ ns.t * 1000 }}",
+    "{{ ns.t + ns.t + ns.t }}",
     "{{ dict([(ns.t, 1)]) }}", "{{ namespace(a=ns.t) }}", "{{ ns.t | replace('a', ns.t | string) }}",
-    "{{ ns.t | batch(2) | list }}", "{{ ns.t | wordcount }}", "{{ ns.t | indent(1000000) }}", "{{ ns.t | title }}",
+    "{{ ns.t | batch(2) | list }}", "{{ ns.t | wordcount }}", "{{ ns.t | indent(1000000) }}",
+    "{{ ns.t | title }}",
     "{{ raise_exception(ns.t) }}", "{{ strftime_now(ns.t) }}", "{% for x in ns.t %}{{ x }}{% endfor %}",
 )  # fmt: skip
 
@@ -28,7 +32,8 @@ CORPUS: tuple[str, ...] = (
     _DEEP.replace("DEPTH", "60") + "{{ {ns.t: 1} }}",
     _DEEP.replace("DEPTH", "60") + "{{ [ns.t, ns.t] | unique | list }}",
     _LIST.replace("DEPTH", "60") + "{{ ns.t == [ns.t] }}",
-    _LIST.replace("DEPTH", "60") + "{% set u = namespace(t=[]) %}{% for i in range(60) %}{% set u.t = [u.t, u.t] %}"
+    _LIST.replace("DEPTH",
+    "60") + "{% set u = namespace(t=[]) %}{% for i in range(60) %}{% set u.t = [u.t, u.t] %}"
     "{% endfor %}{{ ns.t == u.t }}",
     "{{ " + _BIG + " | join }}", "{{ " + _BIG + " | string }}", "{{ " + _BIG + " | tojson }}",
     "{{ [1, 2] | tojson(separators=('x' * 100000000, 'y' * 100000000)) }}",
@@ -52,22 +57,28 @@ CORPUS: tuple[str, ...] = (
     _DOUBLE.replace("DEPTH", "40") + "{{ ns.t | length }}",
     "{% set ns = namespace(t=[1]) %}{% for i in range(40) %}{% set ns.t = ns.t + ns.t %}{% endfor %}{{ ns.t }}",
     # The ways out of a sandbox.
-    "{{ ''.__class__.__mro__[1].__subclasses__() }}", "{{ messages.__class__ }}", "{{ self.__init__.__globals__ }}",
-    "{{ cycler.__init__.__globals__.os.environ }}", "{{ range.__self__ }}", "{{ (messages | attr('__class__')) }}",
+    "{{ ''.__class__.__mro__[1].__subclasses__() }}", "{{ messages.__class__ }}",
+    "{{ self.__init__.__globals__ }}",
+    "{{ cycler.__init__.__globals__.os.environ }}", "{{ range.__self__ }}",
+    "{{ (messages | attr('__class__')) }}",
     "{{ '{0.__class__.__init__.__globals__}'.format(messages) }}", "{{ raise_exception.__globals__ }}",
-    "{{ strftime_now.__globals__['os'].environ }}", "{{ lipsum.__globals__ }}", "{{ joiner.__init__.__globals__ }}",
+    "{{ strftime_now.__globals__['os'].environ }}", "{{ lipsum.__globals__ }}",
+    "{{ joiner.__init__.__globals__ }}",
     "{% set x = messages.append(1) %}", "{{ messages.clear() }}", "{% include '/etc/passwd' %}",
     "{% import 'os' as os %}", "{% extends 'x' %}", "{{ messages | map(attribute='__class__') | list }}",
     "{% set ns = namespace() %}{% set ns.__class__ = 1 %}", "{{ loop }}", "{{ caller() }}", "{{ none.x }}",
     # Simply wrong.
     "{{ 1 / 0 }}", "{{ messages[99].content }}", "{% for %}", "{{ 'a' + 1 }}", "{{ undefined_name.x.y }}",
     "{{ 'x'.encode('utf-7').decode('idna') }}", "{{ '\\ud800' }}", "{{ '\\0' }}",
-    "{{ messages | tojson(ensure_ascii=5, sort_keys=[], indent='a') }}", "{% generation %}", "{{ namespace(1) }}",
+    "{{ messages | tojson(ensure_ascii=5, sort_keys=[], indent='a') }}", "{% generation %}",
+    "{{ namespace(1) }}",
     "{{ 'a'.translate({97: 'b' * 1000000000}) }}", "{{ 'a\\tb'.expandtabs(2000000000) }}",
-    "{{ 'aaaa'.replace('', 'x' * 1000000000) }}", "{{ ('a' * 100000).split('') }}", "{{ 'a'.zfill(2000000000) }}",
+    "{{ 'aaaa'.replace('', 'x' * 1000000000) }}", "{{ ('a' * 100000).split('') }}",
+    "{{ 'a'.zfill(2000000000) }}",
     "{{ ('a ' * 10000000).split() | length }}", "{{ 'ab' | replace('a', 'b' * 100000000) | length }}",
     "{{ ('(a+)+$' * 10) | wordcount }}", "{{ '1' * 100000 | int }}", "{{ ('9' * 1000000) | int }}",
-    "{{ 1e308 * 10 }}", "{{ (1e308 * 10) | int }}", "{{ ('1' * 4000) | int ** 1000 }}", "{{ 7 << 9999999999 }}",
+    "{{ 1e308 * 10 }}", "{{ (1e308 * 10) | int }}", "{{ ('1' * 4000) | int ** 1000 }}",
+    "{{ 7 << 9999999999 }}",
 )  # fmt: skip
 
 
