@@ -55,7 +55,8 @@ CORPUS: tuple[str, ...] = (
     "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(60) }}",
     "{% for a in [[[[[]]]]] recursive %}{{ loop([a, a]) }}{% endfor %}",
     _DOUBLE.replace("DEPTH", "40") + "{{ ns.t | length }}",
-    "{% set ns = namespace(t=[1]) %}{% for i in range(40) %}{% set ns.t = ns.t + ns.t %}{% endfor %}{{ ns.t }}",
+    "{% set ns = namespace(t=[1]) %}{% for i in range(40) %}{% set ns.t = ns.t + ns.t %}{% endfor %}"
+    "{{ ns.t }}",
     # The ways out of a sandbox.
     "{{ ''.__class__.__mro__[1].__subclasses__() }}", "{{ messages.__class__ }}",
     "{{ self.__init__.__globals__ }}",
@@ -85,9 +86,8 @@ CORPUS: tuple[str, ...] = (
 def generated(draw: random.Random) -> str:
     """Something large or deep, and something that looks at it."""
     depth = str(draw.choice((5, 20, 30, 60, 200, 1000, 50_000)))
-    pieces = [draw.choice(MAKERS).replace("DEPTH", depth)]
-    for _ in range(draw.choice((1, 1, 2, 3))):
-        pieces.append(draw.choice(USES))
+    uses = draw.choices(USES, k=draw.choice((1, 1, 2, 3)))
+    pieces = [draw.choice(MAKERS).replace("DEPTH", depth), *uses]
     if draw.random() < 0.2:
         times = draw.choice((10, 1000, 100_000))
         pieces = [f"{{% for z in range({times}) %}}", *pieces, "{% endfor %}"]

@@ -1,4 +1,4 @@
-"""The part `templates`: hostile chat templates, rendered as a worker does, beside chats that nobody may delay."""
+"""The part `templates`: hostile chat templates, rendered as a worker does, beside innocent chats."""
 
 import itertools
 import random

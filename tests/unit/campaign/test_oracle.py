@@ -1,0 +1,176 @@
+"""The campaign's judge: a sound night passes, and each planted violation is caught."""
+
+from dataclasses import replace
+
+import pytest
+
+from tests.campaign.history import Change
+from tests.campaign.ledger import Intent, Promise
+from tests.campaign.oracle import Evidence, judge
+from tests.campaign.texts import Answer
+
+ANSWER = Answer("rain on the roof", "eos", 9)
+
+
+def life(*states: str, job_id: str = "a") -> list[Change]:
+    """A job's changes: `queued`, `running`, ... each as a sound database writes it."""
+    changes: list[Change] = []
+    attempt = 0
+    for n, state in enumerate(states):
+        attempt += state == "running"
+        final = state in ("succeeded", "failed", "cancelled")
+        changes.append(
+            Change(
+                n=n,
+                at=100.0 + n,
+                op="U" if n else "I",
+                id=job_id,
+                state=state,
+                attempt=attempt,
+                worker="w" if state == "running" else None,
+                stop_reason="eos" if state == "succeeded" else None,
+                finished_at=100.0 + n if final else None,
+                text=ANSWER.text if state == "succeeded" else None,
+            )
+        )
+    return changes
+
+
+def kinds(
+    history: list[Change],
+    *intents: Intent,
+    promise: Promise | None = None,
+    gone: bool = False,
+    settled: bool = True,
+) -> list[str]:
+    """What the judge says about job `a`."""
+    promise = promise or Promise("a", ANSWER)
+    present = frozenset() if gone else frozenset(change.id for change in history if change.op != "D")
+    evidence = Evidence({promise.job_id: promise}, intents, history, present, settled)
+    return [violation.kind for violation in judge(evidence)]
+
+
+def deleted(history: list[Change]) -> list[Change]:
+    """The same, and then the row is gone."""
+    return [*history, replace(history[-1], n=len(history), at=history[-1].at + 1, op="D")]
+
+
+def test_a_night_with_a_rescue_a_retry_and_a_delete_is_sound() -> None:
+    history = life("queued", "running", "queued", "running", "cancelled", "queued", "running", "succeeded")
+    intents = (
+        Intent("cancel", "a", 103.5, 104.0),
+        Intent("retry", "a", 104.5, 105.0),
+        Intent("delete", "a", 107.5, 109.0),
+    )
+    assert kinds(deleted(history), *intents, gone=True) == []
+
+
+def test_a_job_that_was_acknowledged_and_never_stored_is_lost() -> None:
+    assert kinds([]) == ["lost"]
+
+
+def test_a_row_that_vanishes_is_lost() -> None:
+    assert kinds(life("queued", "running", "succeeded"), gone=True) == ["lost"]
+
+
+def test_a_job_that_does_not_end_is_caught_once_everything_had_the_time() -> None:
+    assert kinds(life("queued", "running")) == ["unfinished"]
+    assert kinds(life("queued", "running"), settled=False) == []
+
+
+def test_a_job_that_ends_twice_is_caught() -> None:
+    twice = life("queued", "running", "succeeded", "succeeded")
+    assert kinds(twice) == ["final-changed"]
+    assert kinds(life("queued", "running", "succeeded", "running", "succeeded")) == ["final-changed"]
+
+
+@pytest.mark.parametrize("change", [{"text": "another"}, {"finished_at": 999.0}, {"attempt": 2}])
+def test_a_final_row_that_changes_is_caught(change: dict[str, object]) -> None:
+    history = life("queued", "running", "succeeded", "succeeded")
+    history[-1] = replace(history[-1], **change)  # type: ignore[arg-type]
+    assert "final-changed" in kinds(history)
+
+
+@pytest.mark.parametrize("change", [{"text": "rain on the roo"}, {"stop_reason": "length"}, {"text": None}])
+def test_a_wrong_text_is_caught(change: dict[str, object]) -> None:
+    history = life("queued", "running", "succeeded")
+    history[-1] = replace(history[-1], **change)  # type: ignore[arg-type]
+    assert kinds(history) == ["wrong-text"]
+
+
+def test_what_a_cancelled_job_keeps_must_begin_its_answer() -> None:
+    history = life("queued", "running", "cancelled")
+    asked = Intent("cancel", "a", 101.0)
+    assert kinds([*history[:-1], replace(history[-1], text="rain on")], asked) == []
+    assert kinds([*history[:-1], replace(history[-1], text="snow")], asked) == ["wrong-text"]
+
+
+@pytest.mark.parametrize("attempts", [(1, 1), (1, 3)])
+def test_an_attempt_that_does_not_grow_by_one_is_caught(attempts: tuple[int, int]) -> None:
+    history = life("queued", "running", "queued", "running", "succeeded")
+    for index, attempt in ((3, attempts[1]), (4, attempts[1])):
+        history[index] = replace(history[index], attempt=attempt)
+    assert kinds(history) == ["illegal"]
+
+
+def test_a_change_of_hands_without_a_queue_between_is_caught() -> None:
+    history = life("queued", "running", "running", "succeeded")
+    history = [replace(change, attempt=min(change.attempt, 1)) for change in history]
+    assert kinds(history) == []
+    history[2] = replace(history[2], worker="another")
+    assert kinds(history) == ["illegal"]
+
+
+def test_an_innocent_that_fails_is_caught_and_a_guilty_one_is_not() -> None:
+    history = life("queued", "running", "failed")
+    assert kinds(history) == ["innocent-failed"]
+    assert kinds(history, promise=Promise("a", guilty=True)) == []
+
+
+def test_a_poison_that_succeeds_is_caught() -> None:
+    assert kinds(life("queued", "running", "succeeded"), promise=Promise("a", guilty=True)) == [
+        "guilty-succeeded"
+    ]
+
+
+def test_a_deadline_ends_jobs_and_never_early() -> None:
+    history = [replace(change, deadline_at=102.0) for change in life("queued", "running", "failed")]
+    history[-1] = replace(history[-1], stop_reason="deadline")
+    assert kinds(history) == []
+    assert kinds([replace(change, deadline_at=150.0) for change in history]) == ["deadline"]
+
+
+def test_a_cancelled_job_that_nobody_cancelled_is_caught() -> None:
+    assert kinds(life("queued", "cancelled")) == ["illegal"]
+    assert kinds(life("queued", "running", "cancelled"), Intent("cancel", "another", 100.0)) == ["illegal"]
+
+
+def test_a_retry_that_nobody_asked_for_is_caught() -> None:
+    history = life("queued", "running", "failed", "queued", "running", "succeeded")
+    assert kinds(history, promise=Promise("a", ANSWER, free=True)) == ["illegal"]
+
+
+def test_a_row_may_be_deleted_only_by_a_delete_that_began_after_it_was_last_queued() -> None:
+    history = life("queued", "running", "cancelled", "queued", "running", "succeeded")
+    changed = (Intent("cancel", "a", 101.0), Intent("retry", "a", 102.0))
+    assert kinds(deleted(history), *changed, gone=True) == ["deleted"]
+    assert kinds(deleted(history), *changed, Intent("delete", "a", 101.0, 120.0), gone=True) == ["deleted"]
+    assert kinds(deleted(history), *changed, Intent("delete", "a", 104.0, 120.0), gone=True) == []
+
+
+def test_prune_may_delete_only_what_ended_before_its_time() -> None:
+    history = deleted(life("queued", "running", "succeeded"))
+    assert kinds(history, Intent("prune", "101.0", 102.5, 110.0), gone=True) == ["deleted"]
+    assert kinds(history, Intent("prune", "102.5", 102.5, 110.0), gone=True) == []
+
+
+def test_an_unfinished_row_may_never_be_deleted() -> None:
+    history = deleted(life("queued", "running"))
+    assert kinds(history, Intent("delete", "a", 100.5, 110.0), gone=True) == ["deleted-unfinished"]
+
+
+def test_a_final_row_has_an_end_and_a_running_one_a_worker() -> None:
+    history = life("queued", "running", "succeeded")
+    assert kinds([*history[:-1], replace(history[-1], finished_at=None)]) == ["illegal"]
+    history[1] = replace(history[1], worker=None)
+    assert kinds(history) == ["illegal"]
