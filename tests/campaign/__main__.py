@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable
 from functools import partial
 
-from tests.campaign import model_files, night, template_files
+from tests.campaign import file_night, model_files, night, template_files
 from tests.campaign.plan import describe, make_plan
 from tests.campaign.report import Report
 
@@ -15,6 +15,7 @@ Part = Callable[[int, float, Report], None]
 PARTS: dict[str, tuple[float, Part]] = {
     "postgresql": (0.4, partial(night.run, "postgresql")),
     "sqlite": (0.3, partial(night.run, "sqlite")),
+    "run": (0.15, file_night.run),
     "models": (0.15, model_files.run),
     "templates": (0.15, template_files.run),
 }

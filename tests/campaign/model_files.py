@@ -73,7 +73,8 @@ class Opener:
         self._opened = 0
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.campaign.opener", *self._arguments],
-            env=clean_environment(), text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+            env=clean_environment(), text=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
         )  # fmt: skip
 
 

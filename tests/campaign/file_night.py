@@ -1,0 +1,241 @@
+"""The part `run`: `nightmill run` on one file, killed and started again; then each row is there exactly once.
+
+The database and the Redis are the embedded ones. The last start is left in peace, and must end with success.
+"""
+
+import hashlib
+import json
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from tests.campaign import model
+from tests.campaign.report import Report
+from tests.campaign.texts import answer
+from tests.campaign.world import WORKER
+from tests.servers import clean_environment
+
+COMMAND = (sys.executable, "-m", "tests.campaign.worker", "run")
+ROWS = 400
+PEACE_SECONDS = 90.0  # that the last start may take
+DISTURBANCES = (
+    "kill_run",
+    "kill_worker",
+    "kill_engine",
+    "kill_all",
+    "interrupt",
+    "terminate",
+    "full",
+    "second",
+)
+
+
+def run(seed: int, seconds: float, report: Report) -> None:
+    """Files until the time is used, at least one."""
+    give_up_at = time.monotonic() + seconds
+    number = 0
+    while number == 0 or time.monotonic() < give_up_at:
+        with_faults(random.Random(f"{seed} run {number}"), report, f"file {number}")
+        number += 1
+
+
+def with_faults(draw: random.Random, report: Report, name: str) -> None:
+    """One file, disturbed four times."""
+    home = Path(tempfile.mkdtemp(prefix="nightmill-campaign-run-"))
+    violations = len(report.violations)
+    night = _Night(home, draw, report)
+    try:
+        for _ in range(4):
+            disturbance = draw.choice(DISTURBANCES)
+            report.step = f"{name}: {disturbance}"
+            report.progress(report.step)
+            report.count(f"disturbance {disturbance}")
+            night.disturbed(disturbance, draw.uniform(0.5, 6.0))
+        report.step = f"{name}: left in peace"
+        night.in_peace()
+        night.check()
+        report.count("files")
+        report.count("rows", ROWS)
+    finally:
+        night.clean_up()
+        if len(report.violations) == violations:
+            shutil.rmtree(home)
+        else:
+            print(f"\nKept for a closer look: {home}")
+
+
+class _Night:
+    """One file, and the command on it."""
+
+    def __init__(self, home: Path, draw: random.Random, report: Report) -> None:
+        self._home = home
+        self._report = report
+        self._input, self._output = home / "rows.jsonl", home / "results.jsonl"
+        self._rows = [_row(number, draw) for number in range(ROWS)]
+        lines = [json.dumps(row) for row in self._rows]
+        self._bad = draw.randrange(ROWS)
+        lines[self._bad] = lines[self._bad].replace('"prompt"', '"prmpt"')
+        self._input.write_text("\n".join(lines) + "\n")
+        self._digest = hashlib.sha256(self._input.read_bytes()).hexdigest()
+        settings = WORKER | {"data_dir": home / "data", "model": model.write(home / "bytes.gguf")}
+        self._environment = clean_environment() | {
+            "NIGHTMILL_" + name.upper(): str(value) for name, value in settings.items()
+        }
+        self._environment |= {"CAMPAIGN_STEP": "0.05", "CAMPAIGN_HOME": str(home)}
+
+    def start(self, log: str = "run.log") -> "subprocess.Popen[bytes]":
+        """The same command each time."""
+        with (self._home / log).open("ab") as output:
+            return subprocess.Popen(
+                [*COMMAND, str(self._input), "-o", str(self._output)], env=self._environment,
+                stdin=subprocess.DEVNULL, stdout=output, stderr=output,
+            )  # fmt: skip
+
+    def disturbed(self, disturbance: str, after: float) -> None:
+        """Start it, and after a while see to it that it ends."""
+        process = self.start()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(after + 3.0)  # a start takes about so long
+            return
+        match disturbance:
+            case "kill_run":
+                process.kill()
+            case "kill_worker":
+                self._signal(process, "worker", signal.SIGKILL)
+            case "kill_engine":
+                self._signal(process, "engine", signal.SIGKILL)
+            case "kill_all":
+                for one in [psutil.Process(process.pid), *_family(process)]:
+                    with suppress(psutil.NoSuchProcess):
+                        one.kill()
+            case "interrupt":
+                process.send_signal(signal.SIGINT)
+            case "terminate":
+                process.send_signal(signal.SIGTERM)
+            case "full":
+                _, hard = resource.prlimit(process.pid, resource.RLIMIT_FSIZE)
+                resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (2048, hard))
+            case "second":
+                self._second()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(4.0)
+        process.kill()  # what goes on by itself is killed all the same
+        process.wait()
+
+    def in_peace(self) -> None:
+        """Nobody disturbs it any more: it ends with 3, since one row of the file is bad."""
+        process = self.start()
+        try:
+            code = process.wait(PEACE_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+            self._report.violate("run-hangs", f"does not end within {PEACE_SECONDS:.0f} s: {self._said()}")
+            return
+        if code != 3:
+            self._report.violate("run-code", f"ended with {code}: {self._said()}")
+
+    def check(self) -> None:
+        """Every row exactly once, in order, with its text; nothing else is left."""
+        if hashlib.sha256(self._input.read_bytes()).hexdigest() != self._digest:
+            self._report.violate("run-input", "the input was changed")
+        results = _lines(self._output)
+        expected = [row["custom_id"] for number, row in enumerate(self._rows) if number != self._bad]
+        found = [row["custom_id"] for row in results]
+        if found != expected:
+            missing, more = len(set(expected) - set(found)), len(found) - len(set(found))
+            said = f"{missing} rows are missing, {more} doubled, of {len(expected)}"
+            self._report.violate("run-rows", said if missing or more else "results are not in order")
+        rows = {row["custom_id"]: row for row in self._rows}
+        for result in results:
+            row = rows[result["custom_id"]]
+            params = {name: row[name] for name in ("max_tokens", "temperature")}
+            wanted = answer(row["prompt"], row["seed"], params)
+            if (result["text"], result["stop_reason"]) != (wanted.text, wanted.stop_reason):
+                self._report.violate("run-text", f"{result['custom_id']}: {result}"[:300])
+        errors = _lines(self._home / "results.errors.jsonl")
+        if len(errors) != 1:
+            self._report.violate("run-errors", f"{len(errors)} errors in place of 1: {errors[:2]}"[:400])
+        left = [path.name for path in self._home.iterdir() if "partial" in path.name]
+        if left:
+            self._report.violate("run-partial", f"left behind: {left}")
+
+    def clean_up(self) -> None:
+        """End everything, and look for what outlives the command."""
+        alive: list[psutil.Process] = []
+        for _ in range(40):
+            alive = [one for one in _ours(self._home) if "redis" not in one.name()]
+            if not alive:
+                break
+            time.sleep(0.25)
+        for one in alive:
+            with suppress(psutil.NoSuchProcess):
+                self._report.violate("run-orphan", f"left behind: {' '.join(one.cmdline())[-100:]}")
+                one.kill()
+        for one in _ours(self._home):
+            one.kill()  # the embedded Redis is to go on: here it has done its work
+
+    def _second(self) -> None:
+        """The same command twice at once: it works along, or ends with a clear line, and harms nothing."""
+        second = self.start("second.log")
+        try:
+            code = second.wait(8.0)
+        except subprocess.TimeoutExpired:
+            second.kill()
+            second.wait()
+            return
+        said = (self._home / "second.log").read_text(errors="replace")
+        if "Traceback" in said:
+            self._report.violate("run-second", f"a second run ends with {code}: {said.splitlines()[-1]}")
+
+    def _signal(self, process: "subprocess.Popen[bytes]", word: str, number: signal.Signals) -> None:
+        for one in _family(process):
+            with suppress(psutil.NoSuchProcess):
+                if word in one.cmdline():
+                    one.send_signal(number)
+
+    def _said(self) -> str:
+        return " | ".join((self._home / "run.log").read_text(errors="replace").splitlines()[-4:])[-500:]
+
+
+def _row(number: int, draw: random.Random) -> dict[str, Any]:
+    return {
+        "custom_id": f"row-{number}",
+        "prompt": f"row {number} {draw.randrange(1 << 30)}",
+        "seed": draw.randrange(1 << 40),
+        "max_tokens": draw.choice((2, 10, 40, 150)),
+        "temperature": draw.choice((0.0, 0.8)),
+    }
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def _family(process: "subprocess.Popen[bytes]") -> list[psutil.Process]:
+    with suppress(psutil.NoSuchProcess):
+        return psutil.Process(process.pid).children(recursive=True)
+    return []
+
+
+def _ours(home: Path) -> list[psutil.Process]:
+    """Every process that was started with this home."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+            if (
+                process.environ().get("CAMPAIGN_HOME") == str(home)
+                and process.status() != psutil.STATUS_ZOMBIE
+            ):
+                found.append(process)
+    return found
