@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 PIP_FLAGS := --quiet --disable-pip-version-check
 SHELL := /bin/bash
 
-.PHONY: help demo test check format gpu-test parity bench build clean
+.PHONY: help demo test campaign check format gpu-test parity bench build clean
 
 help: ## Say what there is to make
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -39,6 +39,12 @@ demo: $(VENV)/demo.stamp ## Generate haiku through the whole path: enqueue, Redi
 TEST_PROCESSES ?= 4
 test: $(VENV)/dev.stamp ## Run the tests; they start a real Redis and a real PostgreSQL
 	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist worksteal
+
+# The same seed plans the same faults. Minutes are shared out among the parts; see tests/campaign/__init__.py.
+SEED ?= 1
+MINUTES ?= 3
+campaign: $(VENV)/dev.stamp ## Faults and hostile input against an oracle: SEED=1 MINUTES=3
+	$(BIN)/python -m tests.campaign --seed $(SEED) --minutes $(MINUTES)
 
 check: $(VENV)/dev.stamp ## Format, lint, types, import rules; compile every kernel where nvcc is
 	$(BIN)/ruff format --check .
