@@ -26,7 +26,7 @@ from tests.campaign.world import WORKER
 from tests.servers import clean_environment
 
 COMMAND = (sys.executable, "-m", "tests.campaign.worker", "run")
-ROWS = 400
+ROWS = 250
 PEACE_SECONDS = 90.0  # that the last start may take
 DISTURBANCES = (
     "kill_run",
@@ -91,7 +91,7 @@ class _Night:
         self._environment = clean_environment() | {
             "NIGHTMILL_" + name.upper(): str(value) for name, value in settings.items()
         }
-        self._environment |= {"CAMPAIGN_STEP": "0.05", "CAMPAIGN_HOME": str(home)}
+        self._environment |= {"CAMPAIGN_STEP": "0.02", "CAMPAIGN_HOME": str(home)}
 
     def start(self, log: str = "run.log") -> "subprocess.Popen[bytes]":
         """The same command each time."""

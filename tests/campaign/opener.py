@@ -84,7 +84,11 @@ def _open(path: Path) -> None:
     model = load_model(Settings(model=path))
     ids = model.encode("Hello, w\u00f6rld 123 <|im_end|>")
     model.tokenizer.decode(ids)
-    model.encode(CHAT)
+    try:
+        model.encode(CHAT)
+    finally:
+        if hasattr(model, "close"):
+            model.close()
 
 
 def _kib(name: str) -> int:

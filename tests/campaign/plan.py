@@ -90,7 +90,7 @@ def make_plan(seed: int, part: str, seconds: float, workers: int) -> list[Action
             if at >= seconds:
                 break
             actions += kinds[name](draw, at, workers)
-            at += draw.uniform(0.5, 3.5)
+            at += draw.uniform(0.4, 2.4)
     return sorted(actions)
 
 
