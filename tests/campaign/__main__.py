@@ -29,10 +29,13 @@ def main() -> int:
     )
     parser.add_argument("--minutes", type=float, default=3.0, help="for all parts together (default: 3)")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), help="parts to run")
+    parser.add_argument(
+        "--without", nargs="+", default=[], help="faults to leave out, to find who is to blame"
+    )
     parser.add_argument("--plan", action="store_true", help="print what would be done, and when")
     options = parser.parse_args()
     whole = sum(PARTS[name][0] for name in options.only)
-    report = Report(options.seed)
+    report = Report(options.seed, frozenset(options.without))
     for name in options.only:
         share, run = PARTS[name]
         seconds = options.minutes * 60 * share / whole

@@ -28,7 +28,11 @@ def fault_seconds(seconds: float) -> float:
 
 def run(database: str, seed: int, seconds: float, report: Report) -> None:
     """One night on `database`. What it leaves behind is kept where a rule was broken."""
-    plan = make_plan(seed, database, fault_seconds(seconds), WORKERS)
+    plan = [
+        action
+        for action in make_plan(seed, database, fault_seconds(seconds), WORKERS)
+        if action.name not in report.without
+    ]
     violations = len(report.violations)
     with World(database) as world:
         ledger = Ledger(world.home / "ledger.jsonl")

@@ -13,8 +13,9 @@ SHOWN = 12  # violations of one kind that are printed in full
 class Report:
     """Counts, violations with the step that came before them, and a line of progress."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, without: frozenset[str] = frozenset()) -> None:
         self.seed = seed
+        self.without = without  # faults that are left out of the plan
         self.part = ""
         self.step = "begin"  # the last action carried out
         self.counts: Counter[str] = Counter()
