@@ -3,6 +3,7 @@
 The database and the Redis are the embedded ones. The last start is left in peace, and must end with success.
 """
 
+import fcntl
 import hashlib
 import json
 import random
@@ -182,6 +183,12 @@ class _Night:
             with suppress(psutil.NoSuchProcess):
                 self._report.violate("run-orphan", f"left behind: {' '.join(one.cmdline())[-100:]}")
                 one.kill()
+        for lock in self._home.rglob("*.lock"):
+            with lock.open("a") as file:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    self._report.violate("run-lock", f"{lock.name} is held, and nobody runs")
         for one in _ours(self._home):
             one.kill()  # the embedded Redis is to go on: here it has done its work
 
