@@ -4,6 +4,7 @@ import json
 import os
 import random
 import sys
+from typing import Any
 
 from jobs.client import Client
 from jobs.errors import NightmillError
@@ -23,7 +24,7 @@ def main() -> None:
             try:
                 enqueue(client, random.Random(seed + number + 1), JOBS)
             except Exception as error:
-                print(json.dumps({"broken": f"{type(error).__name__}: {error}"}), flush=True)
+                say({"broken": f"{type(error).__name__}: {error}"})
             os._exit(0)
         children.append(child)
     enqueue(client, random.Random(seed - 1), JOBS)  # the parent goes on beside them
@@ -39,10 +40,14 @@ def enqueue(client: Client, draw: random.Random, count: int) -> None:
         try:
             job_id = client.enqueue(**item)
         except NightmillError as error:
-            print(json.dumps({"refused": f"{type(error).__name__}: {error}"}), flush=True)
+            say({"refused": f"{type(error).__name__}: {error}"})
         else:
-            # One write of one line: lines of several processes do not mix.
-            os.write(1, (json.dumps({"id": job_id, "item": item}) + "\n").encode())
+            say({"id": job_id, "item": item})
+
+
+def say(entry: dict[str, Any]) -> None:
+    """One write of one line: lines of several processes do not mix."""
+    os.write(1, (json.dumps(entry) + "\n").encode())
 
 
 if __name__ == "__main__":
