@@ -122,12 +122,15 @@ class World:
     # -- SQLite ------------------------------------------------------------------------------------
 
     def hold_write_lock(self) -> None:
-        """Let nobody else write."""
+        """Let nobody else write; nothing where a process that was frozen holds the lock already."""
         self.release_write_lock()
         self.lock = sqlite3.connect(
-            self.home / "night.db", timeout=30, isolation_level=None, check_same_thread=False
+            self.home / "night.db", timeout=0.5, isolation_level=None, check_same_thread=False
         )
-        self.lock.execute("BEGIN IMMEDIATE")
+        try:
+            self.lock.execute("BEGIN IMMEDIATE")
+        except sqlite3.OperationalError:
+            self.release_write_lock()
 
     def release_write_lock(self) -> None:
         """Undo it."""
