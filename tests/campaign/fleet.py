@@ -8,6 +8,7 @@ import threading
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import Self
 
 import psutil
 
@@ -116,6 +117,19 @@ class Fleet:
                 if child.is_running() and child.status() != psutil.STATUS_ZOMBIE:
                     self._report.violate("orphan", f"left behind: {' '.join(child.cmdline())[-120:]}")
                     child.kill()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        """Where the campaign itself was broken off, nothing of it goes on."""
+        self._closing.set()
+        self._thread.join()
+        for process in self._processes:
+            if process is not None and process.poll() is None:
+                self.thaw(-1)
+                process.kill()
+                process.wait()
 
     @property
     def logs(self) -> list[Path]:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from tests.campaign.texts import Answer
 
@@ -44,8 +44,8 @@ class Intent:
 class Ledger:
     """Safe to use from several threads."""
 
-    def __init__(self, path: Path) -> None:
-        self._file = path.open("a", buffering=1)
+    def __init__(self, directory: Path) -> None:
+        self._file = (directory / "ledger.jsonl").open("a", buffering=1)
         self._lock = threading.Lock()
         self.promises: dict[str, Promise] = {}
         self.intents: list[Intent] = []
@@ -68,8 +68,10 @@ class Ledger:
             intent.ended = time.time()
             self._write({"returned": asdict(intent)})
 
-    def close(self) -> None:
-        """Close the file."""
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
         self._file.close()
 
     def _write(self, entry: dict[str, Any]) -> None:

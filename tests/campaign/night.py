@@ -1,5 +1,6 @@
 """A night under fire: workers, traffic, the plan's faults; then peace, and the judgement."""
 
+import shutil
 import time
 from collections import Counter
 
@@ -35,9 +36,7 @@ def run(database: str, seed: int, seconds: float, report: Report) -> None:
         if action.name not in report.without
     ]
     violations = len(report.violations)
-    with World(database) as world:
-        ledger = Ledger(world.home / "ledger.jsonl")
-        fleet = Fleet(world, WORKERS, report)
+    with World(database) as world, Fleet(world, WORKERS, report) as fleet, Ledger(world.home) as ledger:
         fleet.wait_until_ready()
         traffic = Traffic(world, ledger, report, seed)
         faults = Faults(world, fleet, ledger, report)
@@ -55,9 +54,10 @@ def run(database: str, seed: int, seconds: float, report: Report) -> None:
         fleet.stop()
         _judge(world, ledger, report, settled=settled)
         _read_logs(fleet, report)
-        ledger.close()
         if len(report.violations) > violations:
             print(f"\nKept for a closer look: {world.home}")
+        else:
+            shutil.rmtree(world.home, ignore_errors=True)
 
 
 def _settle(world: World, report: Report) -> bool:
