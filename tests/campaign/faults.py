@@ -22,7 +22,7 @@ from tests.campaign.ledger import Ledger, Promise
 from tests.campaign.model import HOSTILE_CHATS
 from tests.campaign.plan import Action
 from tests.campaign.report import Report
-from tests.campaign.worker import POISONS
+from tests.campaign.worker import NAN, POISONS
 from tests.campaign.world import World
 
 LONGEST_CALL = 90.0  # no call of a client takes longer, whatever happens to the servers
@@ -135,7 +135,7 @@ class Faults:
         with self._caller(action) as caller:
             items = [caller.request() | {"priority": 5} for _ in range(12)]
             place = caller.draw.randrange(len(items))
-            start = caller.draw.choice(sorted(POISONS)).decode()
+            start = caller.draw.choice([*sorted(POISONS), NAN]).decode()
             items[place] = {
                 "prompt": f"{start} {caller.words(2)}",
                 "seed": 1,

@@ -236,13 +236,13 @@ def _family(process: "subprocess.Popen[bytes]") -> list[psutil.Process]:
 
 
 def _ours(home: Path) -> list[psutil.Process]:
-    """Every process that was started with this home."""
+    """Every process that was started with this home; a Redis shows it in its title alone."""
     found = []
     for process in psutil.process_iter():
         with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
-            if (
-                process.environ().get("CAMPAIGN_HOME") == str(home)
-                and process.status() != psutil.STATUS_ZOMBIE
-            ):
+            told = process.environ().get("CAMPAIGN_HOME") == str(home) or str(home) in " ".join(
+                process.cmdline()
+            )
+            if told and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process)
     return found

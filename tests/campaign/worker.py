@@ -28,7 +28,7 @@ from tests.campaign.texts import CONTEXT, SAMPLING, checksum, draw
 from worker.engine.engine import Engine
 from worker.loading import OpenModel, max_sequences
 from worker.model.tokenizer import TextStream
-from worker.runners.base import Admission, SampledTokens, StepBatch
+from worker.runners.base import NOT_A_NUMBER, Admission, SampledTokens, StepBatch
 
 OURS = (sys.executable, "-m", "tests.campaign.worker")
 POISONS = {
@@ -36,6 +36,7 @@ POISONS = {
     b"!abort": lambda: os.kill(os.getpid(), signal.SIGSEGV),
     b"!exit": lambda: os._exit(3),
 }
+NAN = b"!nan"  # of such a prompt, the logits are no numbers
 AFTER = 5  # tokens that a poison draws before it strikes
 
 
@@ -77,6 +78,8 @@ class ScriptedRunner:
         self._slots[admission.slot] = (checksum(admission.token_ids), admission.seed, sampling)
         start = bytes(token for token in admission.token_ids[:8] if token < 256)
         self._poisons.pop(admission.slot, None)
+        if start.startswith(NAN):
+            self._poisons[admission.slot] = [AFTER, None]
         for prefix, strike in POISONS.items():
             if start.startswith(prefix):
                 self._poisons[admission.slot] = [AFTER, strike]
@@ -85,6 +88,8 @@ class ScriptedRunner:
         before, seed, sampling = self._slots[slot]
         if (poison := self._poisons.get(slot)) is not None:
             poison[0] -= 1
+            if poison[0] <= 0 and poison[1] is None:
+                return NOT_A_NUMBER
             if poison[0] == 0:
                 poison[1]()
         token = draw(before, seed, sampling)
