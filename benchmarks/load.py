@@ -28,12 +28,14 @@ from benchmarks import instant_worker
 from benchmarks.end_to_end import prompts
 from jobs.client import Client
 from jobs.settings import Settings
+from tests.campaign.world import PostgresControl
 from tests.servers import start_postgres, start_redis, wait_until, worker_env
 from worker.loading import demo_model
 
 FIRST_GUESS = 2_500  # rows a second and worker, for the number of rows to queue beforehand
 MOST = 12_000  # and of all workers together
 TOKENS = 8
+MOST_CONNECTIONS = 400
 GPU_NEEDS = {"0.1B model (1,300 rows/s)": 1300, "7B, short answers (150)": 150, "7B, long answers (60)": 60}
 
 
@@ -104,9 +106,11 @@ def measure(workers: int, seconds: float) -> dict[str, Any]:
     with ExitStack() as stack:
         home = Path(stack.enter_context(TemporaryDirectory(prefix="nightmill-load-")))
         redis = stack.enter_context(start_redis(home / "redis", durable=True))
-        postgres = stack.enter_context(start_postgres(durable=True))
+        server = PostgresControl(stack.enter_context(start_postgres(durable=True)))
+        stack.callback(server.stop)
+        server.set("max_connections", MOST_CONNECTIONS)  # the default of 100 is too few for 16 workers
         settings = Settings(
-            data_dir=home, database_url=postgres.create_database(), broker_url=redis.url, model=demo_model()
+            data_dir=home, database_url=server.create_database(), broker_url=redis.url, model=demo_model()
         )
         client = stack.enter_context(Client(settings))
         client.database.migrate()
@@ -128,8 +132,9 @@ def measure(workers: int, seconds: float) -> dict[str, Any]:
         first, cpu, began = _done(watcher), _cpu(groups), time.perf_counter()
         moment, waits, done = time.time(), Counter[str](), first
         while done < rows and time.perf_counter() - began < seconds:
-            time.sleep(0.2)
-            waits.update(_waits(watcher))
+            for _ in range(5):
+                time.sleep(0.2)
+                waits.update(_waits(watcher))
             done = _done(watcher)
         passed = time.perf_counter() - began
         used = {name: (after - cpu[name]) / passed for name, after in _cpu(groups).items()}
@@ -140,6 +145,9 @@ def measure(workers: int, seconds: float) -> dict[str, Any]:
             **_times(home, moment, moment + passed),
             "cores": {name: round(value, 2) for name, value in used.items()},
             "cores_of_host": os.cpu_count(),
+            "connections": _number(
+                watcher, "SELECT count(*) FROM pg_stat_activity WHERE usename IS NOT NULL"
+            ),
             "waits": dict(waits.most_common(4)),
             "seconds": round(passed, 1),
         }
@@ -231,9 +239,9 @@ def tables(found: list[dict[str, Any]]) -> Iterator[str]:
     yield f"On {os.cpu_count()} cores; rows of {TOKENS} tokens; PostgreSQL and Redis on the same host.\n"
     yield (
         "| workers | rows/s | claim p50, p99 (rows) | write p50, p99 (rows) "
-        "| cores: PostgreSQL, workers, engines, Redis | limited by |"
+        "| connections | cores: PostgreSQL, workers, engines, Redis | limited by |"
     )
-    yield "| --- | --- | --- | --- | --- | --- |"
+    yield "| --- | --- | --- | --- | --- | --- | --- |"
     for one in found:
         cores = one["cores"]
         shares = ", ".join(
@@ -243,7 +251,7 @@ def tables(found: list[dict[str, Any]]) -> Iterator[str]:
             f"| {one['workers']} | {one['rows_per_second']:,} "
             f"| {one['claim_p50_ms']}, {one['claim_p99_ms']} ms ({one['rows_a_claim']}) "
             f"| {one['write_p50_ms']}, {one['write_p99_ms']} ms ({one['rows_a_write']}) "
-            f"| {shares} | {limit(one)} |"
+            f"| {one['connections']} | {shares} | {limit(one)} |"
         )
     best = max(one["rows_per_second"] for one in found)
     yield "\n| each GPU runs | GPUs that one such database feeds |"

@@ -20,6 +20,7 @@ WORKERS = 3
 SETTLE_SECONDS = 90.0  # of a long night, what is left for its end
 STUCK_SECONDS = 60.0  # after the last fault, some job must end in every such time until all have
 QUIET_SECONDS = 20.0  # and then no message is left
+RESTARTS_A_POISON = 10  # with 24 jobs in hand: 5 to find it among them, 3 attempts, 2 where others fall in
 SHARE_OF_FAULTS = 0.6  # of the time of a night; the rest is for settling
 
 
@@ -53,6 +54,7 @@ def run(database: str, seed: int, seconds: float, report: Report) -> None:
         _look_for_messages(world, report)
         fleet.stop()
         _judge(world, ledger, report, settled=settled)
+        _count_restarts(report)
         _read_logs(fleet, report)
         if len(report.violations) > violations:
             print(f"\nKept for a closer look: {world.home}")
@@ -113,6 +115,18 @@ def _judge(world: World, ledger: Ledger, report: Report, *, settled: bool) -> No
     )
     if left := world.sql(query)[0][0]:
         report.violate("partials", f"{left} jobs that have ended still have saved tokens")
+
+
+def _count_restarts(report: Report) -> None:
+    """Workers end by our faults, and for each poison until it is alone and spent; no other way."""
+
+    def count(what: str) -> int:
+        return report.counts[f"{report.part}: {what}"]
+
+    ours = sum(count(f"fault {name}") for name in ("kill_worker", "kill_engine", "terminate", "hang_engine"))
+    most = ours + RESTARTS_A_POISON * count("fault poison") + WORKERS
+    if count("worker ends") > most:
+        report.violate("restarts", f"workers ended {count('worker ends')} times, {most} are explained")
 
 
 def _read_logs(fleet: Fleet, report: Report) -> None:

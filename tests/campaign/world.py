@@ -158,6 +158,12 @@ class PostgresControl:
         """A new database's URL."""
         return self._server.create_database()
 
+    def set(self, name: str, value: object) -> None:
+        """Change a setting of the server, and restart it."""
+        with psycopg.connect(self._dsn(), autocommit=True) as connection:
+            connection.execute(f"ALTER SYSTEM SET {name} = '{value}'".encode())
+        self.restart(signal.SIGINT)
+
     def restart(self, number: signal.Signals) -> None:
         """SIGINT: fast, as `systemctl restart` does; SIGQUIT: immediate, as after a crash."""
         process = self._postmaster()
