@@ -5,5 +5,6 @@
 Parts: `postgresql` and `sqlite` (a night under fire: killed workers, servers that go away, poison), `run`
 (`nightmill run`, killed and started again), `models` (mutated model files), `templates` (hostile chat
 templates). A seed names one campaign: what it does is computed before it begins. A mutated file that broke a
-rule is kept, and opened again with `echo FILE | python -m tests.campaign.opener`. Exits with 1 on any violation.
+rule is kept, and opened again with `echo FILE | python -m tests.campaign.opener`. Exits with 1 on
+any violation.
 """

@@ -1,0 +1,227 @@
+"""Hostile and contradictory work, handed over beside a night: poison, strange rows, and changes of mind."""
+
+import json
+import random
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import redis
+
+from jobs.errors import InvalidRequestError, InvalidTransitionError, JobNotFoundError
+from jobs.prune import Prune
+from tests.campaign import forged, hostile
+from tests.campaign.caller import Caller
+from tests.campaign.ledger import Ledger, Promise
+from tests.campaign.model import HOSTILE_CHATS
+from tests.campaign.plan import Action
+from tests.campaign.report import Report
+from tests.campaign.worker import NAN, POISONS
+from tests.campaign.world import World
+
+LONGEST_CALL = 90.0  # no call of a client takes longer, whatever happens to the servers
+KEPT_SECONDS = 4.0  # prune deletes what ended before that
+
+
+class Mischief:
+    """A method for each kind of action; those that may take long run on threads of their own."""
+
+    def __init__(self, world: World, ledger: Ledger, report: Report) -> None:
+        self._world = world
+        self._ledger = ledger
+        self._report = report
+        self._threads: list[tuple[str, threading.Thread]] = []
+
+    def wait(self) -> None:
+        """Until what was begun on threads has come to its end."""
+        for what, thread in self._threads:
+            thread.join(LONGEST_CALL)
+            if thread.is_alive():
+                self._report.violate("call-hangs", f"{what} has not returned for {LONGEST_CALL:.0f} s")
+
+    def poison(self, action: Action) -> None:
+        """One row of a shard ends the process that runs it, each time."""
+        with self._caller(action) as caller:
+            items = [caller.request() | {"priority": 5} for _ in range(12)]
+            place = caller.draw.randrange(len(items))
+            start = caller.draw.choice([*sorted(POISONS), NAN]).decode()
+            items[place] = {
+                "prompt": f"{start} {caller.words(2)}",
+                "seed": 1,
+                "max_tokens": 60,
+                "priority": 5,
+            }
+            items[place]["ignore_eos"] = True
+            caller.enqueue(items, [index == place for index in range(len(items))])
+
+    def hostile_chat(self, action: Action) -> None:
+        """Chats that the model's template refuses, cannot render, or renders for ever."""
+        with self._caller(action) as caller:
+            items = [caller.request() | {"priority": 5} for _ in range(8)]
+            for index, start in enumerate(caller.draw.sample(HOSTILE_CHATS, 2)):
+                items[3 * index] = {"messages": [{"role": "user", "content": start}], "seed": 1}
+            caller.enqueue(items, [index in (0, 3) for index in range(len(items))])
+
+    def hostile_request(self, action: Action) -> None:
+        """Parameters, prompts and names at and past their limits."""
+        with self._caller(action) as caller:
+            for _ in range(10):
+                request, fails = hostile.request(caller.draw)
+                prompt = request.pop("prompt")
+                with caller.calling(f"enqueue({request})"[:150], InvalidRequestError):
+                    job_id = caller.client.enqueue(prompt, **request)
+                    # Which of them fail is told by name elsewhere: here each is to end, and to harm nobody.
+                    self._ledger.promised(Promise(job_id, guilty=True) if fails else _free(job_id))
+
+    def unreadable(self, action: Action) -> None:
+        """A row that no worker understands, in the middle of a shard."""
+        with self._caller(action) as caller:
+            items = [caller.request() | {"priority": 5} for _ in range(9)]
+            later = {"scheduled_at": timedelta(seconds=1.5)}
+            ids = caller.enqueue(items, **later)
+            if not ids:
+                return
+            values = hostile.rewritten(caller.draw, sqlite=self._world.database == "sqlite")
+            cast = "" if self._world.database == "sqlite" else "CAST(:{0} AS json)"
+            columns = ", ".join(
+                f"{name} = "
+                + (cast.format(name) if cast and name in ("params", "messages") and value else f":{name}")
+                for name, value in values.items()
+            )
+            self._ledger.promised(_free(ids[4]))  # what is not understood may fail or be half understood
+            query = f"UPDATE jobs SET {columns} WHERE id = :job_id AND state = 'queued'"
+            self._world.sql(query, values | {"job_id": ids[4]})
+
+    def forged_messages(self, action: Action) -> None:
+        """Pushed into the lists that workers read, of every priority."""
+        draw = random.Random(action.number)
+        ids = list(self._ledger.promises)[-5:]
+        try:
+            with self._world.redis.client() as client:
+                for message in forged.messages(draw, ids):
+                    name = draw.choice(("nightmill", "nightmill\x06\x163", "nightmill.bytes\x06\x169"))
+                    client.lpush(name, message)
+                    self._report.count("forged messages")
+        except redis.exceptions.RedisError:
+            self._report.count("faults that met another")
+
+    def forking_client(self, action: Action) -> None:
+        self._begin(action, self._fork)
+
+    def batch_games(self, action: Action) -> None:
+        self._begin(action, self._play_with_a_batch)
+
+    def prune(self, action: Action) -> None:
+        for _ in range(2):  # two at once: somebody has two cron lines
+            self._begin(action, self._prune)
+
+    def cancel_and_retry(self, action: Action) -> None:
+        self._begin(action, self._change_minds)
+
+    # -- on threads --------------------------------------------------------------------------------
+
+    def _begin(self, action: Action, work: Callable[[Caller], None]) -> None:
+        def run() -> None:
+            with self._caller(action) as caller, caller.calling(action.name):
+                work(caller)
+
+        thread = threading.Thread(target=run, name=action.name, daemon=True)
+        self._threads.append((str(action), thread))
+        thread.start()
+
+    @contextmanager
+    def _caller(self, action: Action) -> Iterator[Caller]:
+        caller = Caller(self._world, self._ledger, self._report, random.Random(action.number))
+        try:
+            yield caller
+        finally:
+            caller.close()
+
+    def _fork(self, caller: Caller) -> None:
+        command = [sys.executable, "-m", "tests.campaign.forking", str(caller.draw.randrange(1, 1 << 30))]
+        done = subprocess.run(
+            command,
+            env=self._world.environment,
+            capture_output=True,
+            text=True,
+            timeout=LONGEST_CALL,
+            check=False,
+        )
+        for line in done.stdout.splitlines():
+            said = json.loads(line)
+            if "id" in said:
+                self._ledger.promised(caller.promise(said["id"], said["item"]))
+                self._report.count("jobs acknowledged")
+            elif "broken" in said or not self._world.troubled:
+                self._report.violate("fork", next(iter(said.values())))
+        if done.returncode:
+            self._report.violate("fork", f"ended with {done.returncode}: {done.stderr[-300:]}")
+
+    def _change_minds(self, caller: Caller) -> None:
+        known = list(self._ledger.promises)
+        expected = (InvalidTransitionError, JobNotFoundError)
+        for job_id in caller.draw.sample(known, min(len(known), 8)):
+            with caller.calling("cancel", *expected), self._ledger.intending("cancel", job_id):
+                caller.client.cancel(job_id)
+            with caller.calling("retry", *expected), self._ledger.intending("retry", job_id):
+                caller.client.retry(job_id)
+
+    def _play_with_a_batch(self, caller: Caller) -> None:
+        draw, client, name = caller.draw, caller.client, f"games-{caller.draw.randrange(1 << 40)}"
+        items = [caller.request() for _ in range(draw.randrange(5, 60))]
+        for item in items:
+            item.pop("priority")
+        expected = (InvalidTransitionError, InvalidRequestError, LookupError)
+        batch = client.submit_batch(items, name=name)
+        rows = self._world.sql('SELECT "row", id FROM jobs WHERE batch = :name', {"name": name})
+        self._ledger.promised(*(caller.promise(job_id, items[row - 1], batch=name) for row, job_id in rows))
+        if len(rows) != len(items):
+            self._report.violate("lost", f"batch {name} of {len(items)} rows has {len(rows)}")
+        self._report.count("jobs acknowledged", len(rows))
+        time.sleep(draw.uniform(0.0, 5.0))
+        for _ in range(draw.randrange(3)):
+            with caller.calling("cancel batch", *expected), self._ledger.intending("cancel", name):
+                batch.cancel()
+            time.sleep(draw.uniform(0.0, 1.0))
+            with caller.calling("retry batch", *expected), self._ledger.intending("retry", name) as intent:
+                intent.done = batch.retry_failed()
+        with caller.calling("enqueue into a file's batch", *expected):
+            late = {"prompt": "x", "seed": 5, "max_tokens": 3}
+            self._ledger.promised(caller.promise(client.enqueue(**late, batch=name), late, batch=name))
+        if draw.random() < 0.7:
+            give_up_at = time.monotonic() + 40
+            while not batch.status().state.final and time.monotonic() < give_up_at:
+                time.sleep(0.2)
+            self._delete_beside_retry(caller, name, expected)
+
+    def _delete_beside_retry(self, caller: Caller, name: str, expected: tuple[type[Exception], ...]) -> None:
+        batch = caller.client.get_batch(name)
+
+        def retry() -> None:
+            with caller.calling("retry batch", *expected), self._ledger.intending("retry", name) as intent:
+                intent.done = batch.retry_failed()
+
+        beside = threading.Thread(target=retry)
+        if caller.draw.random() < 0.5:
+            beside.start()
+        with caller.calling("delete batch", *expected), self._ledger.intending("delete", name) as intent:
+            intent.done = batch.delete()
+        if beside.ident is not None:
+            beside.join()
+
+    def _prune(self, caller: Caller) -> None:
+        with caller.calling("prune"):
+            store = caller.client.batches.store
+            cutoff = store.database.now() - timedelta(seconds=KEPT_SECONDS)
+            with self._ledger.intending("prune", str(cutoff.timestamp())):
+                for _ in Prune(store, cutoff).run():
+                    pass
+
+
+def _free(job_id: str) -> Promise:
+    """A job that is to end, however it does."""
+    return Promise(job_id, answer=None, guilty=False, free=True)
