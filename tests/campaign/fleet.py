@@ -45,7 +45,11 @@ class Fleet:
         """Return when every worker takes jobs; a campaign on workers that do not start is worth nothing."""
         query = "SELECT count(*) FROM workers WHERE state = 'ready'"
         size = len(self._processes)
-        wait_until(lambda: self._world.sql(query)[0][0] >= size, 60.0, f"the start of {size} workers")
+        try:
+            wait_until(lambda: self._world.sql(query)[0][0] >= size, 60.0, f"the start of {size} workers")
+        except AssertionError as error:
+            said = "\n".join(log.read_text(errors="replace")[-1500:] for log in self.logs[:1])
+            raise RuntimeError(f"{error}; a worker's log ends:\n{said}") from None
 
     # -- what is done to them ----------------------------------------------------------------------
 

@@ -45,6 +45,7 @@ class ScriptedRunner:
 
     block_size = 16
     depth = 2
+    arithmetic = "checksums"
 
     def __init__(self, vocab: int, slots: int) -> None:
         self.vocab = vocab
