@@ -1,6 +1,7 @@
 """The command: plans, runs the parts one after the other, prints the table. Exits with 1 on any violation."""
 
 import argparse
+import signal
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -35,6 +36,7 @@ def main() -> int:
     parser.add_argument("--plan", action="store_true", help="print what would be done, and when")
     options = parser.parse_args()
     whole = sum(PARTS[name][0] for name in options.only)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what was started is ended on the way out
     report = Report(options.seed, frozenset(options.without))
     for name in options.only:
         share, run = PARTS[name]

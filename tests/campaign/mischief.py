@@ -28,7 +28,7 @@ KEPT_SECONDS = 4.0  # prune deletes what ended before that
 
 
 class Mischief:
-    """A method for each kind of action; those that may take long run on threads of their own."""
+    """A method for each kind of action. Each runs on a thread of its own, since a server may stand still."""
 
     def __init__(self, world: World, ledger: Ledger, report: Report) -> None:
         self._world = world
@@ -43,62 +43,61 @@ class Mischief:
             if thread.is_alive():
                 self._report.violate("call-hangs", f"{what} has not returned for {LONGEST_CALL:.0f} s")
 
-    def poison(self, action: Action) -> None:
+    def _poison(self, caller: Caller) -> None:
         """One row of a shard ends the process that runs it, each time."""
-        with self._caller(action) as caller:
-            items = [caller.request() | {"priority": 5} for _ in range(12)]
-            place = caller.draw.randrange(len(items))
-            start = caller.draw.choice([*sorted(POISONS), NAN]).decode()
-            items[place] = {
-                "prompt": f"{start} {caller.words(2)}",
-                "seed": 1,
-                "max_tokens": 60,
-                "priority": 5,
-            }
-            items[place]["ignore_eos"] = True
-            caller.enqueue(items, [index == place for index in range(len(items))])
+        items = [caller.request() | {"priority": 5} for _ in range(12)]
+        place = caller.draw.randrange(len(items))
+        start = caller.draw.choice([*sorted(POISONS), NAN]).decode()
+        items[place] = {
+            "prompt": f"{start} {caller.words(2)}",
+            "seed": 1,
+            "max_tokens": 60,
+            "priority": 5,
+        }
+        items[place]["ignore_eos"] = True
+        caller.enqueue(items, [index == place for index in range(len(items))])
 
-    def hostile_chat(self, action: Action) -> None:
+    def _hostile_chat(self, caller: Caller) -> None:
         """Chats that the model's template refuses, cannot render, or renders for ever."""
-        with self._caller(action) as caller:
-            items = [caller.request() | {"priority": 5} for _ in range(8)]
-            for index, start in enumerate(caller.draw.sample(HOSTILE_CHATS, 2)):
-                items[3 * index] = {"messages": [{"role": "user", "content": start}], "seed": 1}
-            caller.enqueue(items, [index in (0, 3) for index in range(len(items))])
+        items = [caller.request() | {"priority": 5} for _ in range(8)]
+        for index, start in enumerate(caller.draw.sample(HOSTILE_CHATS, 2)):
+            items[3 * index] = {"messages": [{"role": "user", "content": start}], "seed": 1}
+        caller.enqueue(items, [index in (0, 3) for index in range(len(items))])
 
-    def hostile_request(self, action: Action) -> None:
+    def _hostile_request(self, caller: Caller) -> None:
         """Parameters, prompts and names at and past their limits."""
-        with self._caller(action) as caller:
-            for _ in range(10):
-                request, fails = hostile.request(caller.draw)
-                prompt = request.pop("prompt")
-                with caller.calling(f"enqueue({request})"[:150], InvalidRequestError):
-                    job_id = caller.client.enqueue(prompt, **request)
-                    # Which of them fail is told by name elsewhere: here each is to end, and to harm nobody.
-                    self._ledger.promised(Promise(job_id, guilty=True) if fails else _free(job_id))
+        for _ in range(10):
+            request, fails = hostile.request(caller.draw)
+            prompt = request.pop("prompt")
+            with caller.calling(f"enqueue({request})"[:150], InvalidRequestError):
+                job_id = caller.client.enqueue(prompt, **request)
+                # Which of them fail is told by name elsewhere: here each is to end, and to harm nobody.
+                self._ledger.promised(Promise(job_id, guilty=True) if fails else _free(job_id))
 
-    def unreadable(self, action: Action) -> None:
+    def _unreadable(self, caller: Caller) -> None:
         """A row that no worker understands, in the middle of a shard."""
-        with self._caller(action) as caller:
-            items = [caller.request() | {"priority": 5} for _ in range(9)]
-            later = {"scheduled_at": timedelta(seconds=1.5)}
-            ids = caller.enqueue(items, **later)
-            if not ids:
-                return
-            values = hostile.rewritten(caller.draw, sqlite=self._world.database == "sqlite")
-            cast = "" if self._world.database == "sqlite" else "CAST(:{0} AS json)"
-            columns = ", ".join(
-                f"{name} = "
-                + (cast.format(name) if cast and name in ("params", "messages") and value else f":{name}")
-                for name, value in values.items()
-            )
-            self._ledger.promised(_free(ids[4]))  # what is not understood may fail or be half understood
-            query = f"UPDATE jobs SET {columns} WHERE id = :job_id AND state = 'queued'"
-            self._world.sql(query, values | {"job_id": ids[4]})
+        items = [caller.request() | {"priority": 5} for _ in range(9)]
+        later = {"scheduled_at": timedelta(seconds=1.5)}
+        ids = caller.enqueue(items, **later)
+        if not ids:
+            return
+        values = hostile.rewritten(caller.draw, sqlite=self._world.database == "sqlite")
+        cast = "" if self._world.database == "sqlite" else "CAST(:{0} AS json)"
+        columns = ", ".join(
+            f"{name} = "
+            + (cast.format(name) if cast and name in ("params", "messages") and value else f":{name}")
+            for name, value in values.items()
+        )
+        self._ledger.promised(_free(ids[4]))  # what is not understood may fail or be half understood
+        query = f"UPDATE jobs SET {columns} WHERE id = :job_id AND state = 'queued'"
+        self._world.sql(query, values | {"job_id": ids[4]})
 
     def forged_messages(self, action: Action) -> None:
-        """Pushed into the lists that workers read, of every priority."""
-        draw = random.Random(action.number)
+        self._begin(action, self._forge)
+
+    def _forge(self, caller: Caller) -> None:
+        """Messages pushed into the lists that workers read, of several priorities."""
+        draw = caller.draw
         ids = list(self._ledger.promises)[-5:]
         try:
             with self._world.redis.client() as client:
@@ -108,6 +107,18 @@ class Mischief:
                     self._report.count("forged messages")
         except redis.exceptions.RedisError:
             self._report.count("faults that met another")
+
+    def poison(self, action: Action) -> None:
+        self._begin(action, self._poison)
+
+    def hostile_chat(self, action: Action) -> None:
+        self._begin(action, self._hostile_chat)
+
+    def hostile_request(self, action: Action) -> None:
+        self._begin(action, self._hostile_request)
+
+    def unreadable(self, action: Action) -> None:
+        self._begin(action, self._unreadable)
 
     def forking_client(self, action: Action) -> None:
         self._begin(action, self._fork)
