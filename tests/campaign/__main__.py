@@ -46,7 +46,7 @@ def main() -> int:
                 print(f"{name}, {seconds:.0f} s:")
                 print(describe(make_plan(options.seed, name, night.fault_seconds(seconds), night.WORKERS)))
             continue
-        report.part = name
+        report.part, report.step = name, "the beginning"
         run(options.seed, seconds, report)
     if options.plan:
         return 0

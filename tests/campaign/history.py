@@ -8,7 +8,7 @@ from typing import Any
 from sqlalchemy import Engine, text
 
 TRACKED = ("state", "attempt", "failures", "worker", "stop_reason", "finished_at", "text")
-_COLUMNS = ("id", "batch", "deadline_at", "created_at", *TRACKED)
+_COLUMNS = ("id", "batch", "deadline_at", "created_at", "error", *TRACKED)
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,7 @@ class Change:
     batch: str | None = None
     deadline_at: float | None = None
     created_at: float | None = None
+    error: str | None = None
 
     @property
     def final(self) -> bool:

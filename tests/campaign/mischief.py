@@ -69,7 +69,7 @@ class Mischief:
         for _ in range(10):
             request, fails = hostile.request(caller.draw)
             prompt = request.pop("prompt")
-            with caller.calling(f"enqueue({request})"[:150], InvalidRequestError):
+            with caller.calling(f"enqueue with {sorted(request)}", InvalidRequestError):
                 job_id = caller.client.enqueue(prompt, **request)
                 # Which of them fail is told by name elsewhere: here each is to end, and to harm nobody.
                 self._ledger.promised(Promise(job_id, guilty=True) if fails else _free(job_id))

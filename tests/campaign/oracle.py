@@ -99,7 +99,7 @@ class _Life:
     def _failed(self, row: Change) -> Iterator[Violation]:
         deadline = row.deadline_at
         if row.stop_reason != "deadline" or deadline is None:
-            yield self._wrong("innocent-failed", f"failed ({row.stop_reason}) after {row.failures} failures")
+            yield self._wrong("innocent-failed", f"failed after {row.failures} failures: {row.error}"[:300])
         elif row.finished_at is not None and row.finished_at < deadline - CLOCK_SLACK:
             early = deadline - row.finished_at
             yield self._wrong("deadline", f"was ended {early:.1f} s before its deadline")
