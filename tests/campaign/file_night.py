@@ -183,14 +183,16 @@ class _Night:
             with suppress(psutil.NoSuchProcess):
                 self._report.violate("run-orphan", f"left behind: {' '.join(one.cmdline())[-100:]}")
                 one.kill()
+        servers = _ours(self._home)
+        for one in servers:
+            one.kill()  # the embedded Redis is to go on: here it has done its work
+        psutil.wait_procs(servers, 10.0)
         for lock in self._home.rglob("*.lock"):
             with lock.open("a") as file:
                 try:
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 except BlockingIOError:
                     self._report.violate("run-lock", f"{lock.name} is held, and nobody runs")
-        for one in _ours(self._home):
-            one.kill()  # the embedded Redis is to go on: here it has done its work
 
     def _second(self) -> None:
         """The same command twice at once: it works along, or ends with a clear line, and harms nothing."""
