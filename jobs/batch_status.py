@@ -136,8 +136,10 @@ def make_status(
     pace: Pace | None,
     errors: Sequence[ErrorGroup],
     now: datetime,
+    *,
+    served: bool = True,
 ) -> BatchStatus:
-    """Put together what was counted."""
+    """Put together what was counted. `served`: a live worker takes its rows; else its end is not known."""
     states: dict[JobState, int] = {}
     stop_reasons: dict[StopReason, int] = {}
     for count in counts:
@@ -150,7 +152,7 @@ def make_status(
     speed = end = None
     if pace is not None and pace.seconds > 0:
         speed = pace.completion_tokens / pace.seconds
-        if pace.rows and left and state in (BatchState.RUNNING, BatchState.QUEUED):
+        if served and pace.rows and left and state in (BatchState.RUNNING, BatchState.QUEUED):
             end = now + timedelta(seconds=left * pace.seconds / pace.rows)
     return BatchStatus(
         name=record.name,

@@ -78,12 +78,12 @@ class Batch:
         counts = self._store.counts(self.name)
         pace = self._store.recent_pace(self.name)
         groups = self._store.error_groups(self.name) if errors else []
-        status = make_status(record, counts, pace, groups, self._store.database.now())
+        now = self._store.database.now()
+        served = pace is None or self._store.served(record.model)
+        status = make_status(record, counts, pace, groups, now, served=served)
         if not status.state.final or not errors:
             return status
-        return make_status(
-            record, counts, self._store.whole_pace(self.name), groups, self._store.database.now()
-        )
+        return make_status(record, counts, self._store.whole_pace(self.name), groups, now)
 
     def wait(self, *, progress: bool = False, timeout: float | None = None) -> BatchStatus:
         """Return its status once its state is final. `progress` shows a bar on stderr.

@@ -3,7 +3,6 @@
 What they need is imported when they run, so that the other commands stay quick.
 """
 
-import json
 import random
 import subprocess
 import time
@@ -16,8 +15,10 @@ from jobs.cli_options import json_option
 from jobs.client import Client
 from jobs.embedded import EmbeddedRedis
 from jobs.errors import NightmillError
-from jobs.printing import describe, follow, job_json
+from jobs.printable import printable
+from jobs.printing import follow, job_values, print_job
 from jobs.settings import Settings
+from jobs.terminal import echo, echo_json
 from worker.options import as_arguments, merge_options, require_worker_extra, worker_options
 from worker.plan_command import plan
 from worker.process import END_WITH_STDIN, end_with_stdin, running_worker
@@ -40,11 +41,7 @@ DEMO_WORDS = (
     "thunder",
     "bell",
 )
-_MARKS = {
-    True: click.style("ok  ", fg="green"),
-    False: click.style("FAIL", fg="red"),
-    None: click.style("note", fg="yellow"),
-}
+_MARKS = {True: ("ok  ", "green"), False: ("FAIL", "red"), None: ("note", "yellow")}
 
 
 def register(group: click.Group) -> None:
@@ -109,11 +106,10 @@ def check(model: str | None, as_json: bool) -> None:
     settings = merge_options(Settings.from_env(), {"model": model})
     findings = list(_findings(settings))
     if as_json:
-        rows = [{"part": part, "ok": ok, "found": found} for part, ok, found in findings]
-        click.echo(json.dumps(rows))
+        echo_json([{"part": part, "ok": ok, "found": found} for part, ok, found in findings])
     else:
         for part, ok, found in findings:
-            click.echo(f"{_MARKS[ok]} {part:9} {found}")
+            echo(f"{part:9} {printable(found)}", mark=_MARKS[ok])
     if any(ok is False for _, ok, _ in findings):
         raise SystemExit(1)
 
@@ -199,7 +195,7 @@ def demo(count: int, temperature: float, seed: int | None, as_json: bool) -> Non
     with Client(settings) as client:
         ids = list(client.enqueue_many(_demo_items(draw, count), temperature=temperature, max_tokens=64))
         if not as_json:
-            click.echo(f"{count} prompts enqueued; starting a worker with {settings.model}")
+            echo(f"{count} prompts enqueued; starting a worker with {settings.model}")
         try:
             with running_worker(client, home / "worker.log", ["--max-sequences", "32"]):
                 began = time.monotonic()
@@ -209,17 +205,17 @@ def demo(count: int, temperature: float, seed: int | None, as_json: bool) -> Non
             EmbeddedRedis(home).stop()
     if as_json:
         for job_id in ids:
-            click.echo(job_json(found[job_id]))
+            echo_json(job_values(found[job_id]))
         return
-    click.echo()
+    echo()
     for job_id in ids:
-        click.echo(describe(found[job_id]))
+        print_job(found[job_id])
     tokens = sum(job.completion_tokens or 0 for job in found.values())
     database = settings.resolved_database_url.database
-    click.echo(f"{count} texts, {tokens} tokens in {seconds:.1f} s: {tokens / seconds:,.0f} tokens/s")
+    echo(f"{count} texts, {tokens} tokens in {seconds:.1f} s: {tokens / seconds:,.0f} tokens/s")
     query = "SELECT text, stop_reason FROM jobs"
-    click.echo(f"The rows are in table `jobs` of {database}:\n  sqlite3 {database} '{query}'")
-    click.echo("Next: nightmill worker --model YOUR.gguf, and nightmill enqueue --help")
+    echo(f"The rows are in table `jobs` of {database}:\n  sqlite3 {database} '{query}'")
+    echo("Next: nightmill worker --model YOUR.gguf, and nightmill enqueue --help")
 
 
 def _demo_items(draw: random.Random, count: int) -> Iterator[dict[str, Any]]:

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 
 from jobs.errors import NightmillError
+from jobs.printable import PrintableRecords
 from worker.engine.engine import Engine
 from worker.engine.request import Completion, Progress
 from worker.engine_messages import (
@@ -140,6 +141,8 @@ def main() -> int:
         multiprocessing.current_process().name = "Engine"
         style = "[%(asctime)s: %(levelname)s/%(processName)s] %(message)s"
         logging.basicConfig(level=begin.log_level, format=style)
+        for handler in logging.getLogger().handlers:
+            handler.addFilter(PrintableRecords())
         return serve(connection, lambda: build_engine(begin.settings, open_model(begin.settings)))
 
 

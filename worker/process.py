@@ -15,11 +15,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from jobs.client import Client
 from jobs.errors import NightmillError
 from jobs.settings import PREFIX
+from jobs.terminal import Line, LiveLine
 
 WORKER_COMMAND = (sys.executable, "-m", "jobs", "worker")
 END_WITH_STDIN = "--end-with-stdin"
@@ -126,7 +125,7 @@ def running_worker(
     """
     worker = WorkerProcess(client, log, arguments, command)
     try:
-        with Console(stderr=True).status("loading the model ..."):
+        with LiveLine(Line(name="loading the model ..."), estimate=True):
             worker.wait_until_ready()
         yield worker.popen
     finally:
