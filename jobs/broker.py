@@ -116,6 +116,11 @@ class Broker(Forkable):
         with self._mapped_errors(), self.connection() as connection:
             connection.ensure_connection(max_retries=1, timeout=5)
 
+    def eviction_policy(self) -> str:
+        """What Redis does when its memory is full: its `maxmemory-policy`. Raises BrokerError."""
+        with self._mapped_errors(), self.connection() as connection:
+            return str(connection.default_channel.client.info("memory").get("maxmemory_policy", "noeviction"))
+
     def connection(self) -> Any:
         """A fresh kombu Connection; close it, or use it in a `with`."""
         return self.app.connection_for_write()
@@ -151,13 +156,16 @@ class Broker(Forkable):
             TimeoutError,
         ) as error:
             raise BrokerUnreachableError(
-                f"the broker at {self.settings.safe_broker_url} does not answer: {error}. "
+                f"the broker at {self.settings.safe_broker_url} does not answer: {self._said(error)}. "
                 "Check that Redis runs and that NIGHTMILL_BROKER_URL is right"
             ) from error
         except (kombu.exceptions.KombuError, redis.exceptions.RedisError) as error:
             raise BrokerError(
-                f"the broker at {self.settings.safe_broker_url} refused a command: {error}"
+                f"the broker at {self.settings.safe_broker_url} refused a command: {self._said(error)}"
             ) from error
+
+    def _said(self, error: Exception) -> str:
+        return self.settings.scrubbed(error).rstrip(". ")
 
 
 def resolve_broker_url(settings: Settings) -> str:

@@ -22,7 +22,7 @@ from sqlalchemy import (
     select,
     text,
 )
-from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError, ProgrammingError
+from sqlalchemy.exc import ArgumentError, DBAPIError, InterfaceError, OperationalError, ProgrammingError
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 
 from jobs.errors import (
@@ -31,9 +31,10 @@ from jobs.errors import (
     DatabaseUnreachableError,
     MissingExtraError,
     SchemaError,
+    SettingsError,
 )
 from jobs.forking import FORK_SECONDS, Forkable, Turnstile
-from jobs.settings import Settings
+from jobs.settings import Settings, make_data_dir
 from jobs.tables import SCHEMA_REVISION, UtcDateTime
 
 Clock = Callable[[], datetime]
@@ -162,8 +163,9 @@ class Database(Forkable):
             try:
                 command.upgrade(config, "head")
             except CommandError as error:
+                said = _first_line(error)
                 raise SchemaError(
-                    f"the database at {self.settings.safe_database_url} cannot be migrated: {error}. It "
+                    f"the database at {self.settings.safe_database_url} cannot be migrated: {said}. It "
                     "seems to belong to a newer version of Nightmill: install the one that others use"
                 ) from error
 
@@ -208,7 +210,7 @@ class Database(Forkable):
                 )
             path = Path(str(url.database))
             if self.settings.embedded_database:
-                path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+                make_data_dir(path.parent)
             engine = create_engine(url, connect_args={"timeout": 30.0})
             _apply_sqlite_rules(engine)
             return engine
@@ -216,6 +218,8 @@ class Database(Forkable):
             return create_engine(
                 url, pool_pre_ping=True, pool_size=5, max_overflow=10, connect_args={"connect_timeout": 10}
             )
+        except ArgumentError as error:
+            raise SettingsError(f"NIGHTMILL_DATABASE_URL: {self.settings.scrubbed(error)}") from None
         except ModuleNotFoundError as error:
             raise MissingExtraError(
                 f"PostgreSQL needs the package {error.name!r}: pip install 'nightmill[postgres]'"
@@ -256,15 +260,14 @@ class Database(Forkable):
         except DBAPIError as error:
             raise self._mapped(error) from error
         except PoolTimeoutError as error:
+            said = _first_line(error)
             raise DatabaseUnreachableError(
-                f"all connections to the database at {self.settings.safe_database_url} are busy: {error}"
+                f"all connections to the database at {self.settings.safe_database_url} are busy: {said}"
             ) from error
 
     def _mapped(self, error: DBAPIError) -> DatabaseError:
         where = self.settings.safe_database_url
-        said = (
-            str(error.orig).strip().splitlines()[0] if str(error.orig).strip() else type(error.orig).__name__
-        )
+        said = self.settings.scrubbed(_first_line(error.orig))
         if _lost_to_others(error.orig):
             return DatabaseBusyError(
                 f"the database at {where} is busy: {said}. Other programs hold the same rows, or its lock; "
@@ -291,6 +294,12 @@ def _lost_to_others(error: BaseException | None) -> bool:
 def _elapsed() -> float:
     """Seconds, counted also while this host is suspended (where the system can)."""
     return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
+
+
+def _first_line(error: BaseException | None) -> str:
+    """What a foreign error says, to go before a full stop or the end."""
+    lines = str(error).strip().splitlines()
+    return lines[0].rstrip(". ") if lines else type(error).__name__
 
 
 def migrations_dir() -> Path:

@@ -2,6 +2,7 @@
 
 import logging
 import re
+from collections.abc import Callable
 
 # Control characters (C0, DEL, C1: ESC and OSC are among them), line and paragraph separators, marks that turn
 # the direction of writing, characters without a width, halves of surrogate pairs. The joiners that emoji,
@@ -45,10 +46,20 @@ def _json_escape(character: str) -> str:
 
 
 class PrintableRecords(logging.Filter):
-    """For handlers of logs: messages that can forge no line and steer no terminal."""
+    """For handlers of logs: messages that forge no line, steer no terminal, and give no secret away."""
+
+    def __init__(self, scrubbed: Callable[[str], str] = str) -> None:
+        super().__init__()
+        self._scrubbed = scrubbed
+        self._formatter = logging.Formatter()
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Rewrite the message; further lines of it are indented."""
-        record.msg = printable(record.getMessage(), keep="\n\t").replace("\n", _CONTINUED)
+        """Rewrite the message and its traceback; further lines of the message are indented."""
+        record.msg = self._fit(record.getMessage()).replace("\n", _CONTINUED)
         record.args = ()
+        if record.exc_info and not record.exc_text:
+            record.exc_text = self._fit(self._formatter.formatException(record.exc_info))
         return True
+
+    def _fit(self, text: str) -> str:
+        return printable(self._scrubbed(text), keep="\n\t")

@@ -194,6 +194,7 @@ def _find_broker(conf: Any = None, **_: Any) -> None:
 
 @signals.after_setup_logger.connect
 def _keep_the_log_readable(logger: Any = None, **_: Any) -> None:
-    """Errors quote prompts, templates and names, which may hold anything."""
+    """Errors quote prompts, templates, names and URLs, which may hold anything."""
+    settings = Settings.from_env()
     for handler in logger.handlers:
-        handler.addFilter(PrintableRecords())
+        handler.addFilter(PrintableRecords(settings.scrubbed))

@@ -19,7 +19,13 @@ from jobs.printable import printable
 from jobs.printing import follow, job_values, print_job
 from jobs.settings import Settings
 from jobs.terminal import echo, echo_json
-from worker.options import as_arguments, merge_options, require_worker_extra, worker_options
+from worker.options import (
+    as_arguments,
+    merge_options,
+    missing_worker_packages,
+    require_worker_extra,
+    worker_options,
+)
 from worker.plan_command import plan
 from worker.process import END_WITH_STDIN, end_with_stdin, running_worker
 from worker.run_command import run
@@ -116,20 +122,11 @@ def check(model: str | None, as_json: bool) -> None:
 
 def _findings(settings: Settings) -> Iterator[tuple[str, bool | None, str]]:
     """(part, True for fine, False for broken, None for a note; what was found and what to do)."""
-    with Client(settings) as client:
-        try:
-            client.database.ensure_schema()
-            yield "database", True, f"{settings.safe_database_url}, schema {client.database.revision()}"
-            workers = [row for row in client.store.workers() if row["state"] in ("ready", "draining")]
-            serving = ", ".join(sorted({row["model"] for row in workers})) or "none is running"
-            yield "workers", None, serving
-        except NightmillError as error:
-            yield "database", False, str(error)
-        try:
-            client.broker.ping()
-            yield "broker", True, settings.safe_broker_url
-        except NightmillError as error:
-            yield "broker", False, str(error)
+    try:
+        with Client(settings) as client:
+            yield from _look_at_servers(client)
+    except NightmillError as error:  # there is no place for them
+        yield "database", False, str(error)
     if settings.model is None:
         yield "model", None, "none named: give --model FILE or set NIGHTMILL_MODEL"
     else:
@@ -138,6 +135,26 @@ def _findings(settings: Settings) -> Iterator[tuple[str, bool | None, str]]:
         except NightmillError as error:
             yield "model", False, str(error)
     yield "gpu", None, _look_at_gpu()
+
+
+def _look_at_servers(client: Client) -> Iterator[tuple[str, bool | None, str]]:
+    settings = client.settings
+    try:
+        client.database.ensure_schema()
+        yield "database", True, f"{settings.safe_database_url}, schema {client.database.revision()}"
+        workers = [row for row in client.store.workers() if row["state"] in ("ready", "draining")]
+        serving = ", ".join(sorted({row["model"] for row in workers})) or "none is running"
+        yield "workers", None, serving
+    except NightmillError as error:
+        yield "database", False, str(error)
+    try:
+        client.broker.ping()
+        policy = client.broker.eviction_policy()
+        loses = policy.startswith("allkeys")
+        advice = f": maxmemory-policy {policy} loses messages when memory is full; set noeviction"
+        yield "broker", not loses, settings.safe_broker_url + (advice if loses else "")
+    except NightmillError as error:
+        yield "broker", False, str(error)
 
 
 def _look_at_model(settings: Settings) -> str:
@@ -156,6 +173,8 @@ def _look_at_model(settings: Settings) -> str:
 
 def _look_at_gpu() -> str:
     """What there is to generate with, and what is missing for it."""
+    if missing_worker_packages():
+        return "this installation is the client only; to generate, pip install 'nightmill[worker]'"
     from worker.runners.gpu.compiler import CompilerMissingError, compiler_version, find_nvcc
     from worker.runners.gpu.device import NoDeviceError, describe_device
 

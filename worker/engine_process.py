@@ -142,7 +142,7 @@ def main() -> int:
         style = "[%(asctime)s: %(levelname)s/%(processName)s] %(message)s"
         logging.basicConfig(level=begin.log_level, format=style)
         for handler in logging.getLogger().handlers:
-            handler.addFilter(PrintableRecords())
+            handler.addFilter(PrintableRecords(begin.settings.scrubbed))
         return serve(connection, lambda: build_engine(begin.settings, open_model(begin.settings)))
 
 

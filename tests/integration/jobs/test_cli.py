@@ -196,9 +196,9 @@ def test_stop_ends_the_embedded_redis_and_no_other(run: Run, directory: Path) ->
         (
             ["enqueue", "x", "--max-tokens", "-1"],
             {},
-            "max_tokens: Input should be greater than or equal to 1",
+            "max_tokens: must be at least 1",
         ),
-        (["enqueue", "x", "--temperature", "nan"], {}, "temperature: Input should be a finite number"),
+        (["enqueue", "x", "--temperature", "nan"], {}, "temperature: must be a finite number"),
         (["list"], {"NIGHTMILL_BROKER": "x"}, "NIGHTMILL_BROKER is not a setting of Nightmill. Did you mean"),
         (["list"], {"NIGHTMILL_DATABASE_URL": "mysql://x"}, "NIGHTMILL_DATABASE_URL: names 'mysql'"),
         (

@@ -166,8 +166,7 @@ def test_a_mistake_in_the_middle_keeps_what_came_before_and_says_so(client: Clie
     with pytest.raises(InvalidParameterError) as caught:
         client.enqueue_many(items(), batch="b")
     assert str(caught.value) == (
-        f"item {number}: max_tokens: Input should be greater than or equal to 1 (got -1) "
-        f"({number} jobs before it are queued)"
+        f"item {number}: max_tokens: must be at least 1 (got -1) ({number} jobs before it are queued)"
     )
     assert caught.value.field == "max_tokens"
     assert list(caught.value.enqueued) == [job.id for job in client.store.find(Selection(batch="b"))]
