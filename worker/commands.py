@@ -74,6 +74,8 @@ def _worker(log_level: str, end_with_parent: bool, **options: Any) -> None:
         end_with_stdin()
     from celery.bin.celery import celery
 
+    import worker.app  # noqa: F401 - Celery would import it with the working folder first on the path
+
     # Gossip, mingle and events are Celery's ways of workers to know of each other; ours is the table.
     arguments = ["--app=worker.app", "--quiet", "worker", "--pool=threads", f"--loglevel={log_level}"]
     arguments += ["--without-gossip", "--without-mingle", "--without-heartbeat", *as_arguments(options)]

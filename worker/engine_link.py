@@ -32,7 +32,7 @@ from worker.engine_messages import (
 
 log = logging.getLogger(__name__)
 
-ENGINE_COMMAND = (sys.executable, "-m", "worker.engine_process")
+ENGINE_COMMAND = (sys.executable, "-P", "-m", "worker.engine_process")  # -P: not from the working folder
 _HANG_SECONDS = 30.0  # far beyond any step; after this a step is taken to be stuck for good
 
 

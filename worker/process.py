@@ -20,7 +20,8 @@ from jobs.errors import NightmillError
 from jobs.settings import PREFIX
 from jobs.terminal import Line, LiveLine
 
-WORKER_COMMAND = (sys.executable, "-m", "jobs", "worker")
+# -P: a folder that a person works in may have a `jobs/` or a `queue.py` of its own.
+WORKER_COMMAND = (sys.executable, "-P", "-m", "jobs", "worker")
 END_WITH_STDIN = "--end-with-stdin"
 _START_SECONDS = 120.0
 
