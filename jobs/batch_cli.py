@@ -11,7 +11,7 @@ import click
 from jobs.batch_status import BatchState
 from jobs.batches import Batch
 from jobs.batchfile import InputFile
-from jobs.cli_options import given, json_option, parameter_options
+from jobs.cli_options import Group, given, json_option, parameter_options
 from jobs.client import Client
 from jobs.printable import printable
 from jobs.printing import counted, describe_status, status_json
@@ -30,7 +30,7 @@ EXIT_CODES = {
 """How commands that follow a batch to its end exit; 1 is an error of the command, 2 wrong usage."""
 
 
-@click.group()
+@click.group(cls=Group)
 def batch() -> None:
     """Files of prompts: submit, follow, read, cancel, try again.
 

@@ -11,7 +11,7 @@ import click
 
 from jobs.announcing import DeliveryDelayedWarning
 from jobs.batch_cli import batch, prune
-from jobs.cli_options import given, json_option, parameter_options
+from jobs.cli_options import Group, given, json_option, parameter_options
 from jobs.client import Client
 from jobs.contract import JobState
 from jobs.embedded import EmbeddedRedis
@@ -23,7 +23,7 @@ from jobs.terminal import echo, echo_json, table
 from jobs.when import describe_moment
 
 
-class NightmillGroup(click.Group):
+class NightmillGroup(Group):
     """Turns Nightmill's errors into one line on stderr and exit code 1, and loads plugged-in commands."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

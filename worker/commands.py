@@ -4,9 +4,12 @@ What they need is imported when they run, so that the other commands stay quick.
 """
 
 import random
+import shutil
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import click
@@ -236,7 +239,17 @@ def demo(count: int, temperature: float, seed: int | None, as_json: bool) -> Non
     echo(f"{count} texts, {tokens} tokens in {seconds:.1f} s: {tokens / seconds:,.0f} tokens/s")
     query = "SELECT text, stop_reason FROM jobs"
     echo(f"The rows are in table `jobs` of {database}:\n  sqlite3 {database} '{query}'")
-    echo("Next: nightmill worker --model YOUR.gguf, and nightmill enqueue --help")
+    command = _how_to_call()
+    echo(f"Next: {command} worker --model YOUR.gguf, and {command} enqueue --help")
+
+
+def _how_to_call() -> str:
+    """`nightmill`, or the path of this installation's where the shell would not find that."""
+    ours = Path(sys.executable).with_name("nightmill")
+    found = shutil.which("nightmill")
+    if found is not None and Path(found).resolve() == ours.resolve():
+        return "nightmill"
+    return str(ours.relative_to(Path.cwd())) if ours.is_relative_to(Path.cwd()) else str(ours)
 
 
 def _demo_items(draw: random.Random, count: int) -> Iterator[dict[str, Any]]:

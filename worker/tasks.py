@@ -22,6 +22,6 @@ def register(app: Celery, run_shard: Callable[[Sequence[str]], None]) -> None:
         try:
             shard = _SHARD.validate_python(job_ids, strict=True)
         except ValidationError:
-            log.error("a message that is no list of job ids was dropped")
+            log.error("a message that is not a list of job ids was dropped")
             return
         run_shard(shard)

@@ -194,7 +194,7 @@ def _head_dim(file: GgufFile, architecture: str, width: int, heads: int) -> int:
     head_dim = file.integer(key, minimum=1, maximum=_MAX_SIZE, default=None)
     if head_dim is None:
         if width % heads:
-            file.fail(f"{key}: is missing, and a width of {width} is no multiple of {heads} heads")
+            file.fail(f"{key}: is missing, and a width of {width} is not a multiple of {heads} heads")
         head_dim = width // heads
     value_length = file.integer(f"{architecture}.attention.value_length", default=head_dim)
     if value_length != head_dim:

@@ -121,7 +121,7 @@ class HeaderWalk:
         if not head:
             self._fail("is empty; the download may have failed")
         if head[:4] != b"GGUF":
-            self._fail(f"is no GGUF file: {_what_is(head)}")
+            self._fail(f"is not a GGUF file: {_what_is(head)}")
         self._at = 4
         version = self._u32("the version")
         if version & 0xFFFF == 0 and version:
@@ -210,7 +210,7 @@ class HeaderWalk:
             self._fail(f"tensor {name}: unknown tensor type {number}; a newer `gguf` package may know it")
         if shape[-1] % block:
             self._fail(
-                f"tensor {name}: rows of {shape[-1]} are no multiple of {kind.name}'s block of {block}"
+                f"tensor {name}: rows of {shape[-1]} are not a multiple of {kind.name}'s block of {block}"
             )
         offset = self._u64(f"tensor {name}: its offset")
         return TensorInfo(name, shape, kind, prod(shape) // block * block_bytes, offset)
@@ -263,7 +263,7 @@ class HeaderWalk:
 
 
 def _what_is(head: bytes) -> str:
-    """Guess what a file that is no GGUF is, with what to do about it."""
+    """Guess what a file that is not GGUF is, with what to do about it."""
     for magic, description in _OTHER_FORMATS:
         if head.lstrip().startswith(magic) or head.startswith(magic):
             return f"it is {description}"

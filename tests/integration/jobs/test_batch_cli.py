@@ -205,7 +205,7 @@ def test_prune_deletes_only_what_is_old_enough(run: Run, cli_client: Client, fil
     assert run("prune", "--older-than", "0s").stdout == "3 jobs and 1 batch deleted\n"
     assert cli_client.list_batches() == []
     bad = run("prune", "--older-than", "soon")
-    assert bad.stderr.startswith("Error: --older-than: 'soon' is no span of time; write a number and s, m,")
+    assert bad.stderr.startswith("Error: --older-than: 'soon' is not a duration; write a number and s, m,")
 
 
 @pytest.mark.parametrize(
@@ -213,7 +213,7 @@ def test_prune_deletes_only_what_is_old_enough(run: Run, cli_client: Client, fil
     [
         (["batch", "status", "nothing"], "there is no batch 'nothing': `nightmill batch list` shows those"),
         (["batch", "submit", "nothing.jsonl"], "nothing.jsonl: there is no such file"),
-        (["batch", "submit", "FILE", "--at", "soon"], "--at: 'soon' is no time; write 06:00"),
+        (["batch", "submit", "FILE", "--at", "soon"], "--at: 'soon' is not a time; write 06:00"),
         (["batch", "submit", "FILE", "--max-tokens", "0"], "max_tokens: "),
         (
             ["batch", "submit", "FILE", "--at", "3h", "--deadline", "2000-01-01T00:00Z"],

@@ -383,5 +383,5 @@ def test_jobs_are_listed_newest_first_by_what_is_asked(client: Client) -> None:
     assert [job.id for job in client.list_jobs(state="cancelled")] == [ids[1]]
     assert [job.id for job in client.list_jobs(batch="b", limit=1)] == [ids[2]]
     assert client.list_jobs(model="m") == []
-    with pytest.raises(InvalidParameterError, match="state: 'done' is none of queued, running, succeeded"):
+    with pytest.raises(InvalidParameterError, match="state: 'done' is not one of queued, running, succeeded"):
         client.list_jobs(state="done")

@@ -120,7 +120,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "head size": (
         {"metadata": {"qwen2.attention.head_count": 5, "qwen2.attention.head_count_kv": 5}},
-        "key_length: is missing, and a width of 64 is no multiple of 5 heads",
+        "key_length: is missing, and a width of 64 is not a multiple of 5 heads",
     ),
     "key length": (
         {"metadata": {"qwen2.attention.key_length": 32, "qwen2.attention.value_length": 32}},

@@ -66,7 +66,7 @@ def opened(path: Path, content: bytes) -> GgufFile:
 
 FAULTS: dict[str, tuple[bytes, str]] = {
     "empty": (b"", "is empty"),
-    "no gguf": (b"abcdefgh" * 8, r"is no GGUF file: it starts with b'abcd'"),
+    "no gguf": (b"abcdefgh" * 8, r"is not a GGUF file: it starts with b'abcd'"),
     "safetensors": (u64(500) + b'{"a.weight":{"dtype":"F16"', "it looks like safetensors; convert"),
     "zip": (b"PK\x03\x04" + bytes(60), "it is a ZIP archive"),
     "html": (b"\n<!DOCTYPE html><html>", "it is a web page"),
@@ -101,7 +101,7 @@ FAULTS: dict[str, tuple[bytes, str]] = {
     "overflow": (gguf(tensors=[tensor("t", (2**33, 2**33))]), "tensor t: its shape .* is impossibly large"),
     "tensor type": (gguf(tensors=[tensor("t", kind=200)]), "tensor t: unknown tensor type 200"),
     "removed type": (gguf(tensors=[tensor("t", kind=4)]), "tensor t: unknown tensor type 4"),
-    "block size": (gguf(tensors=[tensor("t", (2, 33), kind=8)]), "rows of 33 are no multiple of Q8_0's"),
+    "block size": (gguf(tensors=[tensor("t", (2, 33), kind=8)]), "rows of 33 are not a multiple of Q8_0's"),
     "duplicate tensor": (gguf(tensors=[tensor("t")] * 2), "tensor t: the name occurs twice"),
     "overlap": (gguf(tensors=[tensor("t"), tensor("u", offset=96)]), "tensor u: its data overlaps .* t$"),
     "unaligned": (gguf(tensors=[tensor("t", offset=5)]), "tensor t: offset 5 is not aligned to 32"),
