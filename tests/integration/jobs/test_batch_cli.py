@@ -251,3 +251,18 @@ def test_expired_rows_show_in_the_status(run: Run, cli_client: Client, file: Pat
     run("batch", "submit", file, "--name", "night", "--deadline", "0s")
     assert Sweep(cli_client.database).expire() == 2
     assert run("batch", "status", "night").stdout.startswith("night: expired\n")
+
+
+def test_no_end_is_foretold_where_no_worker_is_left(run: Run, cli_client: Client, tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "one"}\n' * 3)
+    run("batch", "submit", path, "--name", "night", "--model", "m")
+    claims = Claims(cli_client.database, "b" * 32)
+    claims.register("host", 1, "m", None)
+    claims.beat("ready")
+    (claim,) = claims.claim([cli_client.list_jobs(batch="night")[-1].id])
+    claims.finish([Outcome(claim.job_id, claim.attempt, StopReason.EOS, "text", 2, 3)])
+    assert "ends       about" in run("batch", "status", "night").stdout
+    claims.sign_off()
+    said = run("batch", "status", "night").stdout
+    assert "ends" not in said and "2 queued" in said

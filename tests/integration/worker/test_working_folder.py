@@ -58,4 +58,17 @@ def test_a_whole_run_takes_nothing_from_the_working_folder(folder: Path, sqlite_
         )
         assert done.returncode == 0, done.stdout + done.stderr
         assert "imported" not in done.stdout + done.stderr
+    celery = [
+        str(Path(sys.executable).with_name("celery")),
+        "--workdir",
+        "/",
+        "-A",
+        "worker.app",
+        "worker",
+        "--help",
+    ]
+    done = subprocess.run(
+        celery, cwd=folder, env=environment, capture_output=True, text=True, timeout=60, check=True
+    )
+    assert "GGUF file to serve" in done.stdout  # as docs/running-for-months.md says
     assert (folder / "out.jsonl").read_text().count("\n") == 1
