@@ -117,9 +117,16 @@ class Broker(Forkable):
             connection.ensure_connection(max_retries=1, timeout=5)
 
     def eviction_policy(self) -> str:
-        """What Redis does when its memory is full: its `maxmemory-policy`. Raises BrokerError."""
+        """What Redis does when its memory is full: its `maxmemory-policy`; "unknown" where it does not say so.
+
+        Raises BrokerError.
+        """
         with self._mapped_errors(), self.connection() as connection:
-            return str(connection.default_channel.client.info("memory").get("maxmemory_policy", "noeviction"))
+            try:
+                memory = connection.default_channel.client.info("memory")
+            except redis.exceptions.ResponseError:  # this user may not ask
+                return "unknown"
+            return str(memory.get("maxmemory_policy", "unknown"))
 
     def connection(self) -> Any:
         """A fresh kombu Connection; close it, or use it in a `with`."""

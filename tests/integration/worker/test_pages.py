@@ -41,7 +41,9 @@ NOT_RUN = [
     "celery -A nightly beat & celery -A nightly worker",
     'pg_dump --format=custom --file=nightmill.dump "$DATABASE_URL"',
 ]
-ROWS = '{"custom_id": "q-1", "prompt": "one", "max_tokens": 4}\n{"prompt": 2}\n{"prompt": "3", "max_tokens": 4}\n'
+ROWS = (
+    '{"custom_id": "q-1", "prompt": "1", "max_tokens": 4}\n{"prompt": 2}\n{"prompt": "3", "max_tokens": 4}\n'
+)
 
 
 def test_what_is_not_run_is_listed_here_and_says_why_on_its_page() -> None:
@@ -79,7 +81,7 @@ class Reader:
         self.environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
 
     def sh(self, source: str) -> None:
-        """In a shell that stops at the first error; plain lines of `nightmill` in this process, which is quicker."""
+        """In a shell that stops at the first error; plain `nightmill` lines in this process, which is quicker."""
         commands = [shlex.split(line, comments=True) for line in source.splitlines()]
         if all(command[:1] == ["nightmill"] and "&&" not in command for command in commands):
             for _, *arguments in commands:
