@@ -117,7 +117,7 @@ class Broker(Forkable):
             connection.ensure_connection(max_retries=1, timeout=5)
 
     def eviction_policy(self) -> str:
-        """What Redis does when its memory is full: its `maxmemory-policy`; "unknown" where it does not say so.
+        """What Redis does when its memory is full: its `maxmemory-policy`, or "unknown" if it does not say.
 
         Raises BrokerError.
         """

@@ -81,7 +81,7 @@ class Reader:
         self.environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
 
     def sh(self, source: str) -> None:
-        """In a shell that stops at the first error; plain `nightmill` lines in this process, which is quicker."""
+        """In a shell that stops at the first error; `nightmill` alone in this process, which is quicker."""
         commands = [shlex.split(line, comments=True) for line in source.splitlines()]
         if all(command[:1] == ["nightmill"] and "&&" not in command for command in commands):
             for _, *arguments in commands:

@@ -123,3 +123,9 @@ def test_settings_are_frozen_and_refuse_unknown_fields() -> None:
         settings.shard_size = 3
     with pytest.raises(ValueError, match="Extra inputs are not permitted"):
         Settings(shards=3)  # type: ignore[call-arg]
+
+
+def test_every_setting_is_on_its_page() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "settings.md").read_text(encoding="utf-8")
+    for field in Settings.model_fields:
+        assert f"`NIGHTMILL_{field.upper()}`" in page or f"`_{field.upper()}`" in page
