@@ -21,9 +21,10 @@ def printable(text: object, limit: int | None = None, *, keep: str = "") -> str:
     Characters of `keep` stay as they are: "\\n\\t" for a text that may have several lines.
     """
     found = str(text)
-    if limit is not None and len(found) > limit:
-        found = found[: limit - 1] + "…"
-    return _UNFIT.sub(lambda match: match[0] if match[0] in keep else _escape(match[0]), found)
+    if limit is not None:
+        found = found[: limit + 1]  # escapes only make it longer
+    escaped = _UNFIT.sub(lambda match: match[0] if match[0] in keep else _escape(match[0]), found)
+    return escaped if limit is None or len(escaped) <= limit else escaped[: limit - 1] + "…"
 
 
 def json_printable(encoded: str) -> str:

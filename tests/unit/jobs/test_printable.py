@@ -39,6 +39,7 @@ def test_nothing_that_steers_a_terminal_or_a_reader_is_left(text: str) -> None:
 def test_a_text_is_cut_to_a_limit() -> None:
     assert printable("x" * 10_000, 300) == "x" * 299 + "…"
     assert printable("x" * 300, 300) == "x" * 300
+    assert printable("\x1b" * 300, 300) == "\\x1b" * 74 + "\\x1…"  # escapes count
 
 
 @given(ANY)
