@@ -24,10 +24,7 @@ _POSTGRES = re.compile(
     rf"(?P<scheme>postgres(?:ql)?(?:\+[a-z0-9_]+)?)://"
     rf"(?:(?P<user>[^\s:@/?#]*)(?P<password>:[^@]*)?@)?{_HOST}{_REST}"
 )
-_FILE = re.compile(
-    r"(?P<scheme>sqlite(?:\+[a-z0-9_]+)?)://(?P<path>/[^?]*)?(?:\?(?P<query>.*))?"
-    r"(?P<user>(?!))?(?P<password>(?!))?(?P<host>(?!))?(?P<port>(?!))?"
-)
+_FILE = re.compile(r"(?P<scheme>sqlite(?:\+[a-z0-9_]+)?)://(?P<path>/[^?]*)?(?:\?(?P<query>.*))?")
 _TCP_QUERY = re.compile(r"ssl_[a-z_]+")
 # Names in a query whose values everybody may see; others, and names without a value, may be secrets.
 _OPEN_BROKER = frozenset({"virtual_host", "ssl_cert_reqs", "ssl_check_hostname"})
@@ -140,16 +137,17 @@ def scrubbed(text: str, *urls: str | None) -> str:
 
 def _parse(url: str) -> _Parts | None:
     grammar = _FILE if url.startswith("sqlite") else _POSTGRES if url.startswith("postgres") else _SERVER
-    found = grammar.fullmatch(url)
-    if found is None or int(found["port"] or 0) > 65535:
+    match = grammar.fullmatch(url)
+    found = {} if match is None else match.groupdict()
+    if not found or int(found.get("port") or 0) > 65535:
         return None
     items = [item.partition("=") for item in (found["query"] or "").split("&") if item]
     return _Parts(
         found["scheme"],
-        found["user"],
-        found["password"],
-        found["host"] or "",
-        found["port"] or "",
+        found.get("user"),
+        found.get("password"),
+        found.get("host") or "",
+        found.get("port") or "",
         found["path"] or "",
         tuple((name, value if equals else None) for name, equals, value in items),
     )
