@@ -73,7 +73,7 @@ class EmbeddedRedis:
         try:
             with self._lock_file.open("r") as lock:
                 fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return False
         except BlockingIOError:
             return True
