@@ -16,7 +16,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, Unpack
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Iterable, Iterator
     from datetime import datetime, timedelta
 
     from sqlalchemy.orm import Session
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from jobs.announcing import DeliveryDelayedWarning
     from jobs.batch_status import BatchState, BatchStatus
     from jobs.batches import Batch, BatchSettings, BatchSource
+    from jobs.batchfile.frames import Prompts
     from jobs.client import Client
     from jobs.contract import FINAL_STATES, GenerationParams, Job, JobState, Prompt, StopReason
     from jobs.errors import (
@@ -140,12 +141,12 @@ def enqueue(prompt: Prompt, *, session: Session | None = None, **settings: Unpac
 
 
 def enqueue_many(
-    prompts: Iterable[Prompt | Mapping[str, Any]],
+    prompts: Prompts,
     *,
     session: Session | None = None,
     **settings: Unpack[JobSettings],
 ) -> JobIds:
-    """Queue every prompt of an iterable, in constant memory. See Client.enqueue_many."""
+    """Queue every prompt of an iterable or a table, in constant memory. See Client.enqueue_many."""
     return default_client().enqueue_many(prompts, session=session, **settings)
 
 
@@ -158,7 +159,7 @@ def submit_batch(
     deadline: datetime | timedelta | None = None,
     **defaults: Unpack[BatchSettings],
 ) -> Batch:
-    """Queue every row of a file or an iterable as one batch; stops at no bad row. See Client.submit_batch."""
+    """Queue every row of a file, table or iterable as one batch, bad ones too. See Client.submit_batch."""
     return default_client().submit_batch(
         source, name=name, model=model, scheduled_at=scheduled_at, deadline=deadline, **defaults
     )

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from jobs.batch_status import BatchState
+from jobs.batch_status import BatchState, BatchStatus
 from jobs.batches import Batch
 from jobs.batchfile import InputFile
 from jobs.cli_options import Group, given, json_option, parameter_options
@@ -16,7 +16,6 @@ from jobs.client import Client
 from jobs.printable import printable
 from jobs.printing import counted, describe_status, status_json
 from jobs.prune import Prune, Pruned
-from jobs.result_files import write_in_order
 from jobs.terminal import Line, LiveLine, confirm, echo, echo_json, table
 from jobs.when import describe_moment, parse_moment, parse_span
 
@@ -70,9 +69,13 @@ def submit(
     FILE holds OpenAI batch rows, plain JSONL rows, CSV or Parquet; docs/file-formats.md says what a row may
     hold. Parameters given here hold for rows that do not say otherwise. A bad row becomes a failed row and
     stops nothing. Broken off? The same command again goes on where it stood, and keeps the times of the
-    first one.
+    first one. FILE must not change meanwhile.
+
+    \b
+    Exits 0 while there are rows to run. A batch that is done already (or whose rows are all bad) exits as
+    watch does: 0 if every row succeeded, 3 to 6 otherwise.
     """
-    scheduled_at, deadline_at = when(at, deadline)
+    begins, ends = when(at, deadline)
     source = InputFile(file)
     with Client() as client:
         made = submit_file(
@@ -80,32 +83,44 @@ def submit(
             source,
             name=name,
             model=model,
-            scheduled_at=scheduled_at,
-            deadline=deadline_at,
+            scheduled_at=begins,
+            deadline=ends,
             settings=given(settings),
             check_model=client.check_model,
         )
         status = made.status()
+    say_times(status, begins, ends)
     if as_json:
         echo_json(status_json(status))
-        return
-    echo(describe_status(status))
-    shown_name = printable(made.name)
-    if status.state.final:
-        echo(f"Next: nightmill batch errors {shown_name} -o FILE")
     else:
-        echo(f"Next: nightmill batch status {shown_name}")
+        echo(describe_status(status))
+        if not status.state.final:
+            echo(f"Next: nightmill batch status {printable(made.name)}")
+        elif status.unsuccessful:
+            echo(f"Next: nightmill batch errors {printable(made.name)} -o FILE")
+    if status.state.final:
+        raise SystemExit(EXIT_CODES[status.state])
 
 
 def when(at: str | None, deadline: str | None) -> tuple[datetime | None, datetime | None]:
-    """--at and --deadline as points in time; says on stderr how they were understood."""
+    """--at and --deadline as points in time."""
     now = datetime.now(UTC)
     begins = None if at is None else parse_moment("--at", at, now)
     ends = None if deadline is None else parse_moment("--deadline", deadline, begins or now)
-    for label, moment in (("begins", begins), ("deadline", ends)):
-        if moment is not None:
-            echo(f"{label} {describe_moment(moment)}", err=True)
     return begins, ends
+
+
+def say_times(status: BatchStatus, begins: datetime | None, ends: datetime | None) -> None:
+    """Say on stderr which times hold, where some were asked for: a batch keeps its first ones."""
+    for label, asked, kept in (
+        ("begins", begins, status.scheduled_at),
+        ("deadline", ends, status.deadline_at),
+    ):
+        if asked is None:
+            continue
+        said = "none" if kept is None else describe_moment(kept)
+        first = "" if kept == asked else ", as it was submitted at first"
+        echo(f"{label} {said}{first}", err=True)
 
 
 def submit_file(client: Client, source: InputFile, **arguments: Any) -> Batch:
@@ -178,14 +193,16 @@ def _write_command(kind: str, help_text: str) -> click.Command:
         required=True,
         help="File to write.",
     )
+    @click.option("--overwrite", is_flag=True, help="Replace FILE even where it holds something else.")
     @json_option
-    def write(name: str, output: Path, as_json: bool) -> None:
+    def write(name: str, output: Path, overwrite: bool, as_json: bool) -> None:
         with Client() as client:
             found = client.get_batch(name)
             now = found.status(errors=False)
             total = now.unsuccessful if errors else now.succeeded
             with _progress(f"writing {kind}", total) as update:
-                rows = write_in_order(found, output, errors=errors, on_rows=update)
+                put = found.write_errors if errors else found.write_results
+                rows = put(output, overwrite=overwrite, on_rows=update)
         left = now.rows - now.done
         if as_json:
             echo_json({"path": str(output), "rows": rows, "unfinished": left})
@@ -200,14 +217,16 @@ batch.add_command(
     _write_command(
         "results",
         "Write the rows that succeeded, in the order of the input and in its format.\n\nThe file appears "
-        "when it is complete. A batch that is not done gives what there is.",
+        "when it is complete. A batch that is not done gives what there is. A file that is there is "
+        "replaced where it holds results of this batch and nothing else.",
     )
 )
 batch.add_command(
     _write_command(
         "errors",
         "Write the rows that failed, expired or were cancelled: why, and the text that they had.\n\nIn the "
-        "order of the input; the file appears when it is complete.",
+        "order of the input; the file appears when it is complete. A file that is there is replaced where it "
+        "holds errors of this batch and nothing else.",
     )
 )
 
@@ -236,7 +255,9 @@ def retry_failed(name: str, deadline: str | None, as_json: bool) -> None:
     """
     _, ends = when(None, deadline)
     with Client() as client:
-        rows = client.get_batch(name).retry_failed(deadline=ends)
+        found = client.get_batch(name)
+        rows = found.retry_failed(deadline=ends)
+        say_times(found.status(errors=False), None, ends)
     echo_json({"queued": rows}) if as_json else echo(
         f"{printable(name)}: {counted(rows, 'row')} queued again"
     )

@@ -75,11 +75,20 @@ class RowCount:
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """What was finished lately."""
+    """What was finished in some time.
+
+    Of a batch that goes on: in the last minute. Of one that has ended: from the first start of a row to the
+    last end.
+    """
 
     rows: int
     completion_tokens: int
     seconds: float
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """The speed of a batch, wherever one is told: tokens of the rows that ended, by that time."""
+        return self.completion_tokens / self.seconds if self.seconds > 0 else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +115,7 @@ class BatchStatus:
     errors: list[ErrorGroup] = field(default_factory=list)  # the most frequent first
     prompt_tokens: int
     completion_tokens: int
-    tokens_per_second: float | None  # lately, or from first to last where the batch has ended
+    tokens_per_second: float | None  # see Pace; None where it was not asked for
     estimated_end: datetime | None  # where rows are left and some were finished lately
     created_at: datetime
     scheduled_at: datetime | None
@@ -149,11 +158,10 @@ def make_status(
     rows = sum(states.values())
     state = state_of(record, states, stop_reasons, now)
     left = (record.row_count or rows) - sum(n for s, n in states.items() if s.final)
-    speed = end = None
-    if pace is not None and pace.seconds > 0:
-        speed = pace.completion_tokens / pace.seconds
-        if served and pace.rows and left and state in (BatchState.RUNNING, BatchState.QUEUED):
-            end = now + timedelta(seconds=left * pace.seconds / pace.rows)
+    end = None
+    going = served and left and state in (BatchState.RUNNING, BatchState.QUEUED)
+    if going and pace and pace.rows and pace.seconds > 0:
+        end = now + timedelta(seconds=left * pace.seconds / pace.rows)
     return BatchStatus(
         name=record.name,
         state=state,
@@ -167,7 +175,7 @@ def make_status(
         errors=list(errors),
         prompt_tokens=sum(count.prompt_tokens for count in counts),
         completion_tokens=sum(count.completion_tokens for count in counts),
-        tokens_per_second=speed,
+        tokens_per_second=None if pace is None else pace.tokens_per_second,
         estimated_end=end,
         created_at=record.created_at,
         scheduled_at=record.scheduled_at,

@@ -30,6 +30,7 @@ from jobs.store import (
     dialect_insert,
     job_from_row,
     retried_values,
+    tokens_read,
 )
 from jobs.tables import QUEUED, RUNNING, BatchRow, JobRow, WorkerRow
 
@@ -138,7 +139,7 @@ class BatchStore:
             select(
                 *columns,
                 func.count().label("rows"),
-                func.coalesce(func.sum(JobRow.prompt_tokens), 0).label("prompt_tokens"),
+                tokens_read().label("prompt_tokens"),
                 func.coalesce(func.sum(JobRow.completion_tokens), 0).label("completion_tokens"),
             )
             .where(JobRow.batch == name)

@@ -10,7 +10,8 @@ import hashlib
 import json
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -19,13 +20,17 @@ from typing import Any, TypedDict
 from jobs.announcing import Announcer
 from jobs.batch_status import BatchRecord, BatchStatus, make_status
 from jobs.batch_store import BatchStore
-from jobs.batchfile import FileFormat, InputFile, rows_from
-from jobs.contract import GenerationParams, Job, JobState, Prompt
+from jobs.batchfile import Destination, FileFormat, InputFile
+from jobs.batchfile.frames import Prompts, arrow_table, items_of, pandas_frame
+from jobs.batchfile.plain import ROW_KEYS
+from jobs.batchfile.results import ERROR_COLUMNS, RESULT_COLUMNS
+from jobs.contract import GenerationParams, Job, JobState, JsonObject
 from jobs.deletion import Deletion
-from jobs.errors import BatchConflictError, InvalidParameterError, WaitTimeoutError
+from jobs.errors import BatchConflictError, BatchNotFoundError, InvalidParameterError, WaitTimeoutError
 from jobs.ids import IdSource
 from jobs.progress import BatchProgress
-from jobs.requests import PARAMETERS, Options, moment
+from jobs.requests import PARAMETERS, Options, deadline_moment, moment
+from jobs.result_files import output_row, source_of, vet, write_in_order
 from jobs.settings import Settings
 from jobs.submission import OnRows, Submission
 
@@ -33,7 +38,7 @@ _OPTIONS = frozenset({"priority", "max_attempts"})
 _POLL_SECONDS = 0.5
 _POLL_SHARE = 10  # a look at a huge batch takes a while; then look less often, a tenth of the time at most
 
-BatchSource = str | Path | Iterable[Prompt | Mapping[str, Any]]
+BatchSource = str | Path | Prompts
 
 
 class BatchSettings(TypedDict, total=False):
@@ -72,7 +77,8 @@ class Batch:
     def status(self, *, errors: bool = True) -> BatchStatus:
         """Where it stands. `errors`: also group the errors, which reads the failed rows.
 
-        With them an ended batch says how fast it was, which reads all its rows; the rest reads indexes.
+        With them an ended batch says how fast it was, which reads all its rows; without, it says nothing of
+        its speed, and only indexes are read.
         """
         record = self._store.get(self.name)
         counts = self._store.counts(self.name)
@@ -81,9 +87,10 @@ class Batch:
         now = self._store.database.now()
         served = pace is None or self._store.served(record.model)
         status = make_status(record, counts, pace, groups, now, served=served)
-        if not status.state.final or not errors:
+        if not status.state.final:
             return status
-        return make_status(record, counts, self._store.whole_pace(self.name), groups, now)
+        whole = self._store.whole_pace(self.name) if errors else None
+        return make_status(record, counts, whole, groups, now)
 
     def wait(self, *, progress: bool = False, timeout: float | None = None) -> BatchStatus:
         """Return its status once its state is final. `progress` shows a bar on stderr.
@@ -95,9 +102,11 @@ class Batch:
             while True:
                 began = time.monotonic()
                 status = self.status(errors=False)
+                if status.state.final:
+                    status = self.status()
                 bar.show(status)
                 if status.state.final:
-                    return self.status()
+                    return status
                 pause = max(_POLL_SECONDS, _POLL_SHARE * (time.monotonic() - began))
                 if give_up_at is not None:
                     left = give_up_at - time.monotonic()
@@ -117,6 +126,34 @@ class Batch:
         """The rows that have ended without a (whole) result so far, in the order of the file."""
         return self._store.in_order(self.name, [JobState.FAILED, JobState.CANCELLED])
 
+    def to_arrow(self, *, errors: bool = False) -> Any:
+        """The rows that have succeeded so far as a pyarrow.Table, with the columns of a result file.
+
+        With `errors` those that have ended without a result. Raises MissingExtraError without pyarrow.
+        """
+        return arrow_table(*self._rows_and_columns(errors))
+
+    def to_pandas(self, *, errors: bool = False) -> Any:
+        """As `to_arrow`, as a pandas.DataFrame; raises MissingExtraError without pandas."""
+        return pandas_frame(*self._rows_and_columns(errors))
+
+    def write_results(
+        self, path: str | Path, *, overwrite: bool = False, on_rows: OnRows | None = None
+    ) -> int:
+        """Write the rows that have succeeded so far to a file in the batch's format; returns how many.
+
+        The file appears when it is complete. One that is there is replaced where it holds results of this
+        batch and nothing else, any other with `overwrite` only, and the batch's input never. Raises
+        BatchFileError.
+        """
+        return self._write(path, overwrite, on_rows, errors=False)
+
+    def write_errors(
+        self, path: str | Path, *, overwrite: bool = False, on_rows: OnRows | None = None
+    ) -> int:
+        """As `write_results`, for the rows that have ended without a (whole) result."""
+        return self._write(path, overwrite, on_rows, errors=True)
+
     def cancel(self) -> tuple[int, int]:
         """Cancel all rows that are not final: (cancelled now, running and asked to stop).
 
@@ -131,7 +168,7 @@ class Batch:
         BatchConflictError where the batch is being deleted.
         """
         options = Options(deadline=deadline)  # checks it
-        ends_at = moment("deadline", options.deadline, self._store.database.now())
+        ends_at = deadline_moment(options.deadline, self._store.database.now())
         queued = 0
         for groups in self._store.retry_failed(self.name, ends_at):
             queued += sum(map(len, groups.values()))
@@ -149,6 +186,18 @@ class Batch:
             if on_rows is not None:
                 on_rows(gone)
         return gone
+
+    def _rows_and_columns(self, errors: bool) -> tuple[Iterator[JsonObject], Mapping[str, str]]:
+        jobs = self.errors() if errors else self.results()
+        rows = (output_row(job, FileFormat.PARQUET, errors=errors) for job in jobs)
+        return rows, ERROR_COLUMNS if errors else RESULT_COLUMNS
+
+    def _write(self, path: str | Path, overwrite: bool, on_rows: OnRows | None, *, errors: bool) -> int:
+        apart = source_of(self.record.source)
+        with Destination(path, self.format, errors=errors, overwrite=overwrite, apart_from=apart) as file:
+            vet(file, self._store, self.name, self.record.fingerprint)
+            jobs = self.errors() if errors else self.results()
+            return write_in_order(file, jobs, self.format, errors=errors, on_rows=on_rows)
 
 
 class Batches:
@@ -178,14 +227,23 @@ class Batches:
         settings: Mapping[str, Any],
         check_model: Callable[[str], None],
         on_rows: OnRows | None = None,
+        before: Callable[[BatchRecord], None] | None = None,
     ) -> Batch:
-        """See Client.submit_batch. `check_model` raises UnknownModelError."""
+        """See Client.submit_batch. `check_model` raises UnknownModelError.
+
+        `before` is called when all is checked and nothing is entered yet; what it raises ends it there.
+        """
         if isinstance(source, str | Path):
             source = InputFile(source)
+        elif not isinstance(source, InputFile):
+            source = items_of(source, ROW_KEYS)
         params, options = _checked(settings, name, model, scheduled_at, deadline)
         if model is not None:
             check_model(model)
         record = self._record(source, params, options, settings)
+        self._check_times(record)
+        if before is not None:
+            before(record)
         known, created = self.store.enter(record)
         if not created:
             _check_same(record, known)
@@ -198,27 +256,18 @@ class Batches:
                 max_attempts=options.max_attempts or self._settings.max_attempts,
                 check_model=check_model,
             )
-            rows = source.rows() if isinstance(source, InputFile) else rows_from(source)
-            submission.run(rows, self.store, self._announcer, on_rows)
+            submission.run(source, self.store, self._announcer, on_rows)
             batch.record = self.store.get(known.name)
         return batch
 
     def _record(
         self,
-        source: InputFile | Iterable[Any],
+        source: InputFile | Iterator[Any],
         params: GenerationParams,
         options: Options,
         settings: Mapping[str, Any],
     ) -> BatchRecord:
         now = self.store.database.now()
-        begins = moment("scheduled_at", options.scheduled_at, now)
-        ends = moment("deadline", options.deadline, now)
-        if begins is not None and ends is not None and ends <= begins:
-            raise InvalidParameterError(
-                f"deadline: {ends.isoformat()} is not after the time at which the batch begins, "
-                f"{begins.isoformat()}",
-                field="deadline",
-            )
         kept = params.model_dump(mode="json", exclude_unset=True)
         kept |= {option: settings[option] for option in _OPTIONS if settings.get(option) is not None}
         if isinstance(source, InputFile):
@@ -237,9 +286,26 @@ class Batches:
             source=path or None,
             fingerprint=fingerprint,
             settings=kept,
-            scheduled_at=begins,
-            deadline_at=ends,
+            scheduled_at=moment("scheduled_at", options.scheduled_at, now),
+            deadline_at=moment("deadline", options.deadline, now),
         )
+
+    def _check_times(self, record: BatchRecord) -> None:
+        """Refuse a deadline that no row could meet, but not for a batch that is there: it keeps its times."""
+        begins, ends = record.scheduled_at, record.deadline_at
+        try:
+            deadline_moment(ends, record.created_at)
+            if begins is not None and ends is not None and ends <= begins:
+                raise InvalidParameterError(
+                    f"deadline: {ends.isoformat()} is not after the time at which the batch begins, "
+                    f"{begins.isoformat()}",
+                    field="deadline",
+                )
+        except InvalidParameterError:
+            with suppress(BatchNotFoundError):
+                self.store.get(record.name)
+                return
+            raise
 
 
 def _checked(

@@ -13,6 +13,7 @@ from jobs import inserting
 from jobs.announcing import Announcer
 from jobs.batch_store import BatchStore
 from jobs.batches import Batch, Batches, BatchSettings, BatchSource
+from jobs.batchfile.frames import Prompts, items_of
 from jobs.broker import Broker
 from jobs.contract import GenerationParams, Job, JobState, Prompt
 from jobs.database import Clock, Database
@@ -23,7 +24,7 @@ from jobs.errors import (
 )
 from jobs.grouping import characters, grouped
 from jobs.ids import IdSource, JobIds
-from jobs.requests import OPTIONS, PARAMETERS, JobSettings, Options, build_row, moment
+from jobs.requests import OPTIONS, PARAMETERS, JobSettings, Options, build_row, deadline_moment
 from jobs.settings import Settings
 from jobs.store import Selection, Store
 from jobs.waiting import Order, Waiting
@@ -31,6 +32,7 @@ from jobs.waiting import Order, Waiting
 if TYPE_CHECKING:
     from sqlalchemy.orm import Session
 
+_COLUMNS = PARAMETERS | OPTIONS | {"prompt", "messages"}  # of a table of prompts
 _OUTBOX = "nightmill.outbox"  # key in Session.info
 
 
@@ -41,7 +43,7 @@ class Client:
         self.settings = settings or Settings.from_env()
         self.database = Database(self.settings, clock)
         self.store = Store(self.database)
-        self._waiting = Waiting(self.store)
+        self.waiting = Waiting(self.store)
         self.broker = Broker(self.settings)
         self._announcer = Announcer(self.store, self.broker)
         self._ids = IdSource()
@@ -80,7 +82,7 @@ class Client:
 
     def enqueue_many(
         self,
-        prompts: Iterable[Prompt | Mapping[str, Any]],
+        prompts: Prompts,
         *,
         session: "Session | None" = None,
         **settings: Unpack[JobSettings],
@@ -88,11 +90,12 @@ class Client:
         """Queue every prompt of an iterable, in constant memory but for 16 bytes a job id.
 
         An item is a prompt, or a mapping with `prompt` or `messages` and settings of its own, which win
-        over the keywords. Jobs are committed and sent in groups as the iterable is read, so work begins
-        at once. At a bad item the jobs before it stay queued; the InvalidRequestError says how many, and
-        has their ids as `.enqueued`. With `session` all is one transaction, the caller's.
+        over the keywords. A table (pandas, Polars, Arrow) is taken as its rows. Jobs are committed and sent
+        in groups as the iterable is read, so work begins at once. At a bad item the jobs before it stay
+        queued; the InvalidRequestError says how many, and has their ids as `.enqueued`. With `session` all is
+        one transaction, the caller's.
         """
-        return self._enqueue(prompts, settings, session)
+        return self._enqueue(items_of(prompts, _COLUMNS), settings, session)
 
     def submit_batch(
         self,
@@ -104,7 +107,7 @@ class Client:
         deadline: datetime | timedelta | None = None,
         **defaults: Unpack[BatchSettings],
     ) -> Batch:
-        """Queue every row of a file (its path) or of an iterable, as one batch.
+        """Queue every row of a file (its path), a table (pandas, Polars, Arrow) or an iterable, as one batch.
 
         Unlike `enqueue_many`, it stops at no row: one that cannot be run becomes a failed job that says why.
         `defaults` (parameters, priority, max_attempts) hold where a row says nothing; `model` holds whatever
@@ -161,7 +164,7 @@ class Client:
 
         Raises WaitTimeoutError after `timeout` seconds, JobNotFoundError for an unknown id.
         """
-        self._waiting.wait(jobs, batch, timeout)
+        self.waiting.wait(jobs, batch, timeout)
 
     def results(
         self,
@@ -180,7 +183,7 @@ class Client:
         Waits for jobs that are not final yet, unless `wait` is False: then those are left out. Raises
         WaitTimeoutError once `timeout` seconds have passed in all.
         """
-        return self._waiting.results(jobs, batch, order, wait, timeout)
+        return self.waiting.results(jobs, batch, order, wait, timeout)
 
     def stats(self, batch: str | None = None) -> dict[str, Any]:
         """Numbers of jobs by state and stop reason, and the tokens read and written."""
@@ -209,7 +212,7 @@ class Client:
         Raises JobNotFoundError, InvalidTransitionError, and BatchConflictError (its batch is being deleted).
         """
         options = Options(deadline=deadline)  # checks it
-        job = self.store.retry(job_id, moment("deadline", options.deadline, self.database.now()))
+        job = self.store.retry(job_id, deadline_moment(options.deadline, self.database.now()))
         self._announcer.announce({(job.model, job.priority): [job.id]})
         return job
 
@@ -272,7 +275,17 @@ class Client:
         if options.model is not None and options.model not in checked_models:
             self.check_model(options.model)
             checked_models.add(options.model)
+        if options.deadline is not None:
+            self._check_deadline(options, now)
         return build_row(self._ids.draw(), prompt, params, options, now, self.settings.max_attempts)
+
+    def _check_deadline(self, options: Options, now: datetime) -> None:
+        """Refuse one that has passed, but for a job that was enqueued before it did."""
+        try:
+            deadline_moment(options.deadline, now)
+        except InvalidParameterError:
+            if options.idempotency_key is None or not self.store.has_key(options.idempotency_key):
+                raise
 
     def _keep(self, rows: list[dict[str, Any]], session: "Session | None") -> list[str]:
         """Insert rows and see to their messages; returns the ids to hand out."""

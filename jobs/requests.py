@@ -186,6 +186,17 @@ def moment(name: str, value: datetime | timedelta | None, now: datetime) -> date
         raise _bad(name, "lies beyond the calendar", value) from None
 
 
+def deadline_moment(value: datetime | timedelta | None, now: datetime) -> datetime | None:
+    """As `moment`, for a deadline; raises InvalidParameterError where it has passed."""
+    ends = moment("deadline", value, now)
+    if ends is not None and ends <= now:
+        raise InvalidParameterError(
+            f"deadline: {ends.isoformat()} has passed (it is {now.isoformat()}): give a later one",
+            field="deadline",
+        )
+    return ends
+
+
 def _bad(name: str, rule: str, value: object) -> InvalidParameterError:
     return InvalidParameterError(f"{name}: {rule} (got {str(value)[:100]!r})", field=name)
 

@@ -10,11 +10,13 @@ from itertools import islice
 from typing import Any, TypeVar, cast
 
 from sqlalchemy import (
+    ColumnElement,
     Connection,
     RowMapping,
     Select,
     Table,
     and_,
+    case,
     func,
     or_,
     select,
@@ -82,6 +84,15 @@ class Selection:
         if self.after_id is not None:
             wanted.append(JobRow.id > self.after_id)
         return wanted
+
+
+def tokens_read() -> ColumnElement[int]:
+    """The sum of prompt tokens that were read: those of jobs with an answer or a part of one.
+
+    A prompt that was refused, or whose job ended while it waited, was counted and not read.
+    """
+    answered = or_(JobRow.state == JobState.SUCCEEDED, JobRow.completion_tokens > 0)
+    return func.coalesce(func.sum(case((answered, JobRow.prompt_tokens))), 0)
 
 
 class Store:
@@ -220,6 +231,12 @@ class Store:
             found = set(connection.execute(select(JobRow.id).where(JobRow.id.in_(job_ids))).scalars())
         return [job_id for job_id in job_ids if job_id not in found]
 
+    def has_key(self, idempotency_key: str) -> bool:
+        """Whether a job has this key."""
+        query = select(JobRow.id).where(JobRow.idempotency_key == idempotency_key)
+        with self.database.read() as connection:
+            return connection.execute(query).one_or_none() is not None
+
     def counts(self, batch: str | None = None) -> dict[str, dict[str, int]]:
         """Numbers of jobs: {"state": {...}, "stop_reason": {...}}."""
         counted: dict[str, dict[str, int]] = {}
@@ -233,9 +250,9 @@ class Store:
         return counted
 
     def tokens(self, batch: str | None = None) -> tuple[int, int]:
-        """Sums of prompt tokens and completion tokens over finished jobs."""
+        """Sums of prompt tokens that were read and completion tokens over finished jobs."""
         query = select(
-            func.coalesce(func.sum(JobRow.prompt_tokens), 0),
+            tokens_read(),
             func.coalesce(func.sum(JobRow.completion_tokens), 0),
         )
         if batch is not None:

@@ -1,17 +1,13 @@
 """Results on disk while a batch runs: rows appended as they finish, put in order at the end."""
 
-import csv
-import json
 from collections.abc import Iterable
 from datetime import datetime, timedelta
-from pathlib import Path
 from typing import Self
 
 from jobs.batch_store import BatchStore, Finished
 from jobs.batches import Batch
-from jobs.batchfile import FileFormat, ResultFile
-from jobs.contract import Job, JobState
-from jobs.errors import BatchFileError
+from jobs.batchfile import Destination, FileFormat, ResultFile
+from jobs.contract import JobState
 from jobs.result_files import output_row, write_in_order
 from jobs.store import Selection, Store, chunked
 
@@ -19,37 +15,27 @@ _COMMIT_LAG = timedelta(seconds=5)  # a row may become visible this much later t
 
 
 class ResultStream:
-    """The result file and the error file of a batch that runs.
+    """The result file and the error file of a batch that runs, into two destinations that were vetted.
 
     Results that a file has from an earlier run are kept, and a row that a crash cut in two is removed.
-    Parquet cannot grow: then there is nothing on disk before `finish`. `overwrite`: begin anew, whatever is
-    there.
+    Parquet cannot grow: then there is nothing on disk before `finish`.
 
-    Raises BatchFileError where a file cannot be written or belongs to something else.
+    Raises BatchFileError where a file cannot be written.
     """
 
-    def __init__(
-        self, batch: Batch, store: BatchStore, results: Path, errors: Path, *, overwrite: bool = False
-    ) -> None:
+    def __init__(self, batch: Batch, store: BatchStore, results: Destination, errors: Destination) -> None:
         self._batch = batch
         self._batches = store
         self._jobs = Store(store.database)
-        self._paths = (results, errors)
+        self._destinations = (results, errors)
         self._seen = bytearray()  # one byte a row: is it on the disk?
         self._since: datetime | None = None
         self._files: tuple[ResultFile, ResultFile] | None = None
         if batch.format is FileFormat.PARQUET:
             return
-        append = not overwrite and results.exists() and results.stat().st_size > 0
-        if append:
-            self._check_ours(results)
-        # Few rows and quickly written; and one that failed may have been retried since.
-        self._files = (
-            ResultFile(results, batch.format, append=append),
-            ResultFile(errors, batch.format, errors=True),
-        )
-        if append:
-            there = self._files[0].ids()
+        # Errors are few rows and quickly written; and one that failed may have been retried since.
+        self._files = (results.grow(), errors.grow(anew=True))
+        if there := self._files[0].ids():
             for row in store.finished_since(batch.name, None):
                 if row.job_id in there:
                     self._is_new(row)
@@ -69,8 +55,12 @@ class ResultStream:
     def finish(self) -> tuple[int, int]:
         """Write both files anew, in the order of the input: (results, errors)."""
         self.close()
-        results, errors = self._paths
-        return write_in_order(self._batch, results), write_in_order(self._batch, errors, errors=True)
+        results, errors = self._destinations
+        form = self._batch.format
+        return (
+            write_in_order(results, self._batch.results(), form),
+            write_in_order(errors, self._batch.errors(), form, errors=True),
+        )
 
     def close(self) -> None:
         """Leave the files as they are."""
@@ -103,25 +93,3 @@ class ResultStream:
                 self._files[errors].write(output_row(job, self._batch.format, errors=errors))
                 written += 1
         return written
-
-    def _check_ours(self, path: Path) -> None:
-        """Refuse to touch a file whose first row is none of this batch."""
-        job = self._first_job(path)
-        if job is None or job.batch != self._batch.name:
-            raise BatchFileError(
-                f"{path}: is there already, and is not of batch {self._batch.name!r}: name another file, "
-                "remove this one, or give --overwrite"
-            )
-
-    def _first_job(self, path: Path) -> Job | None:
-        try:
-            with path.open(encoding="utf-8", newline="") as file:
-                first = (
-                    next(csv.DictReader(file))
-                    if self._batch.format is FileFormat.CSV
-                    else json.loads(next(file))
-                )
-            found = self._jobs.find(Selection(ids=[str(first["id"])]))
-        except (StopIteration, ValueError, KeyError, TypeError):
-            return None
-        return found[0] if found else None

@@ -12,9 +12,9 @@ from typing import Any
 from jobs.announcing import Announcer
 from jobs.batch_status import BatchRecord
 from jobs.batch_store import BatchStore
-from jobs.batchfile import InputRow, RowCode, RowError
+from jobs.batchfile import InputFile, InputRow, RowCode, RowError, rows_from
 from jobs.contract import GenerationParams, JobState, StopReason
-from jobs.errors import InvalidRequestError
+from jobs.errors import BatchFileError, InvalidRequestError
 from jobs.grouping import characters, grouped
 from jobs.ids import IdSource
 from jobs.requests import OPTIONS, PARAMETERS, Options, build_row
@@ -51,18 +51,42 @@ class Submission:
         self._ids = IdSource()
 
     def run(
-        self, rows: Iterable[InputRow], store: BatchStore, announcer: Announcer, on_rows: OnRows | None = None
+        self,
+        source: InputFile | Iterable[Any],
+        store: BatchStore,
+        announcer: Announcer,
+        on_rows: OnRows | None = None,
     ) -> int:
         """Enter all rows that are not there yet, announce them, and mark the batch as complete.
 
-        Returns the number of rows of the file.
+        Returns the number of rows of the file. Raises BatchFileError where it cannot be read, or changes
+        meanwhile: then the batch is not complete, and all rows in it are of the file as it was at first.
         """
+        if not isinstance(source, InputFile):
+            return self._enter(rows_from(source), store, announcer, on_rows)
+        try:
+            return self._enter(source.rows(), store, announcer, on_rows, source)
+        except BatchFileError as error:
+            if source.changed():  # which explains whatever was wrong with it
+                raise self._changed(source) from error
+            raise
+
+    def _enter(
+        self,
+        rows: Iterable[InputRow],
+        store: BatchStore,
+        announcer: Announcer,
+        on_rows: OnRows | None,
+        source: InputFile | None = None,
+    ) -> int:
         name = self._record.name
         last = store.last_row(name)
         read = 0
         announcing = True
         for group in grouped(rows, lambda row: characters(row.prompt)):
             read += len(group)
+            if source is not None and source.changed():
+                raise self._changed(source)  # these rows may be of the new file
             now = store.database.now()
             jobs = [self._job(row, now, announcing) for row in group if row.number > last]
             if jobs and store.insert_rows(name, jobs):
@@ -70,8 +94,18 @@ class Submission:
                 announcing = announcing and announcer.announce(_to_announce(jobs))
             if on_rows is not None:
                 on_rows(read)
+        if source is not None and source.changed(self._record.fingerprint):
+            raise self._changed(source)
         store.complete(name, read)
         return read
+
+    def _changed(self, source: InputFile) -> BatchFileError:
+        name = self._record.name
+        return BatchFileError(
+            f"{source.path}: changed while it was submitted, so batch {name!r} is not complete; its rows are "
+            "of the file as it was: submit that once more, or delete the batch "
+            f"(nightmill batch cancel {name}, nightmill batch delete {name}) and submit the file as it is now"
+        )
 
     def _job(self, row: InputRow, now: datetime, announcing: bool) -> dict[str, Any]:
         """The row of `jobs`. All have the same keys, so that they go into one statement."""

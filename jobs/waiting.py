@@ -1,7 +1,11 @@
-"""Waiting for jobs, and reading results as they come, by polling the table."""
+"""Waiting for jobs, and reading results as they come, by polling the table.
+
+How to wait is said once, as steps: a step is a job, or a number of seconds to pause before the next one. Who
+takes the steps sleeps as it sees fit: `time.sleep` here, `asyncio.sleep` in `jobs.aio`.
+"""
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from datetime import datetime, timedelta
 from typing import Literal
 
@@ -26,14 +30,27 @@ class Waiting:
 
     def wait(self, jobs: str | Iterable[str] | None, batch: str | None, timeout: float | None) -> None:
         """Return when all are final; raises WaitTimeoutError, JobNotFoundError."""
-        give_up_at = _deadline(timeout)
-        for selection in self._selections(jobs, batch):
-            self._wait_for(selection, give_up_at)
+        for pause in self.steps_to_end(jobs, batch, timeout):
+            time.sleep(pause)
 
     def results(
         self, jobs: Iterable[str] | None, batch: str | None, order: Order, wait: bool, timeout: float | None
     ) -> Iterator[Job]:
         """Final jobs, one by one; raises WaitTimeoutError, JobNotFoundError."""
+        return _slept(self.steps_to_results(jobs, batch, order, wait, timeout))
+
+    def steps_to_end(
+        self, jobs: str | Iterable[str] | None, batch: str | None, timeout: float | None
+    ) -> Iterator[float]:
+        """The pauses of `wait`."""
+        give_up_at = _deadline(timeout)
+        for selection in self._selections(jobs, batch):
+            yield from self._wait_for(selection, give_up_at)
+
+    def steps_to_results(
+        self, jobs: Iterable[str] | None, batch: str | None, order: Order, wait: bool, timeout: float | None
+    ) -> Iterator[Job | float]:
+        """The jobs and pauses of `results`."""
         if order not in ("enqueued", "finished"):
             raise InvalidParameterError(
                 f"order: must be 'enqueued' or 'finished' (got {order!r})", field="order"
@@ -55,13 +72,14 @@ class Waiting:
                 raise JobNotFoundError(f"there is no job {missing[0]!r}")
             yield Selection(ids=chunk)
 
-    def _wait_for(self, selection: Selection, give_up_at: float | None) -> None:
+    def _wait_for(self, selection: Selection, give_up_at: float | None) -> Iterator[float]:
         pause = _FIRST_POLL
         while left := self._store.count_unfinished(selection):
-            pause = self._pause(pause, give_up_at, left)
+            pause = yield from self._pause(pause, give_up_at, left)
 
     @staticmethod
-    def _pause(pause: float, give_up_at: float | None, left: int) -> float:
+    def _pause(pause: float, give_up_at: float | None, left: int) -> Generator[float, None, float]:
+        """One pause; returns how long the next one is."""
         if give_up_at is not None:
             remaining = give_up_at - time.monotonic()
             if remaining <= 0:
@@ -70,15 +88,15 @@ class Waiting:
                     said = f"{left:,} jobs are not finished in the time given; they go on"
                 raise WaitTimeoutError(said)
             pause = min(pause, remaining)
-        time.sleep(pause)
+        yield pause
         return min(max(pause, _FIRST_POLL) * 1.5, _SLOWEST_POLL)
 
     def _as_enqueued(
         self, ids: Sequence[str] | None, batch: str | None, wait: bool, give_up_at: float | None
-    ) -> Iterator[Job]:
+    ) -> Iterator[Job | float]:
         for selection in self._pages(ids, batch):
             if wait:
-                self._wait_for(selection, give_up_at)
+                yield from self._wait_for(selection, give_up_at)
             found = {job.id: job for job in self._store.find(selection)}
             for job_id in selection.ids or ():
                 job = found.get(job_id)
@@ -125,7 +143,7 @@ class Waiting:
 
     def _as_they_finish(
         self, ids: Sequence[str] | None, batch: str | None, wait: bool, give_up_at: float | None
-    ) -> Iterator[Job]:
+    ) -> Iterator[Job | float]:
         selections = list(self._selections(ids, batch))
         seen: set[str] = set()
         pause = _FIRST_POLL
@@ -142,7 +160,7 @@ class Waiting:
             if left == 0 or not wait:
                 return
             since = (self._store.database.now() - _COMMIT_LAG, "")
-            pause = self._pause(pause, give_up_at, left)
+            pause = yield from self._pause(pause, give_up_at, left)
 
     def _newly_finished(self, selection: Selection, since: tuple[datetime, str] | None) -> Iterator[Job]:
         while page := self._store.finished_since(selection, since, CHUNK):
@@ -150,6 +168,14 @@ class Waiting:
             last = page[-1]
             assert last.finished_at is not None
             since = (last.finished_at, last.id)
+
+
+def _slept(steps: Iterator[Job | float]) -> Iterator[Job]:
+    for step in steps:
+        if isinstance(step, Job):
+            yield step
+        else:
+            time.sleep(step)
 
 
 def _deadline(timeout: float | None) -> float | None:

@@ -11,7 +11,7 @@ PAGES = (
     ROOT / "docs" / "first-night.md",
     ROOT / "docs" / "running-for-months.md",
     ROOT / "docs" / "reading-results-with-sql.md",
-    *(ROOT / "docs" / f"{name}.md" for name in ("file-formats", "settings", "architecture")),
+    *(ROOT / "docs" / f"{name}.md" for name in ("file-formats", "settings", "models", "architecture")),
 )
 """In the order in which a newcomer meets them; every page of docs/ is one of these."""
 _BLOCK = re.compile(

@@ -168,7 +168,8 @@ def _look_at_model(settings: Settings) -> str:
 
     model = load_model(settings)
     config = model.config
-    chat = "with a chat template" if not isinstance(model.chat, str) else "without a chat template"
+    model.close()
+    chat = f"plain prompts only ({model.chat})" if isinstance(model.chat, str) else "with a chat template"
     return (
         f"{model.name}: {config.architecture}, {config.layers} layers of width {config.width}, FFN "
         f"{config.ffn_width}, {config.heads} heads on {config.kv_heads} KV heads of {config.head_dim}, "

@@ -1,6 +1,7 @@
 """From settings to an engine: opens the model file, picks a runner, sizes its memory."""
 
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -8,11 +9,11 @@ from threadpoolctl import threadpool_limits
 
 from jobs.claims import Claim
 from jobs.contract import Prompt
-from jobs.errors import ChatTemplateError, SettingsError
+from jobs.errors import ChatTemplateError, NightmillError, SettingsError
 from jobs.settings import Settings
 from worker.engine.engine import Engine, EngineStats
 from worker.engine.probing import probe
-from worker.model.chat import ChatTemplate
+from worker.model.chat import ChatTemplate, Limits
 from worker.model.config import ModelConfig
 from worker.model.gguf_file import GgufFile
 from worker.model.tokenizer import TextStream, Tokenizer
@@ -51,15 +52,61 @@ class LoadedModel(OpenModel):
 
     def tokenize(self, claim: Claim) -> tuple[int, ...]:
         """The token ids of a claimed job. Raises ChatTemplateError where a chat cannot be rendered."""
-        return self.encode((claim.prompt or "") if claim.messages is None else claim.messages)
+        ids = self.tokenize_all([claim])[0]
+        if isinstance(ids, NightmillError):
+            raise ids
+        return ids
+
+    def tokenize_all(self, claims: Sequence[Claim]) -> list[tuple[int, ...] | NightmillError]:
+        """For each claimed job its token ids, or why it has none: a ChatTemplateError, InvalidPromptError.
+
+        Raises RunnerError where the process that renders chats cannot be started, which is no job's fault.
+        """
+        return self.encode_all([_prompt_of(claim) for claim in claims])
 
     def encode(self, prompt: Prompt) -> tuple[int, ...]:
-        """A prompt's token ids. Raises ChatTemplateError where a chat cannot be rendered."""
-        if isinstance(prompt, str):
-            return tuple(self.tokenizer.encode(prompt))
-        if isinstance(self.chat, str):
-            raise ChatTemplateError(self.chat)
-        return tuple(self.chat.encode(prompt))
+        """A prompt's token ids. Raises what `encode_all` would answer."""
+        ids = self.encode_all([prompt])[0]
+        if isinstance(ids, NightmillError):
+            raise ids
+        return ids
+
+    def encode_all(self, prompts: Sequence[Prompt]) -> list[tuple[int, ...] | NightmillError]:
+        """As `tokenize_all`, for plain texts and chats."""
+        texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+        chats = [prompt for prompt in prompts if not isinstance(prompt, str) and _is_chat(prompt)]
+        of_texts = iter(
+            self.tokenizer.encode_each([self.tokenizer.split(text, special=False) for text in texts])
+        )
+        of_chats = iter(
+            [ChatTemplateError(self.chat)] * len(chats)
+            if isinstance(self.chat, str)
+            else self.chat.encode_all(chats)
+        )
+        answers: list[tuple[int, ...] | NightmillError] = []
+        for prompt in prompts:
+            if isinstance(prompt, str) or _is_chat(prompt):
+                ids = next(of_texts if isinstance(prompt, str) else of_chats)
+                answers.append(ids if isinstance(ids, NightmillError) else tuple(ids))
+            else:
+                answers.append(ChatTemplateError("the messages are not a list of objects"))
+        return answers
+
+    def close(self) -> None:
+        """End the process that renders chats. It ends by itself when this process does."""
+        if not isinstance(self.chat, str):
+            self.chat.close()
+
+
+def _prompt_of(claim: Claim) -> Prompt:
+    if claim.messages is None:
+        return claim.prompt or ""
+    return claim.messages if isinstance(claim.messages, list) else [claim.messages]  # which is no chat
+
+
+def _is_chat(messages: object) -> bool:
+    """Whether a row's messages are what every client stores."""
+    return isinstance(messages, Sequence) and all(isinstance(message, Mapping) for message in messages)
 
 
 def open_model(settings: Settings) -> OpenModel:
@@ -73,14 +120,18 @@ def load_model(settings: Settings) -> LoadedModel:
     path = _model_path(settings)
     file = GgufFile.open(path)
     tokenizer = Tokenizer.from_gguf(file)
+    config = ModelConfig.from_gguf(file)
+    # No text of more bytes fits the context.
+    fitting = config.context_length * max(len(token.encode()) for token in tokenizer.vocabulary.tokens)
+    limits = Limits(answer_bytes=min(fitting, Limits.answer_bytes))
     try:
-        chat: ChatTemplate | str = ChatTemplate.from_gguf(file, tokenizer)
+        chat: ChatTemplate | str = ChatTemplate.from_gguf(file, tokenizer, limits)
     except ChatTemplateError as error:  # plain prompts work without one
         chat = str(error)
     return LoadedModel(
         name=settings.model_name or name_of(path),
         file=file,
-        config=ModelConfig.from_gguf(file),
+        config=config,
         vocabulary=tokenizer.vocabulary,
         tokenizer=tokenizer,
         chat=chat,
@@ -170,6 +221,7 @@ def build_engine(settings: Settings, model: OpenModel) -> Engine:
         text_stream=lambda: TextStream(vocabulary, strip_space=False),  # an answer continues its prompt
         eos_ids=vocabulary.eos_ids,
         context_length=context,
+        model_context=model.config.context_length,
         max_sequences=sequences,
         token_budget=token_budget,
         prefix_sharing=settings.prefix_sharing,

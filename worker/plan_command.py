@@ -160,6 +160,7 @@ def _make(
                     vocab=model.config.vocab,
                     context=context_length(settings, model.config),
                     block_size=BLOCK_SIZE,
+                    model_context=model.config.context_length,
                     pages=None if engine is None else engine.stats.pages,
                 ),
                 model=model.name,
@@ -175,6 +176,7 @@ def _make(
                 on_measure=on_measure,
             )
     finally:
+        model.close()
         if engine is not None:
             engine.close()
 

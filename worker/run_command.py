@@ -9,8 +9,8 @@ from typing import Any, Self
 
 import click
 
-from jobs.batch_cli import EXIT_CODES, submit_file, when
-from jobs.batch_status import BatchStatus
+from jobs.batch_cli import EXIT_CODES, say_times, submit_file, when
+from jobs.batch_status import BatchRecord, BatchStatus
 from jobs.batches import Batch
 from jobs.batchfile import InputFile
 from jobs.cli_options import given, json_option, parameter_options
@@ -19,7 +19,7 @@ from jobs.errors import DatabaseUnreachableError, SettingsError
 from jobs.printable import printable
 from jobs.printing import describe_status, status_json
 from jobs.progress import BatchProgress
-from jobs.result_files import errors_path
+from jobs.result_files import destinations, errors_path, vet
 from jobs.settings import Settings
 from jobs.streaming import ResultStream
 from jobs.terminal import echo, echo_json
@@ -69,10 +69,10 @@ def run(
     \b
       nightmill run prompts.jsonl -o results.jsonl --model model.gguf
 
-    Rows are OpenAI batch rows, plain JSONL, CSV or Parquet; a bad one fails alone. A worker is started unless
-    one serves the model already. Results are appended to OUTPUT as they finish, and put in the order of FILE
-    at the end. Killed at any moment and run again, the same command goes on where it stood: rows that are
-    done are not done again.
+    Rows are OpenAI batch rows, plain JSONL, CSV or Parquet; a bad one fails alone. The model given here
+    answers every row, also one that names another. A worker is started unless one serves the model already.
+    Results are appended to OUTPUT as they finish, and put in the order of FILE at the end. Killed at any
+    moment and run again, the same command goes on where it stood: rows that are done are not done again.
 
     Ctrl-C once drains: running rows may finish, or go back to the queue. Twice hands them back at once.
 
@@ -101,7 +101,15 @@ def run(
     model = settings.model_name or name_of(settings.model)
     source = InputFile(file)
     _, ends = when(None, deadline)
-    with Client(settings) as client:
+    errors = errors or errors_path(output)
+    with Client(settings) as client, ExitStack() as stack:
+        store = client.batches.store
+        outputs = stack.enter_context(destinations(source, output, errors, overwrite=overwrite))
+
+        def vet_outputs(record: BatchRecord) -> None:
+            for each in outputs:
+                vet(each, store, record.name, record.fingerprint)
+
         batch = submit_file(
             client,
             source,
@@ -111,18 +119,17 @@ def run(
             deadline=ends,
             settings=given(options),
             check_model=lambda _: None,  # a worker for it is about to be started
+            before=vet_outputs,
         )
         if retry_failed:
             batch.retry_failed(deadline=ends)
-        errors = errors or errors_path(output)
-        with ExitStack() as stack:
-            keeper = WorkerKeeper(client, model)
-            stack.callback(keeper.close)
-            stream = ResultStream(batch, client.batches.store, output, errors, overwrite=overwrite)
-            stack.enter_context(stream)
-            status = _follow(batch, stream, keeper)
-            if status.state.final:
-                stream.finish()
+        say_times(batch.status(errors=False), None, ends)
+        keeper = WorkerKeeper(client, model)
+        stack.callback(keeper.close)
+        stream = stack.enter_context(ResultStream(batch, store, *outputs))
+        status = _follow(batch, stream, keeper)
+        if status.state.final:
+            stream.finish()
     if as_json:
         echo_json(status_json(status))
     else:

@@ -6,12 +6,14 @@
 A row without an error is one that `enqueue` accepts; a row with one is reported and the others go on.
 """
 
+from jobs.batchfile.destination import Destination
 from jobs.batchfile.inputs import InputFile, rows_from
 from jobs.batchfile.output import ResultFile
 from jobs.batchfile.results import error_row, result_row
 from jobs.batchfile.rows import FileFormat, InputRow, RowCode, RowError
 
 __all__ = [
+    "Destination",
     "FileFormat",
     "InputFile",
     "InputRow",

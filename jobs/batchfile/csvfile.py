@@ -131,16 +131,21 @@ def whole(value: float) -> int | float:
 
 def check_columns(columns: Sequence[str], label: str) -> None:
     """Refuse a table whose columns are not keys of plain rows: every row of it would be bad."""
-    known = ", ".join(sorted(ROW_KEYS))
+    if fault := column_fault(columns, ROW_KEYS):
+        raise BatchFileError(f"{label}: {fault}")
+
+
+def column_fault(columns: Sequence[str], keys: frozenset[str]) -> str | None:
+    """Why these cannot be the columns of prompts, where `keys` may be; None where they can."""
+    known = ", ".join(sorted(keys))
     if not {"prompt", "messages"} & set(columns):
-        raise BatchFileError(
-            f"{label}: has no column prompt or messages; the first line names the columns, known are {known}"
-        )
+        return f"has no column prompt or messages; known are {known}"
     for column in columns:
-        if column not in ROW_KEYS:
-            raise BatchFileError(
-                f"{label}: column {column!r} is not supported; remove it, or put it into metadata as JSON; "
+        if column not in keys:
+            return (
+                f"column {column!r} is not supported; remove it, or put it into metadata as JSON; "
                 f"known are {known}"
             )
         if columns.count(column) > 1:
-            raise BatchFileError(f"{label}: column {column!r} is there twice; remove one")
+            return f"column {column!r} is there twice; remove one"
+    return None

@@ -3,6 +3,7 @@
 import gzip
 import hashlib
 import io
+import os
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -41,6 +42,7 @@ class InputFile:
         self.path = Path(path)
         self._stream: BinaryIO | None = None
         self._position = 0
+        self._stamp: tuple[int, ...] | None = None  # when the fingerprint was taken
         with self._errors():
             if not self.path.is_file():
                 raise BatchFileError(f"{self.path}: is not a file" if self.path.exists() else self._absent())
@@ -68,7 +70,21 @@ class InputFile:
     def fingerprint(self) -> str:
         """The SHA-256 of the file's bytes, as hexadecimal digits."""
         with self._errors(), self.path.open("rb") as file:
+            self._stamp = _stamp(os.fstat(file.fileno()))
             return hashlib.file_digest(file, "sha256").hexdigest()
+
+    def changed(self, fingerprint: str | None = None) -> bool:
+        """Whether it is another file, size or time of change than when its fingerprint was taken.
+
+        With `fingerprint`: or other bytes, which takes reading it.
+        """
+        before = self._stamp
+        try:
+            if _stamp(self.path.stat()) != before:
+                return True
+        except OSError:
+            return True
+        return fingerprint is not None and (self.fingerprint() != fingerprint or self._stamp != before)
 
     @property
     def size(self) -> int:
@@ -144,6 +160,11 @@ class InputFile:
 
     def _absent(self) -> str:
         return f"{self.path}: there is no such file"
+
+
+def _stamp(found: os.stat_result) -> tuple[int, ...]:
+    """Another one wherever the file was written to; nobody can set the time of its last change back."""
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
 
 
 def rows_from(items: Iterable[Prompt | Mapping[str, Any]]) -> Iterator[InputRow]:

@@ -1,7 +1,8 @@
 """Result and error files: rows appended in groups, so that what is on disk after a crash is whole rows.
 
 JSONL and CSV grow as rows come; a last row that a crash cut in two is removed when the file is opened to be
-appended to. Parquet cannot grow, so it appears under its name when it is closed.
+appended to. Parquet cannot grow, and is a file only once it is closed. Which files may be written, and how
+one appears under its name when it is whole, is in `jobs.batchfile.destination`.
 """
 
 import csv
@@ -26,22 +27,29 @@ _GROUP = 64  # rows written at once
 class ResultFile:
     """A file of rows made by `result_row` or (`errors`) by `error_row`.
 
-    `append`: go on with a file that is there, in place of emptying it. Raises BatchFileError where it cannot
-    be written. As a context manager it is closed at the end; a Parquet file is left out after an exception.
+    `append`: go on with a file that is there, in place of emptying it. `label`: its name in errors. Raises
+    BatchFileError where it cannot be written. As a context manager it is closed at the end.
     """
 
     def __init__(
-        self, path: str | Path, format: FileFormat, *, errors: bool = False, append: bool = False
+        self,
+        path: str | Path,
+        format: FileFormat,
+        *,
+        errors: bool = False,
+        append: bool = False,
+        label: Path | None = None,
     ) -> None:
         self.path = Path(path)
+        self._label = label or self.path
         self.format = format
         self._columns = ERROR_COLUMNS if errors else RESULT_COLUMNS
         self._rows: list[JsonObject] = []
         self._parquet: ParquetWriter | None = None
         if format is FileFormat.PARQUET:
             if append:
-                raise BatchFileError(f"{self.path}: a Parquet file cannot be appended to; write it anew")
-            self._parquet = ParquetWriter(self.path, self._columns)
+                raise BatchFileError(f"{self._label}: a Parquet file cannot be appended to; write it anew")
+            self._parquet = ParquetWriter(self.path, self._columns, self._label)
             return
         with self._errors():
             self._file = self.path.open("r+b" if append and self.path.exists() else "w+b", buffering=0)
@@ -76,9 +84,15 @@ class ResultFile:
         else:
             lines = [json.dumps(row, ensure_ascii=False).encode() + b"\n" for row in rows]
         with self._errors():
+            whole = self._file.tell()
             left = memoryview(b"".join(lines))
-            while left:  # a write to a file may take a part only
-                left = left[self._file.write(left) :]
+            try:
+                while left:  # a write to a file may take a part only
+                    left = left[self._file.write(left) :]
+            except OSError:  # the disk is full, say: let the file end with a whole row
+                self._file.seek(whole)
+                self._file.truncate()
+                raise
 
     def close(self) -> None:
         """Write what is left, and wait until it is on the disk."""
@@ -90,6 +104,14 @@ class ResultFile:
             os.fsync(self._file.fileno())
             self._file.close()
 
+    def discard(self) -> None:
+        """Let go of a file that nobody will read: write nothing more."""
+        self._rows = []
+        if self._parquet is not None:
+            self._parquet.discard()
+        else:
+            self._file.close()
+
     def __enter__(self) -> Self:
         return self
 
@@ -97,7 +119,7 @@ class ResultFile:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if kind is not None and self._parquet is not None:
-            self._parquet.discard()
+            self.discard()
         else:
             self.close()
 
@@ -118,7 +140,7 @@ class ResultFile:
         try:
             yield
         except OSError as error:
-            raise BatchFileError(f"{self.path}: cannot be written: {error.strerror or error}") from error
+            raise BatchFileError(f"{self._label}: cannot be written: {error.strerror or error}") from error
 
 
 def _csv_line(cells: Iterable[object]) -> bytes:

@@ -1,7 +1,8 @@
 """Parquet in and out, with pyarrow, which is loaded when the first Parquet file is named."""
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -40,16 +41,17 @@ def _records(batch: Any) -> Iterator[JsonObject | RowError]:
     except UnicodeDecodeError:  # a text column may hold any bytes; look for the rows that do
         for index in range(len(batch)):
             try:
-                yield _values(batch.slice(index, 1).to_pylist()[0])
+                yield values_of(batch.slice(index, 1).to_pylist()[0])
             except UnicodeDecodeError:
                 yield RowError(
                     RowCode.INVALID_ENCODING.value, "holds bytes that are not UTF-8; write it anew"
                 )
         return
-    yield from map(_values, records)
+    yield from map(values_of, records)
 
 
-def _values(record: Mapping[str, Any]) -> JsonObject:
+def values_of(record: Mapping[str, Any]) -> JsonObject:
+    """The values of a table's row, by column; nulls are left out."""
     return {name: _value(name, value) for name, value in record.items() if value is not None}
 
 
@@ -58,6 +60,14 @@ def _value(name: str, value: Any) -> Any:
         return whole(value)  # a column of whole numbers with gaps is often stored as floating point
     if name == "custom_id" and isinstance(value, int):
         return str(value)
+    if name == "messages" and isinstance(value, list):
+        # Structs of one type have the keys of all of them.
+        return [
+            {key: part for key, part in message.items() if part is not None}
+            if isinstance(message, Mapping)
+            else message
+            for message in value
+        ]
     if name in JSON_COLUMNS and isinstance(value, str):
         try:
             return parse_value(value)
@@ -66,22 +76,37 @@ def _value(name: str, value: Any) -> Any:
     return value
 
 
-class ParquetWriter:
-    """Rows into a Parquet file that appears under its name when it is whole.
+def read_ids(path: Path, columns: Mapping[str, str]) -> Iterator[str] | None:
+    """The values of the column `id`; None where this is no Parquet file of exactly these columns."""
+    arrow, parquet = _pyarrow()
+    try:
+        with parquet.ParquetFile(path) as file:
+            if not file.schema_arrow.equals(_schema(arrow, columns)):
+                return None
+    except arrow.ArrowException:
+        return None
+    return _column(parquet, path, "id")
 
-    `columns` names them and their pyarrow types ("string", "int64").
+
+def _column(parquet: Any, path: Path, name: str) -> Iterator[Any]:
+    with parquet.ParquetFile(path) as file:
+        for batch in file.iter_batches(batch_size=_ROW_GROUP, columns=[name]):
+            yield from batch.column(0).to_pylist()
+
+
+class ParquetWriter:
+    """Rows into a Parquet file, which can be read once it is closed.
+
+    `columns` names them and their pyarrow types ("string", "int64"); `label` is the file's name in errors.
     """
 
-    def __init__(self, path: Path, columns: Mapping[str, str]) -> None:
+    def __init__(self, path: Path, columns: Mapping[str, str], label: Path) -> None:
         self._arrow, parquet = _pyarrow()
-        self._path = path
-        self._partial = path.with_name(path.name + ".partial")
-        self._schema = self._arrow.schema(
-            [(name, getattr(self._arrow, kind)()) for name, kind in columns.items()]
-        )
+        self._label = label
+        self._schema = _schema(self._arrow, columns)
         self._rows: list[JsonObject] = []
-        with _errors(self._arrow, path):
-            self._writer = parquet.ParquetWriter(self._partial, self._schema)
+        with _errors(self._arrow, label):
+            self._writer = parquet.ParquetWriter(path, self._schema)
 
     def write(self, rows: Sequence[JsonObject]) -> None:
         """Add rows."""
@@ -90,21 +115,25 @@ class ParquetWriter:
             self._write_group()
 
     def _write_group(self) -> None:
-        with _errors(self._arrow, self._path):
+        with _errors(self._arrow, self._label):
             self._writer.write_table(self._arrow.Table.from_pylist(self._rows, schema=self._schema))
         self._rows = []
 
     def close(self) -> None:
-        """Write the rest and give the file its name."""
+        """Write the rest."""
         self._write_group()
-        with _errors(self._arrow, self._path):
+        with _errors(self._arrow, self._label):
             self._writer.close()
-            self._partial.replace(self._path)
 
     def discard(self) -> None:
-        """Leave nothing behind."""
-        self._writer.close()
-        self._partial.unlink(missing_ok=True)
+        """Let go of the file, which nobody will read."""
+        with suppress(self._arrow.ArrowException, OSError):  # the disk may be full: that was said already
+            self._writer.close()
+        self._writer.is_open = False  # pyarrow would try once more, and complain on stderr
+
+
+def _schema(arrow: Any, columns: Mapping[str, str]) -> Any:
+    return arrow.schema([(name, getattr(arrow, kind)()) for name, kind in columns.items()])
 
 
 def _pyarrow() -> tuple[Any, Any]:
@@ -121,5 +150,6 @@ def _errors(arrow: Any, path: Path) -> Iterator[None]:
     try:
         yield
     except (arrow.ArrowException, OSError) as error:
-        said = str(error).partition("\n")[0]
+        known = error.errno if isinstance(error, OSError) else None  # a full disk is told with many words
+        said = os.strerror(known) if known else str(error).partition("\n")[0]
         raise BatchFileError(f"{path}: cannot be read or written as Parquet: {said}") from error

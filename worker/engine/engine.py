@@ -61,6 +61,7 @@ class Engine:
     context_length   most tokens a sequence may have, prompt included; the KV cache may allow fewer
     max_sequences    most sequences computed at once; at most `runner.slots`
     token_budget     most tokens computed in one step; at least `max_sequences`
+    model_context    most tokens that the model was made for, where known; what errors may advise
     prefix_sharing   compute equal beginnings of requests once, and keep such requests together
 
     Raises ValueError for limits that contradict each other.
@@ -69,6 +70,7 @@ class Engine:
     def __init__(
         self, runner: Runner, *, text_stream: NewTextStream, eos_ids: frozenset[int],
         context_length: int, max_sequences: int, token_budget: int, prefix_sharing: bool = True,
+        model_context: int | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:  # fmt: skip
         if max_sequences > runner.slots:
@@ -78,7 +80,9 @@ class Engine:
         self._runner = runner
         self._text_stream = text_stream
         self._eos_ids = eos_ids
-        self._limits = Limits(runner.vocab, context_length, runner.block_size, runner.kv_blocks)
+        self._limits = Limits(
+            runner.vocab, context_length, runner.block_size, runner.kv_blocks, model_context
+        )
         self._clock = clock
         self._pool = BlockPool(runner.kv_blocks, runner.block_size)
         self._scheduler = Scheduler(

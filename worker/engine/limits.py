@@ -14,6 +14,8 @@ class Limits:
     block_size: int
     pages: int | None = None
     """Pages of the KV cache."""
+    model_context: int | None = None
+    """Most tokens that the model was made for, where that is known: more cannot be advised."""
 
     @property
     def cache_context(self) -> int:
@@ -42,11 +44,18 @@ class Limits:
         if len(prompt) >= self.context:
             return (
                 f"the prompt has {len(prompt)} tokens; this worker's context holds {self.context}, of which "
-                "at least one must be left for the answer: shorten it or start the worker with "
-                f"--context {len(prompt) + max_tokens}, if the model allows it"
+                f"at least one must be left for the answer: shorten it{self._longer(len(prompt), max_tokens)}"
             )
         return (
             f"the prompt has {len(prompt)} tokens; this worker's KV cache holds {self.cache_context} "
             f"({self.pages} pages of {self.block_size}), of which at least one must be left for "
             "the answer: shorten it or give the worker more memory for its KV cache"
         )
+
+    def _longer(self, prompt: int, max_tokens: int) -> str:
+        """Advice for more context, where the model has it."""
+        if self.model_context is None:
+            return f" or start the worker with --context {prompt + max_tokens}, if the model allows it"
+        if prompt >= self.model_context:
+            return f", the model itself was made for {self.model_context}"
+        return f" or start the worker with --context {min(prompt + max_tokens, self.model_context)}"

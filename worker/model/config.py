@@ -180,8 +180,11 @@ def _same_in_all_layers(file: GgufFile, key: str, layers: int) -> int | None:
     """A size that may be given once or per layer; None where the key lacks."""
     if not file.is_array(key):
         return file.integer(key, minimum=1, maximum=_MAX_SIZE, default=None)
-    sizes = set(file.integers(key))
-    if len(sizes) != 1 or file.count(key) != layers:
+    given = file.integers(key)
+    if len(given) != layers:
+        file.fail(f"{key}: has {len(given)} entries for {layers} layers")
+    sizes = set(given)
+    if len(sizes) != 1:
         file.fail(f"{key}: layers of different sizes are not supported")
     value = sizes.pop()
     if not 1 <= value <= _MAX_SIZE:

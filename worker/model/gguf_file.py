@@ -235,8 +235,7 @@ class GgufFile:
 
     def _array(self, key: str, items: set[GGUFValueType], wanted: str, default: Any) -> Value | None:
         value = self._scalar(key, {GGUFValueType.ARRAY}, wanted, default)
-        # An empty array says nothing about its items that could matter.
-        if value is not None and value.item not in items and value.count:
+        if value is not None and value.item not in items:
             item = value.item.name if value.item is not None else "nothing"
             self.fail(f"{key}: is an array of {item}, expected {wanted}")
         return value

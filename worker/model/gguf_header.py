@@ -20,7 +20,6 @@ MAX_KEYS: Final = 1 << 16
 MAX_TENSORS: Final = 1 << 20
 MAX_ITEMS: Final = 1 << 24  # of one array; the largest vocabularies have 2**18 tokens
 MAX_NAME: Final = 1 << 16  # bytes of a key or tensor name
-MAX_DEPTH: Final = 4  # arrays within arrays
 MAX_ELEMENTS: Final = 1 << 62
 
 SCALAR_FORMATS: Final = {
@@ -136,14 +135,16 @@ class HeaderWalk:
 
     def _value(self, key: str) -> Value:
         kind = self._value_type(key)
-        if kind is GGUFValueType.ARRAY:
-            item = self._value_type(key)
-            count = self._u64(f"{key}: the array's length")
-            value = Value(kind, self._at, item, count)
-            self._skip_items(item, count, key, depth=1)
+        if kind is not GGUFValueType.ARRAY:
+            value = Value(kind, self._at)
+            self._skip_items(kind, 1, key)
             return value
-        value = Value(kind, self._at)
-        self._skip_items(kind, 1, key, depth=0)
+        item = self._value_type(key)
+        if item is GGUFValueType.ARRAY:  # llama.cpp refuses them, too
+            self._fail(f"{key}: is an array of arrays, which no supported model has")
+        count = self._u64(f"{key}: the array's length")
+        value = Value(kind, self._at, item, count)
+        self._skip_items(item, count, key)
         return value
 
     def _value_type(self, key: str) -> GGUFValueType:
@@ -153,22 +154,15 @@ class HeaderWalk:
         except ValueError:
             return self._fail(f"{key}: unknown value type {number}; the file is damaged here or before")
 
-    def _skip_items(self, item: GGUFValueType, count: int, key: str, depth: int) -> None:
-        if depth > MAX_DEPTH:
-            self._fail(f"{key}: arrays are nested more than {MAX_DEPTH} deep")
+    def _skip_items(self, item: GGUFValueType, count: int, key: str) -> None:
         scalar = SCALAR_FORMATS.get(item)
-        smallest = struct.calcsize(f"<{scalar}") if scalar else 8 if item is GGUFValueType.STRING else 12
+        smallest = struct.calcsize(f"<{scalar}") if scalar else 8
         if count > MAX_ITEMS or count * smallest > self._size - self._at:
             self._fail(f"{key}: claims {count} items, which do not fit in the file (truncated or damaged)")
         if scalar:
             self._at += count * smallest
-        elif item is GGUFValueType.STRING:
-            self._skip_strings(count, key)
         else:
-            for _ in range(count):
-                inner = self._value_type(key)
-                inner_count = self._u64(f"{key}: the array's length")
-                self._skip_items(inner, inner_count, key, depth + 1)
+            self._skip_strings(count, key)
 
     def _skip_strings(self, count: int, key: str) -> None:
         # Vocabularies have some 300,000 strings: a tight loop over locals, 0.1 s instead of 0.4.
@@ -263,7 +257,7 @@ class HeaderWalk:
 
 
 def _what_is(head: bytes) -> str:
-    """Guess what a file that is not GGUF is, with what to do about it."""
+    """Guess what a file that is not a GGUF file is, with what to do about it."""
     for magic, description in _OTHER_FORMATS:
         if head.lstrip().startswith(magic) or head.startswith(magic):
             return f"it is {description}"

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Final, Self
 
 import tokenizers
-from tokenizers import models, pre_tokenizers
+from tokenizers import models, normalizers, pre_tokenizers
 
 from jobs.errors import InvalidPromptError, ModelFileError
 from worker.model.gguf_file import GgufFile
@@ -34,8 +34,9 @@ PRE_TOKENIZERS: Final[dict[str, tuple[str, ...]]] = {
     "smollm": (r"\p{N}", _GPT2),
 }
 _SPACE: Final = "\u2581"
-_MAX_PIECE: Final = 1024  # characters; every way to split a piece is tried
-_UTF8_BYTES: Final = [byte for byte in range(256) if byte not in (0xC0, 0xC1) and byte < 0xF5]
+MAX_SQUARES: Final = 1 << 26
+"""Every way to split a SentencePiece token is tried, which costs the square of its length: this is the most
+that the squares may add up to. Llama 2's 32,000 tokens have 2**20; Qwen2's 151,936 would have 2**23."""
 
 Piece = str | int  # ordinary text, or the id of a token that stands by itself
 
@@ -138,6 +139,17 @@ class Tokenizer:
             results.append(ids)
         return results
 
+    def encode_each(
+        self, prompts: Sequence[Sequence[Piece]], *, add_bos: bool | None = None
+    ) -> list[list[int] | InvalidPromptError]:
+        """`encode_pieces`, where a text that is not valid Unicode fails its own prompt alone."""
+        try:
+            return list(self.encode_pieces(prompts, add_bos=add_bos))
+        except InvalidPromptError as error:
+            if len(prompts) == 1:
+                return [error]
+            return [self.encode_each([pieces], add_bos=add_bos)[0] for pieces in prompts]
+
     def _spelt(self, pieces: Sequence[Piece]) -> Iterable[str]:
         """The ordinary texts of a prompt as the engine wants them."""
         after_text = False
@@ -211,12 +223,18 @@ def _byte_level_engine(file: GgufFile, vocabulary: Vocabulary) -> tuple[tokenize
             "Where an old file lacks the key, set it with gguf-new-metadata --pre-tokenizer"
         )
     ordinary = vocabulary.ordinary()
-    alphabet = byte_alphabet()
-    for byte in _UTF8_BYTES:
-        if alphabet[byte] not in ordinary:
-            file.fail(f"tokenizer.ggml.tokens: has no token for byte 0x{byte:02X} ({alphabet[byte]!r})")
+    # Real vocabularies lack bytes that never occurred in training (SmolLM2's 0x04 and others). The engine
+    # leaves such a byte out, and so does llama.cpp: llm_tokenizer_bpe looks up the bytes of a symbol that is
+    # no token, and skips those that are none either. The unknown token would be worse: it is often a
+    # control token (SmolLM2's is <|endoftext|>), which text must not form.
+    if not any(char in ordinary for char in byte_alphabet().values()):
+        file.fail("tokenizer.ggml.tokens: has no token for any single byte, as a gpt2 vocabulary has")
     llama3 = patterns is _LLAMA3
     engine = _engine(file, ordinary, _merges(file, vocabulary, ordinary), ignore_merges=llama3)
+    if patterns is _QWEN2:
+        # Qwen's own tokenizers normalise, so the models have seen composed characters only; llama.cpp does
+        # not, and gives such a model "e" and an accent where its training had "é".
+        engine.normalizer = normalizers.NFC()
     split: list[Any] = [pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated") for pattern in patterns]
     engine.pre_tokenizer = pre_tokenizers.Sequence(
         [*split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
@@ -253,13 +271,18 @@ def _sentencepiece_engine(file: GgufFile, vocabulary: Vocabulary) -> tokenizers.
     for byte in range(256):
         if f"<0x{byte:02X}>" not in ordinary:
             file.fail(f"tokenizer.ggml.tokens: has no token <0x{byte:02X}> for byte {byte}")
+    squares = sum(len(piece) ** 2 for piece in ordinary)
+    if squares > MAX_SQUARES:
+        file.fail(
+            f"tokenizer.ggml.tokens: the squares of the tokens' lengths add up to {squares:,}, "
+            f"more than {MAX_SQUARES:,}: there are too many long ones"
+        )
     ranked: list[tuple[float, int, int, str, str]] = []
+    one = {piece: piece for piece in ordinary}  # so that the merges hold no texts of their own
     for piece, index in ordinary.items():
-        if len(piece) > _MAX_PIECE:
-            file.fail(f"tokenizer.ggml.tokens: token {index} has {len(piece)} characters")
         for cut in range(1, len(piece)):
-            left, right = piece[:cut], piece[cut:]
-            if left in ordinary and right in ordinary:
+            left, right = one.get(piece[:cut]), one.get(piece[cut:])
+            if left and right:
                 ranked.append((-scores[index], -len(left), -len(right), left, right))
     ranked.sort(key=lambda merge: merge[:3])
     return _engine(file, ordinary, [merge[3:] for merge in ranked], byte_fallback=True)

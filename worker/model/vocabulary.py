@@ -34,9 +34,13 @@ END_OF_TURN: Final = frozenset(
 )
 """Texts of control tokens that end an answer, whatever the metadata says (after llama.cpp's list)."""
 
+MAX_SPECIAL: Final = 1 << 18
+"""Characters of all control and user-defined tokens, which are looked for in every text (Llama 3: 7,498)."""
+
 _SPACE: Final = "\u2581"  # SentencePiece's visible space
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _MARKUP = re.compile(r"<\S+>|\[\S+\]")
+_SPECIAL = (TokenType.CONTROL, TokenType.UNKNOWN, TokenType.USER_DEFINED)
 _SILENT = (TokenType.CONTROL, TokenType.UNKNOWN, TokenType.UNUSED)
 
 
@@ -92,6 +96,12 @@ class Vocabulary:
                 kinds[index] = TokenType.CONTROL
         for index in ends if bos_id is None else ends | {bos_id}:
             kinds[index] = TokenType.CONTROL
+        special = sum(len(text) for text, kind in zip(tokens, kinds, strict=True) if kind in _SPECIAL)
+        if special > MAX_SPECIAL:
+            file.fail(
+                f"tokenizer.ggml.token_type: control and user-defined tokens have {special:,} characters in "
+                f"all, more than {MAX_SPECIAL:,}"
+            )
         ends |= {
             index
             for index, text in enumerate(tokens)

@@ -26,8 +26,8 @@ def describe_plan(plan: Plan) -> Iterator[str]:
         yield f"  {count:>10,}  {code}"
     for name, count in plan.other_models.items():
         yield (
-            f"note: {count:,} rows ask for model {name!r}, this file is served as {plan.model!r}: "
-            f"start the worker with --name {name}, or those rows wait for another"
+            f"note: {count:,} rows ask for model {name!r}: nightmill run answers them with {plan.model!r} "
+            f"all the same, nightmill batch submit with --model {plan.model}; without, they wait for {name!r}"
         )
     if found.cut:
         yield (

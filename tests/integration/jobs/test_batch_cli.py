@@ -95,6 +95,35 @@ def test_submit_keeps_every_option_and_says_what_it_understood(
     assert again.exit_code == 0 and cli_client.get_batch("night").record == record
 
 
+def test_submitting_again_prints_the_times_that_hold(run: Run, cli_client: Client, file: Path) -> None:
+    submit = ("batch", "submit", file, "--name", "night")
+    first = run(*submit, "--at", "2h", "--deadline", "2031-01-01T06:00")
+    assert first.stderr.splitlines()[1] == "deadline 2031-01-01 06:00:00 CET"
+    again = run(*submit, "--at", "3h", "--deadline", "2031-01-01T06:00")
+    begins = first.stderr.splitlines()[0]
+    assert again.stderr.splitlines() == [
+        f"{begins}, as it was submitted at first",
+        "deadline 2031-01-01 06:00:00 CET",
+    ]
+    assert run("batch", "submit", file, "--name", "no times").stderr == ""
+    late = run("batch", "submit", file, "--name", "no times", "--deadline", "1h")
+    assert late.stderr == "deadline none, as it was submitted at first\n"
+
+
+def test_submit_exits_like_watch_where_nothing_is_left_to_run(
+    run: Run, cli_client: Client, file: Path, tmp_path: Path
+) -> None:
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text('{"prompt": 1}\n{"prompt": 2}\n')
+    refused = run("batch", "submit", bad, "--name", "bad")
+    assert (refused.exit_code, refused.stdout.splitlines()[0]) == (4, "bad: failed")
+    assert refused.stdout.endswith("Next: nightmill batch errors bad -o FILE\n")
+    assert run("batch", "submit", bad, "--name", "bad", "--json").exit_code == 4
+    assert run("batch", "submit", file, "--name", "night").exit_code == 0
+    finish(cli_client, "night")
+    assert run("batch", "submit", file, "--name", "night").exit_code == 3
+
+
 def test_status_list_and_watch_tell_people_and_programs_the_same(
     run: Run, cli_client: Client, file: Path
 ) -> None:
@@ -219,6 +248,10 @@ def test_prune_deletes_only_what_is_old_enough(run: Run, cli_client: Client, fil
             ["batch", "submit", "FILE", "--at", "3h", "--deadline", "2000-01-01T00:00Z"],
             "deadline: 2000-01-01",
         ),
+        (
+            ["batch", "submit", "FILE", "--deadline", "2000-01-01T00:00Z"],
+            "deadline: 2000-01-01T00:00:00+00:00 has passed (it is 2",
+        ),
     ],
 )
 def test_an_error_is_one_line_and_exit_code_1(
@@ -247,9 +280,12 @@ def test_every_command_of_a_batch_explains_itself(run: Run) -> None:
         assert "Usage:" in result.stdout and "--json" in result.stdout
 
 
-def test_expired_rows_show_in_the_status(run: Run, cli_client: Client, file: Path) -> None:
-    run("batch", "submit", file, "--name", "night", "--deadline", "0s")
-    assert Sweep(cli_client.database).expire() == 2
+def test_expired_rows_show_in_the_status(
+    run: Run, cli_client: Client, sqlite_settings: Settings, file: Path
+) -> None:
+    run("batch", "submit", file, "--name", "night", "--deadline", "1h")
+    with Client(sqlite_settings, clock=lambda: datetime.now(UTC) + timedelta(hours=2)) as later:
+        assert Sweep(later.database).expire() == 2
     assert run("batch", "status", "night").stdout.startswith("night: expired\n")
 
 

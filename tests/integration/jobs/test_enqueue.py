@@ -294,6 +294,27 @@ def test_a_conflict_in_the_middle_keeps_what_came_before_and_says_so(client: Cli
 # -- models, deadlines, schedules ----------------------------------------------------------------
 
 
+def test_a_deadline_that_has_passed_is_refused(sqlite_client: Client, clock: Clock) -> None:
+    dawn = clock() + timedelta(hours=8)
+    kept = sqlite_client.enqueue("prompt", deadline=dawn, idempotency_key="k")
+    sqlite_client.cancel(kept)
+    clock.advance(9 * 3600)
+    for deadline in (dawn, timedelta(0), timedelta(seconds=-1)):
+        for call in (
+            lambda: sqlite_client.enqueue("prompt", deadline=deadline),  # noqa: B023
+            lambda: sqlite_client.enqueue("prompt", deadline=deadline, idempotency_key="new"),  # noqa: B023
+            lambda: sqlite_client.retry(kept, deadline=deadline),  # noqa: B023
+        ):
+            with pytest.raises(
+                InvalidParameterError, match=r"^deadline: .* has passed \(it is .*: give a later"
+            ):
+                call()
+    with pytest.raises(InvalidParameterError, match=r"^item 1: deadline: .* \(1 jobs before it are queued\)"):
+        sqlite_client.enqueue_many(["a", {"prompt": "b", "deadline": dawn}])
+    # a second enqueue with the key of a job that was in time returns that
+    assert sqlite_client.enqueue("prompt", deadline=dawn, idempotency_key="k") == kept
+
+
 def test_a_model_nobody_serves_is_refused_with_a_suggestion(client: Client) -> None:
     early = client.enqueue("before any worker was seen, every name may be right", model="qwne")
     Claims(client.database, "a" * 32).register("host", 1, "qwen2.5-0.5b", None)

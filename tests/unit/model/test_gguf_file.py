@@ -5,8 +5,9 @@ import struct
 import subprocess
 import sys
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +16,8 @@ from gguf.quants import dequantize, quantize
 
 from jobs.errors import ChatTemplateError, ModelFileError
 from tests.ggufs import write_model
-from worker.model.chat import ChatTemplate
+from worker.model.chat import ChatTemplate, template
+from worker.model.chat.renderer import Limits, Renderer
 from worker.model.config import ModelConfig
 from worker.model.gguf_file import GgufFile
 from worker.model.tokenizer import Tokenizer
@@ -91,7 +93,10 @@ FAULTS: dict[str, tuple[bytes, str]] = {
         gguf([key("a.b", ARRAY, u32(STRING) + u64(2) + u64(2**63) + u64(2**63))]),
         "a.b: string 1 of 2 lies past the end",
     ),
-    "nested arrays": (gguf([key("a.b", ARRAY, (u32(ARRAY) + u64(1)) * 9)]), "a.b: arrays are nested more"),
+    "nested arrays": (
+        gguf([key("a.b", ARRAY, u32(ARRAY) + u64(1 << 20) + (u32(U32) + u64(0)) * (1 << 20))]),
+        "a.b: is an array of arrays, which no supported model has",
+    ),
     "alignment": (gguf([key("general.alignment", U32, u32(24))]), "general.alignment: 24 is not a power of"),
     "alignment type": (gguf([key("general.alignment", STRING, text("8"))]), "general.alignment: is STRING"),
     "alignment zero": (gguf([key("general.alignment", U32, u32(0))]), "general.alignment: 0 is not a power"),
@@ -167,6 +172,24 @@ def test_truncation_anywhere_is_a_model_file_error(tiny: Path, tmp_path: Path) -
             GgufFile.open(path)
 
 
+@pytest.fixture
+def shared_renderers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """One process for all templates of the same text: they are many, and few are damaged."""
+    made: dict[str, Renderer] = {}
+
+    def renderer(source: str, variables: Mapping[str, Any], limits: Limits, label: str) -> Renderer:
+        key = f"{source} {variables}"
+        if key not in made:
+            made[key] = Renderer(source, variables, limits, label)
+        return made[key]
+
+    monkeypatch.setattr(template, "Renderer", renderer)
+    yield
+    for one in made.values():
+        one.close()
+
+
+@pytest.mark.usefixtures("shared_renderers")
 @pytest.mark.parametrize("seed", range(4))
 def test_flipped_bytes_give_a_model_or_a_model_file_error(seed: int, tiny: Path, tmp_path: Path) -> None:
     rng = random.Random(seed)
@@ -201,7 +224,7 @@ def with_values(tmp_path: Path) -> GgufFile:
         key("is", ARRAY, u32(I32) + u64(2) + struct.pack("<ii", -1, 7)),
         key("fs", ARRAY, u32(F32) + u64(2) + struct.pack("<ff", 1.5, float("inf"))),
         key("none", ARRAY, u32(F32) + u64(0)),
-        key("nested", ARRAY, u32(ARRAY) + u64(1) + u32(U32) + u64(1) + u32(3)),
+        key("no_texts", ARRAY, u32(STRING) + u64(0)),
     ]
     return opened(tmp_path / "values.gguf", gguf(keys))
 
@@ -217,7 +240,8 @@ def test_getters_return_typed_values(tmp_path: Path) -> None:
     assert file.strings("ss") == ["a", "ü"]
     assert file.integers("is") == [-1, 7]
     assert file.numbers("is") == [-1.0, 7.0]
-    assert file.strings("none") == []
+    assert file.numbers("none") == []
+    assert file.strings("no_texts") == []
     assert file.count("ss") == 2
     assert file.integer("absent", default=None) is None
     assert file.strings("absent", default=[]) == []
@@ -240,13 +264,52 @@ def test_getters_return_typed_values(tmp_path: Path) -> None:
         (lambda file: file.strings("is"), "is: is an array of INT32, expected an array of strings"),
         (lambda file: file.integers("s"), "s: is STRING, expected an array of integers"),
         (lambda file: file.numbers("fs"), "fs: item 1 is not a finite number"),
-        (lambda file: file.integers("nested"), "nested: is an array of ARRAY"),
+        (lambda file: file.integers("no_texts"), "no_texts: is an array of STRING, expected an array of int"),
+        (lambda file: file.numbers("no_texts"), "no_texts: is an array of STRING, expected an array of numb"),
+        (lambda file: file.strings("none"), "none: is an array of FLOAT32, expected an array of strings"),
         (lambda file: file.array("t"), "tensor t: is missing"),
     ],
 )
 def test_wrong_values_are_named(get: Callable[[GgufFile], object], message: str, tmp_path: Path) -> None:
     with pytest.raises(ModelFileError, match=message):
         get(with_values(tmp_path))
+
+
+READ_AS_ARRAYS = {
+    "llama.attention.head_count": (STRING, F32, BOOL),
+    "llama.attention.head_count_kv": (STRING, F32, BOOL),
+    "llama.feed_forward_length": (STRING, F32, BOOL),
+    "tokenizer.ggml.tokens": (U32, F32, BOOL),
+    "tokenizer.ggml.token_type": (STRING, F32, BOOL),
+    "tokenizer.ggml.merges": (U32, F32, BOOL),
+    "tokenizer.ggml.scores": (STRING, BOOL),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "item"), [(name, item) for name in READ_AS_ARRAYS for item in READ_AS_ARRAYS[name]]
+)
+def test_empty_array_of_another_type_is_refused_by_key(name: str, item: int, tmp_path: Path) -> None:
+    tokens = ["A", "<0x41>"] if "scores" not in name else [f"<0x{byte:02X}>" for byte in range(256)]
+    values = {
+        "general.architecture": key("general.architecture", STRING, text("llama")),
+        "llama.block_count": key("llama.block_count", U32, u32(1)),
+        "llama.embedding_length": key("llama.embedding_length", U32, u32(32)),
+        "llama.attention.head_count": key("llama.attention.head_count", U32, u32(1)),
+        "tokenizer.ggml.model": key(
+            "tokenizer.ggml.model", STRING, text("llama" if "scores" in name else "gpt2")
+        ),
+        "tokenizer.ggml.pre": key("tokenizer.ggml.pre", STRING, text("smollm")),
+        "tokenizer.ggml.tokens": key(
+            "tokenizer.ggml.tokens", ARRAY, u32(STRING) + u64(len(tokens)) + b"".join(map(text, tokens))
+        ),
+        name: key(name, ARRAY, u32(item) + u64(0)),
+    }
+    names = ["blk.0.ffn_up.weight", "token_embd.weight"]
+    tensors = [tensor(name, (1, 32), offset=128 * index) for index, name in enumerate(names)]
+    file = opened(tmp_path / "m.gguf", gguf(list(values.values()), tensors))
+    with pytest.raises(ModelFileError, match=rf"m\.gguf: {name}: is an array of \w+, expected an array of"):
+        ModelConfig.from_gguf(file) if name.startswith("llama.") else Tokenizer.from_gguf(file)
 
 
 @pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q5_1"])

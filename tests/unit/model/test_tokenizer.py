@@ -1,5 +1,6 @@
 """Ids match the models' own tokenizers, decoding never halves a character, text never becomes control."""
 
+import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -8,12 +9,17 @@ import pytest
 from gguf import TokenType
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers.normalizers import NFC
 
 from jobs.errors import InvalidPromptError, ModelFileError
 from tests.ggufs import CONTROL, TestVocabulary, byte_vocabulary, sentencepiece_vocabulary, write_model
 from tests.unit.model.conftest import real_tokenizer
+from worker.model import gguf_header
+from worker.model.chat.renderer import MAX_SOURCE, Limits
+from worker.model.chat.shield import Shield
 from worker.model.gguf_file import GgufFile
-from worker.model.tokenizer import Tokenizer
+from worker.model.tokenizer import MAX_SQUARES, Tokenizer
+from worker.model.vocabulary import MAX_SPECIAL
 
 VOCABULARIES = {"bytes": byte_vocabulary(), "spm": sentencepiece_vocabulary()}
 
@@ -82,7 +88,9 @@ def test_every_aliased_pre_tokenizer_groups_digits_as_its_model_does(tmp_path: P
 @settings(max_examples=150, deadline=None)
 @given(st.text(st.characters(exclude_categories=["Cs"])))
 def test_decoding_gives_the_text_back(either: Tokenizer, text: str) -> None:
-    assert either.decode(either.encode(text, add_bos=False)) == text
+    # A byte-level vocabulary is written as Qwen2's here, whose texts are normalised.
+    expected = NFC().normalize_str(text) if either.vocabulary.byte_level else text
+    assert either.decode(either.encode(text, add_bos=False)) == expected
 
 
 CONTROLISH = st.lists(
@@ -210,11 +218,85 @@ def test_faulty_vocabulary_is_refused_by_key(options: dict[str, Any], message: s
         tokenizer_of(tmp_path, byte_vocabulary(), metadata=options)
 
 
-def test_missing_bytes_and_scores_are_refused_by_key(tmp_path: Path) -> None:
+@pytest.mark.parametrize("pre", ["smollm", "qwen2", "llama-bpe"])
+def test_bytes_that_the_vocabulary_lacks_are_left_out(pre: str, tmp_path: Path) -> None:
+    # As SmolLM2's vocabulary, which has no 0x04, and whose unknown token is a control token.
     lacking = byte_vocabulary()
-    lacking.tokens[0x41] = "replaced"
-    with pytest.raises(ModelFileError, match=r"tokenizer.ggml.tokens: has no token for byte 0x41 \('A'\)"):
-        tokenizer_of(tmp_path, lacking)
+    for byte in (0x04, 0xC3):
+        lacking.tokens[byte] = f"replaced {byte}"
+    unknown = {"tokenizer.ggml.unknown_token_id": lacking.id("<|endoftext|>")}
+    tokenizer = tokenizer_of(tmp_path, lacking, pre=pre, metadata=unknown)
+    assert tokenizer.encode("hello\x04 world", add_bos=False) == tokenizer.encode(
+        "hello world", add_bos=False
+    )
+    assert tokenizer.encode("\x04", add_bos=False) == []
+    assert tokenizer.encode("é", add_bos=False) == [0xA9]  # what is left of C3 A9, as llama.cpp does
+
+
+def test_qwen_prompts_are_normalised_as_in_training_and_others_are_not(tmp_path: Path) -> None:
+    composed, decomposed = "caf\u00e9 \uac00", "cafe\u0301 \u1100\u1161"
+    for pre, normalises in {
+        "qwen2": True,
+        "deepseek-r1-qwen": True,
+        "llama-bpe": False,
+        "smollm": False,
+    }.items():
+        tokenizer = tokenizer_of(tmp_path, byte_vocabulary(), pre=pre)
+        assert (tokenizer.encode(composed) == tokenizer.encode(decomposed)) is normalises
+        assert tokenizer.decode(tokenizer.encode(decomposed)) == (composed if normalises else decomposed)
+    pieces = tokenizer_of(tmp_path, sentencepiece_vocabulary())
+    assert pieces.decode(pieces.encode(decomposed)) == decomposed
+
+
+def test_memory_for_a_vocabulary_is_proportional_to_it(tmp_path: Path) -> None:
+    """Long tokens cost no more than their length, or are refused; limits are those of docs/models.md."""
+
+    def peak(vocabulary: TestVocabulary) -> int:
+        path = write_model(tmp_path / "m.gguf", layers=1, vocabulary=vocabulary)
+        with GgufFile.open(path) as file:
+            tracemalloc.start()
+            try:
+                Shield(Tokenizer.from_gguf(file).markers)
+                return tracemalloc.get_traced_memory()[1]
+            finally:
+                tracemalloc.stop()
+
+    def runs(longest: int) -> TestVocabulary:
+        pieces = sentencepiece_vocabulary()
+        tokens = [*pieces.tokens, *("\u2581" * length for length in range(2, longest + 1))]
+        more = [0.0] * (len(tokens) - len(pieces.tokens))
+        kinds = [*pieces.types, *([int(TokenType.NORMAL)] * len(more))]
+        return TestVocabulary("llama", tokens, kinds, scores=[*(pieces.scores or []), *more])
+
+    usual = peak(byte_vocabulary())
+    one_long = byte_vocabulary(extra=[("<" + "a" * 20_000 + ">", TokenType.CONTROL)])
+    assert peak(one_long) < usual + 20_000 * 500
+    with pytest.raises(ModelFileError, match="user-defined tokens have 300,048 characters"):
+        peak(byte_vocabulary(extra=[("<" + "a" * 300_000 + ">", TokenType.CONTROL)]))
+    assert peak(runs(128)) < peak(runs(2)) + 128**2 // 2 * 400
+    with pytest.raises(ModelFileError, match="the squares of the tokens' lengths add up to 358,"):
+        peak(runs(1024))
+
+
+def test_limits_are_those_that_are_documented() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "models.md").read_text()
+    bounds = (
+        gguf_header.MAX_KEYS, gguf_header.MAX_NAME, gguf_header.MAX_ITEMS, gguf_header.MAX_TENSORS,
+        MAX_SPECIAL, MAX_SQUARES, MAX_SOURCE,
+    )  # fmt: skip
+    rows = [line.split("|")[2].strip() for line in page.splitlines() if line.startswith("| ")]
+    assert [row for row in rows if row[0].isdigit()] == [f"{bound:,}" for bound in bounds]
+    limits = Limits()
+    assert f"with {limits.memory >> 20} MiB of memory, {limits.render_seconds:g} s of processor" in page
+    assert f"and {limits.seconds_per_byte * 1e6:g} s more for each megabyte" in page
+    assert f"and {limits.compile_seconds:g} s to" in page
+
+
+def test_missing_byte_tokens_and_scores_are_refused_by_key(tmp_path: Path) -> None:
+    words = byte_vocabulary()
+    words.tokens[:256] = [f"word {number}" for number in range(256)]
+    with pytest.raises(ModelFileError, match=r"tokenizer.ggml.tokens: has no token for any single byte"):
+        tokenizer_of(tmp_path, words)
     pieces = sentencepiece_vocabulary()
     with pytest.raises(ModelFileError, match=r"tokenizer.ggml.scores: has 1 entries for \d+ tokens"):
         tokenizer_of(tmp_path, pieces, metadata={"tokenizer.ggml.scores": [0.5]})

@@ -124,7 +124,8 @@ def test_on_a_terminal_the_first_bad_rows_are_shown_and_all_are_counted(night: P
     assert lines[21] == "  ... and 5 more: --json lists all"
     assert lines[22].split() == ["25", "unsupported_field"]
     text = "\n".join(lines[23:])
-    assert "rows ask for model 'other', this file is served as 'demo'" in text
+    assert "rows ask for model 'other': nightmill run answers them with 'demo' all the same, " in text
+    assert "nightmill batch submit with --model demo; without, they wait for 'other'" in text
     assert "prompt tokens  5," in text
     assert "(at most 11,000)" in text
     assert "DOES NOT FIT, by " in text

@@ -68,6 +68,18 @@ def test_bad_rows_end_with_three(plan: Plan, tmp_path: Path) -> None:
     assert "no estimate" in done.output
 
 
+def test_a_row_that_no_context_of_this_model_holds_gets_no_advice_to_make_it_longer(
+    plan: Plan, tmp_path: Path
+) -> None:
+    long = chat("long", messages=[{"role": "user", "content": "rain and snow " * 2000}])
+    path = write_lines(tmp_path / "in.jsonl", [long])
+    for measuring in (["--no-measure"], []):
+        done = plan(str(path), "--context", "64", *measuring, "--json")
+        (bad,) = json.loads(done.stdout)["bad"]
+        assert "shorten it, the model itself was made for " in bad["message"]
+        assert "--context" not in bad["message"]
+
+
 def test_too_few_rows_for_an_estimate_are_said_to_be(plan: Plan, tmp_path: Path) -> None:
     path = write_lines(tmp_path / "in.jsonl", haiku(1))
     done = plan(str(path), "--deadline", "8h")

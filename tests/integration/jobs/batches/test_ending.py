@@ -65,6 +65,37 @@ def test_at_the_deadline_running_rows_keep_their_text_and_waiting_rows_expire(
     assert status.errors[0].rows == 6 and status.errors[0].message.startswith("the deadline passed before")
 
 
+def test_tokens_of_prompts_that_were_refused_are_not_counted_as_read(
+    client: Client, worker: Claims, file: Path
+) -> None:
+    batch = client.submit_batch(file, name="night")
+    rows = jobs_of(batch)
+    reasons = {1: StopReason.EOS, 2: StopReason.ERROR, 3: StopReason.DEADLINE, 5: StopReason.DEADLINE}
+    drawn = {1: 0, 2: 0, 3: 0, 5: 2}  # the third waited until it was over, the fifth has half an answer
+    for claim in worker.claim([rows[number].id for number in reasons]):
+        row = int(claim.prompt.removeprefix("prompt ")) if isinstance(claim.prompt, str) else 0
+        worker.finish([Outcome(claim.job_id, claim.attempt, reasons[row], "t", 10**row, drawn[row])])
+    assert batch.status().prompt_tokens == 10**1 + 10**5
+    assert client.stats()["prompt_tokens"] == client.stats("night")["prompt_tokens"] == 10**1 + 10**5
+    assert client.get(rows[2].id).prompt_tokens == 10**2  # but the job says how long its prompt was
+
+
+def test_an_ended_batch_has_one_speed_wherever_it_is_told(
+    client: Client, worker: Claims, file: Path, clock: Clock, capfd: pytest.CaptureFixture[str]
+) -> None:
+    batch = client.submit_batch(file, name="night")
+    rows = [job for job in jobs_of(batch).values() if not job.state.final]
+    for job in rows:
+        (claim,) = worker.claim([job.id])
+        clock.advance(10)
+        worker.finish([Outcome(claim.job_id, claim.attempt, StopReason.EOS, "t", 3, 70)])
+    clock.advance(30)  # in the last minute there was less of it
+    assert batch.status().tokens_per_second == 7.0
+    assert batch.status(errors=False).tokens_per_second is None  # not one of the last minute
+    assert batch.wait(progress=True).tokens_per_second == 7.0
+    assert "7 tokens/s" in capfd.readouterr().err
+
+
 def test_retry_takes_up_only_what_lacks_a_result_and_could_have_one(
     client: Client, worker: Claims, file: Path, clock: Clock
 ) -> None:

@@ -206,6 +206,25 @@ def test_a_file_that_is_missing_and_bad_keywords_are_errors_before_anything_is_k
         client.get_batch("night")
 
 
+def test_a_deadline_that_has_passed_is_refused_unless_the_batch_is_there(
+    client: Client, file: Path, clock: Clock
+) -> None:
+    past = clock() - timedelta(seconds=1)
+    for deadline in (past, timedelta(0), timedelta(seconds=-1)):
+        with pytest.raises(
+            InvalidParameterError, match=r"^deadline: 202.* has passed \(it is .*\): give a lat"
+        ):
+            client.submit_batch(file, name="night", deadline=deadline)
+    assert client.list_batches() == []
+    dawn = clock() + timedelta(hours=8)
+    batch = client.submit_batch(file, name="night", deadline=dawn)
+    clock.advance(9 * 3600)
+    again = client.submit_batch(file, name="night", deadline=dawn)  # the same command, after dawn
+    assert jobs_of(again) == jobs_of(batch)
+    with pytest.raises(InvalidParameterError, match="has passed"):
+        batch.retry_failed(deadline=dawn)
+
+
 def test_results_and_errors_come_in_the_order_of_the_file(
     client: Client, worker: Claims, file: Path, clock: Clock
 ) -> None:

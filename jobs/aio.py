@@ -1,0 +1,106 @@
+"""The functions of `jobs` for asyncio: SQL runs in threads, and no thread is held while a job is waited for.
+
+    from jobs import aio
+
+    job_id = await aio.enqueue("Write a haiku about rain", max_tokens=64)
+    await aio.wait(job_id, timeout=60)
+    async for job in aio.results(batch="tonight"):
+        print(job.custom_id, job.text)
+
+Arguments, results and errors are those of `jobs`. An `await` that is cancelled stops waiting at once; a
+statement that was on its way is still carried out, so that a job may have been queued. For a `Client` or
+`Batch` of your own: `await asyncio.to_thread(batch.status)`. For a transaction of your own, with SQLAlchemy's
+AsyncSession: `await session.run_sync(lambda own: jobs.enqueue("...", session=own))`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator
+from functools import wraps
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+
+import jobs as _jobs
+from jobs.contract import Job
+from jobs.errors import InvalidParameterError
+
+if TYPE_CHECKING:
+    from jobs.waiting import Order
+
+__all__ = [
+    "enqueue",
+    "enqueue_many",
+    "get",
+    "wait",
+    "results",
+    "submit_batch",
+    "get_batch",
+    "list_batches",
+    "cancel",
+    "cancel_batch",
+    "retry",
+    "list_jobs",
+    "stats",
+]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _threaded(function: Callable[P, R]) -> Callable[P, Coroutine[Any, Any, R]]:
+    @wraps(function)
+    async def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        if kwargs.get("session") is not None:
+            raise InvalidParameterError(
+                "session: belongs to the thread that uses it; call "
+                "`await session.run_sync(lambda own: jobs.enqueue(..., session=own))`",
+                field="session",
+            )
+        return await asyncio.to_thread(function, *args, **kwargs)
+
+    return call
+
+
+enqueue = _threaded(_jobs.enqueue)
+enqueue_many = _threaded(_jobs.enqueue_many)
+submit_batch = _threaded(_jobs.submit_batch)
+get_batch = _threaded(_jobs.get_batch)
+list_batches = _threaded(_jobs.list_batches)
+get = _threaded(_jobs.get)
+cancel = _threaded(_jobs.cancel)
+cancel_batch = _threaded(_jobs.cancel_batch)
+retry = _threaded(_jobs.retry)
+list_jobs = _threaded(_jobs.list_jobs)
+stats = _threaded(_jobs.stats)
+
+
+async def wait(
+    jobs: str | Iterable[str] | None = None, *, batch: str | None = None, timeout: float | None = None
+) -> None:
+    """Return when the jobs (an id, ids, or a batch) are all final; raises WaitTimeoutError."""
+    client = await asyncio.to_thread(_jobs.default_client)
+    async for _ in _driven(client.waiting.steps_to_end(jobs, batch, timeout)):
+        pass
+
+
+async def results(
+    jobs: Iterable[str] | None = None,
+    *,
+    batch: str | None = None,
+    order: Order = "enqueued",
+    wait: bool = True,
+    timeout: float | None = None,
+) -> AsyncIterator[Job]:
+    """Finished jobs, one by one, in the order of enqueueing or as they finish. See Client.results."""
+    client = await asyncio.to_thread(_jobs.default_client)
+    async for job in _driven(client.waiting.steps_to_results(jobs, batch, order, wait, timeout)):
+        yield job
+
+
+async def _driven(steps: Iterator[Job | float]) -> AsyncIterator[Job]:
+    """The jobs among these steps; a number of seconds is slept, here and not in a thread."""
+    while (step := await asyncio.to_thread(next, steps, None)) is not None:
+        if isinstance(step, Job):
+            yield step
+        else:
+            await asyncio.sleep(step)

@@ -1,0 +1,24 @@
+"""Advice on a prompt that does not fit is advice that can be followed."""
+
+import pytest
+
+from worker.engine.limits import Limits
+
+
+@pytest.mark.parametrize(
+    ("model_context", "prompt", "advice"),
+    [
+        (None, 64, "shorten it or start the worker with --context 164, if the model allows it"),
+        (4096, 64, "shorten it or start the worker with --context 164"),
+        (128, 64, "shorten it or start the worker with --context 128"),  # not 164, which it would refuse
+        (65, 64, "shorten it or start the worker with --context 65"),
+        (64, 64, "shorten it, the model itself was made for 64"),
+        (128, 500, "shorten it, the model itself was made for 128"),
+    ],
+)
+def test_no_more_context_is_advised_than_the_model_has(
+    model_context: int | None, prompt: int, advice: str
+) -> None:
+    limits = Limits(vocab=9, context=64, block_size=16, model_context=model_context)
+    fault = limits.fault((0,) * prompt, 100)
+    assert fault is not None and fault.endswith(f"must be left for the answer: {advice}")

@@ -1,0 +1,90 @@
+"""What a claimed job holds becomes token ids, or an error of that job alone."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jobs.claims import Claim
+from jobs.contract import GenerationParams
+from jobs.errors import ChatTemplateError, InvalidPromptError
+from jobs.settings import Settings
+from tests.ggufs import CHATML, write_model
+from worker.loading import LoadedModel, load_model
+
+
+def loaded(path: Path, template: str | None) -> LoadedModel:
+    return load_model(Settings(model=write_model(path / "model.gguf", layers=1, chat_template=template)))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoadedModel]:
+    model = loaded(tmp_path_factory.mktemp("model"), CHATML)
+    yield model
+    model.close()
+
+
+def claim(prompt: str | None = None, messages: Any = None) -> Claim:
+    return Claim("id", 1, prompt, messages, GenerationParams(seed=1), priority=5, deadline_at=None)
+
+
+DEPTHS = (10, *range(200, 1100, 50), 100_000)
+
+
+def nested(depth: int) -> Any:
+    value: Any = 1
+    for _ in range(depth):
+        value = {"a": value}
+    return value
+
+
+def test_claims_are_answered_in_order_and_each_for_itself(model: LoadedModel) -> None:
+    chat = [{"role": "user", "content": "hello"}]
+    claims = [
+        claim("hello world"),
+        claim(messages=chat),
+        claim("\udc80"),
+        claim(messages=[{"content": "no role"}]),
+        claim(),
+        claim(messages="no list"),
+        claim(messages=["no object"]),
+        claim(messages=7),
+        claim("<|im_end|>"),
+        claim(messages=chat),
+        *(claim(messages=[{"role": "user", "content": "hello", "more": nested(depth)}]) for depth in DEPTHS),
+        claim(messages=chat),
+    ]
+    answers = model.tokenize_all(claims)
+    assert answers[0] == model.encode("hello world") == tuple(model.tokenizer.encode("hello world"))
+    assert answers[1] == answers[9] == model.encode(chat)
+    assert answers[-1] == answers[1]
+    deep = answers[10:-1]
+    assert deep[0] == answers[1]
+    assert all(answer == answers[1] or isinstance(answer, ChatTemplateError) for answer in deep)
+    assert isinstance(deep[-1], ChatTemplateError)
+    assert answers[4] == ()
+    assert answers[8] == model.encode("<|im_end|>")
+    assert isinstance(answers[2], InvalidPromptError)
+    assert [isinstance(answers[index], ChatTemplateError) for index in (3, 5, 6, 7)] == [True] * 4
+    assert model.tokenize(claims[0]) == answers[0]
+    assert model.tokenize_all([]) == []
+
+
+@pytest.mark.parametrize("template", [None, "{% for %}", "{{ 'x' * 10**12 }}"])
+def test_plain_prompts_need_no_template_that_works(template: str | None, tmp_path: Path) -> None:
+    model = loaded(tmp_path, template)
+    chat, plain = model.tokenize_all([claim(messages=[{"role": "user", "content": "hello"}]), claim("hello")])
+    assert isinstance(chat, ChatTemplateError)
+    assert "tokenizer.chat_template: " in str(chat)
+    assert plain == tuple(model.tokenizer.encode("hello"))
+    with pytest.raises(ChatTemplateError, match="chat_template"):
+        model.encode([{"role": "user", "content": "hello"}])
+
+
+def test_a_closed_model_has_no_process_left(tmp_path: Path) -> None:
+    model = loaded(tmp_path, CHATML)
+    assert not isinstance(model.chat, str)
+    assert model.chat.pid is not None
+    model.close()
+    assert model.chat.pid is None

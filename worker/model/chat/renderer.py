@@ -1,0 +1,313 @@
+"""The handle on the process that renders chat templates: starts, asks and ends it, and says who was to blame.
+
+A chat at which the process dies or overstays is answered by a ChatTemplateError; a new process renders the
+others. Threads take turns in the order in which they came, and a thread's turn ends with such a loss: so the
+chats of other threads wait for one hostile chat of each thread before them, whatever else those bring.
+"""
+
+import json
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import jinja2
+import markupsafe
+
+from jobs.errors import ChatTemplateError, RunnerError
+
+PROGRAM: Final = Path(__file__).with_name("renderer_process.py")
+MAX_SOURCE: Final = 1 << 20  # characters of a template
+_GROUP_BYTES: Final = 1 << 20  # sent at once, and more only where a single chat has more
+_MAX_ERROR: Final = 1000  # characters of an error's text: it is stored with the job
+_TRIES: Final = 2  # for what ends without an answer, and nothing says that it was to blame
+_PAUSE: Final = 0.2  # seconds before a process that could not be started is tried again
+_DYING: Final = 5.0  # seconds that a process may take to end once its end of the socket is closed
+
+_FIRST_CHAT: Final = {"messages": [{"role": "user", "content": "Hello"}], "add_generation_prompt": True}
+_LENGTH = struct.Struct("<I")
+_ANSWER = struct.Struct("<cI")
+_TEXT, _REFUSED, _EXHAUSTED = b"T", b"R", b"X"
+# Anybody may kill a process (the kernel, where memory is short); these a process brings upon itself.
+_CRASHES: Final = {signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.SIGFPE}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What a template may use. The text of 100 words takes 0.0001 s; the process itself has 20 MB."""
+
+    memory: int = 512 << 20  # bytes of address space
+    compile_seconds: float = 2.0  # of processor time
+    render_seconds: float = 0.25  # of processor time for a chat, and
+    seconds_per_byte: float = 1e-6  # for each byte of its messages
+    wall_seconds: float = 20.0  # for an answer, beside four times the processor time that it may take
+    answer_bytes: int = 1 << 24  # of text for a chat, beside four times the bytes of its messages
+
+
+class Renderer:
+    """One template in a process of its own. Safe to use from several threads."""
+
+    def __init__(self, source: str, variables: Mapping[str, Any], limits: Limits, label: str) -> None:
+        """Start the process, compile the template and try it on a chat that every model understands.
+
+        `variables`: for every chat. `label`: what errors call the template. Raises ChatTemplateError where
+        the template cannot be compiled, or ends its process even so; RunnerError where none can be started.
+        """
+        self._limits = limits
+        self._label = label
+        self._turns = _Turns()
+        self._child: _Child | None = None
+        if len(source) > MAX_SOURCE:
+            raise ChatTemplateError(
+                f"{label}: the template has {len(source):,} characters, more than {MAX_SOURCE:,}"
+            )
+        self._begin = json.dumps({"template": source, "variables": variables, **asdict(limits)}).encode()
+        for last in (*[False] * (_TRIES - 1), True):
+            try:
+                self._child = self._start()
+                list(self._ask([json.dumps(_FIRST_CHAT).encode()]))
+                return
+            except _LostError as lost:
+                self._drop()
+                if last or lost.convicts:
+                    raise ChatTemplateError(f"{label}: {lost}") from lost
+
+    def render_all(self, chats: Sequence[Mapping[str, Any]]) -> list[str | ChatTemplateError]:
+        """The text of each chat (the template's variables), or why it has none.
+
+        Raises RunnerError where the process cannot be started.
+        """
+        lines: list[bytes | ChatTemplateError] = [self._line(chat) for chat in chats]
+        answers = iter(self._answers([line for line in lines if isinstance(line, bytes)]))
+        return [next(answers) if isinstance(line, bytes) else line for line in lines]
+
+    def close(self) -> None:
+        """End the process. It also ends when this one does."""
+        with self._turns.mine():
+            self._drop()
+
+    @property
+    def pid(self) -> int | None:
+        """The process, where it runs."""
+        return None if self._child is None else self._child.pid
+
+    def _line(self, chat: Mapping[str, Any]) -> bytes | ChatTemplateError:
+        try:
+            return json.dumps(chat, default=dict).encode()
+        except (TypeError, ValueError, RecursionError) as error:
+            return ChatTemplateError(f"the messages cannot be given to the model's chat template: {error}")
+
+    def _answers(self, lines: Sequence[bytes]) -> list[str | ChatTemplateError]:
+        answers: list[str | ChatTemplateError] = []
+        losses = 0
+        while len(answers) < len(lines):
+            with self._turns.mine():
+                try:
+                    for answer in self._ask(list(_group(lines[len(answers) :]))):
+                        answers.append(answer)
+                        losses = 0
+                except _LostError as lost:
+                    self._drop()
+                    losses += 1
+                    if lost.convicts or losses == _TRIES:
+                        answers.append(ChatTemplateError(f"{self._label}: {lost}"))
+                        losses = 0
+                except BaseException:  # or the next chats would get the answers to these
+                    self._drop()
+                    raise
+        return answers
+
+    def _ask(self, lines: Sequence[bytes]) -> Iterator[str | ChatTemplateError]:
+        """Answers in order, as many as the process gives; raises _LostError at the first that it does not."""
+        limits = self._limits
+        try:
+            child = self._child = self._child or self._start()
+        except (ChatTemplateError, _LostError) as error:  # not these chats' fault: it was compiled before
+            raise _LostError(f"the template cannot be compiled again: {error}") from error
+        child.send(b"\n".join(lines), limits.wall_seconds)
+        for line in lines:
+            seconds = limits.render_seconds + limits.seconds_per_byte * len(line)
+            most = limits.answer_bytes + 4 * len(line)
+            kind, data = child.receive(most, limits.wall_seconds + 4 * seconds)
+            if kind == _EXHAUSTED:
+                raise _LostError("the template needs too much memory with these messages", convicts=True)
+            if kind != _TEXT:
+                yield self._error(kind, data)
+                continue
+            try:
+                yield data.decode("utf-8", "surrogatepass")
+            except UnicodeDecodeError as error:
+                raise _LostError("the process that renders the template is damaged", convicts=True) from error
+
+    def _error(self, kind: bytes, data: bytes) -> ChatTemplateError:
+        text = data.decode("utf-8", "replace").replace("\x00", "\ufffd")[:_MAX_ERROR]
+        if kind == _REFUSED:
+            return ChatTemplateError(f"the model's chat template refuses these messages: {text}")
+        return ChatTemplateError(f"{self._label}: {text}")
+
+    def _start(self) -> "_Child":
+        """A process that has compiled the template."""
+        limits = self._limits
+        child = _Child()
+        try:
+            child.send(self._begin, limits.wall_seconds)
+            kind, data = child.receive(limits.answer_bytes, limits.wall_seconds + 4 * limits.compile_seconds)
+            if kind != _TEXT:
+                raise self._error(kind, data)
+        except BaseException:
+            child.close()
+            raise
+        return child
+
+    def _drop(self) -> None:
+        if self._child is not None:
+            self._child.close()
+            self._child = None
+
+
+class _LostError(Exception):
+    """The process has died, or does not answer; `convicts`: it was what it computed that ended it."""
+
+    def __init__(self, reason: str, *, convicts: bool = False) -> None:
+        super().__init__(reason)
+        self.convicts = convicts
+
+
+class _Child:
+    """The process and our end of its socket."""
+
+    def __init__(self) -> None:
+        """Start it; raises RunnerError where that fails."""
+        self._socket, theirs = socket.socketpair()
+        libraries = {str(Path(str(module.__file__)).parents[1]) for module in (jinja2, markupsafe)}
+        try:
+            self._process = _popen([sys.executable, "-I", "-S", str(PROGRAM), *sorted(libraries)], theirs)
+        except RunnerError:
+            self._socket.close()
+            raise
+        finally:
+            theirs.close()
+        self.pid = self._process.pid
+
+    def send(self, frame: bytes, seconds: float) -> None:
+        with self._within(seconds):
+            self._socket.sendall(_LENGTH.pack(len(frame)) + frame)
+
+    def receive(self, most: int, seconds: float) -> tuple[bytes, bytes]:
+        """The kind and text of an answer of up to `most` bytes."""
+        with self._within(seconds) as give_up_at:
+            kind, length = _ANSWER.unpack(self._exactly(_ANSWER.size, give_up_at))
+            if length > most:
+                raise _LostError(f"the template writes {length:,} bytes of text", convicts=True)
+            return kind, self._exactly(length, give_up_at)
+
+    def close(self) -> None:
+        self._socket.close()
+        self._process.kill()
+        self._process.wait()
+
+    def _exactly(self, count: int, give_up_at: float) -> bytes:
+        data = bytearray()
+        while len(data) < count:
+            self._socket.settimeout(max(give_up_at - time.monotonic(), 1e-6))
+            part = self._socket.recv(min(count - len(data), 1 << 20))
+            if not part:
+                raise EOFError
+            data += part
+        return bytes(data)
+
+    @contextmanager
+    def _within(self, seconds: float) -> Iterator[float]:
+        """Runs its body for so long at most; says how the process was lost, if it was."""
+        self._socket.settimeout(seconds)
+        try:
+            yield time.monotonic() + seconds
+        except TimeoutError as error:
+            raise _LostError(f"the template does not end within {seconds:g} s") from error
+        except (OSError, EOFError) as error:
+            raise self._ended() from error
+
+    def _ended(self) -> _LostError:
+        """Why the process ended, which it did, or is about to."""
+        try:
+            code = self._process.wait(timeout=_DYING)
+        except subprocess.TimeoutExpired:
+            return _LostError("the process that renders the template hung up")
+        if code == -signal.SIGPROF:
+            return _LostError("the template takes too much time with these messages", convicts=True)
+        if -code in _CRASHES:
+            name = signal.Signals(-code).name
+            return _LostError(f"the template crashes Python with these messages ({name})", convicts=True)
+        how = f"signal {-code}" if code < 0 else f"exit code {code}"
+        return _LostError(f"the process that renders the template was ended ({how})", convicts=code >= 0)
+
+
+class _Turns:
+    """A lock that threads get in the order in which they ask. threading.Lock may starve those that wait."""
+
+    def __init__(self) -> None:
+        self._mutex = threading.Lock()
+        self._waiting: deque[threading.Lock] = deque()
+        self._taken = False
+
+    @contextmanager
+    def mine(self) -> Iterator[None]:
+        turn = threading.Lock()
+        with self._mutex:
+            if self._taken:
+                turn.acquire()
+                self._waiting.append(turn)
+            self._taken = True
+        with turn:
+            pass
+        try:
+            yield
+        finally:
+            with self._mutex:
+                if self._waiting:
+                    self._waiting.popleft().release()
+                else:
+                    self._taken = False
+
+
+def _group(lines: Sequence[bytes]) -> Iterator[bytes]:
+    """As many as are sent at once, at least one."""
+    room = _GROUP_BYTES
+    for line in lines:
+        yield line
+        room -= len(line)
+        if room <= 0:
+            return
+
+
+def _popen(command: Sequence[str], theirs: socket.socket) -> subprocess.Popen[bytes]:
+    # No secret is in the environment, since there is none; the time zone is for strftime_now.
+    environment = {name: os.environ[name] for name in ("TZ",) if name in os.environ}
+    for last in (*[False] * (_TRIES - 1), True):
+        try:
+            return subprocess.Popen(
+                command,
+                stdin=theirs.fileno(),
+                stdout=theirs.fileno(),
+                stderr=subprocess.DEVNULL,
+                env=environment,
+                cwd="/",
+                start_new_session=True,
+            )
+        except OSError as error:  # no memory, or too many processes: not the template's fault
+            if last:
+                raise RunnerError(
+                    f"the process that renders chat templates cannot be started: {error}"
+                ) from error
+            time.sleep(_PAUSE)
+    raise AssertionError

@@ -1,0 +1,120 @@
+"""Marks the special tokens that a message writes, so that they are told from the template's own.
+
+A mark is a character that occurs nowhere else, put before each special token in the messages; an occurrence
+behind a mark is not special. A special token that only the template's text before or after would complete is
+marked likewise. Marks that turn out needless cost nothing but a second rendering.
+"""
+
+import re
+from bisect import bisect_right
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import chain, pairwise
+from typing import Any
+
+Messages = Sequence[Mapping[str, Any]]
+# Such a role may form a token with the template: '<|' + role + '|>'
+_ROLE = re.compile(r"[A-Za-z0-9_-]{1,64}")
+_USUAL_MARK = "\ufdd0"
+
+
+class Shield:
+    """Marks the special tokens `markers`; memory and time to build it are proportional to their length."""
+
+    def __init__(self, markers: Collection[str]) -> None:
+        self._starts = _overlapping(markers)
+        self._heads = Prefixes(markers)
+        self._tails = Prefixes(marker[::-1] for marker in markers)
+        self._joined = "\n".join(markers)
+        self._longest = max(map(len, markers), default=0)
+
+    def mark(self, messages: Messages, mark: str, *, broken: bool = False) -> list[dict[str, Any]]:
+        """The messages with `mark` before each special token, and (if `broken`) also within it.
+
+        Every string is looked at, also within parts and tool calls, except ordinary roles.
+        """
+        return _map_content(messages, lambda text: self._marked(text, mark, broken=broken))
+
+    def _marked(self, text: str, mark: str, *, broken: bool) -> str:
+        places = {match.start() for match in self._starts.finditer(text)}
+        if broken:
+            places |= {place + 1 for place in places}
+        core = text.strip()
+        lead = len(text) - len(text.lstrip())
+        tail = lead + len(core)
+        reach = self._longest - 1
+        places |= {tail - length for length in self._heads.ending(core[max(0, len(core) - reach) :])}
+        if any(self._tails.ending(core[:reach][::-1])):
+            places.add(lead)
+        if core and len(core) < self._longest and core in self._joined:
+            places.add(lead)
+        if not places:
+            return text
+        cuts = [0, *sorted(places), len(text)]
+        return mark.join(text[start:end] for start, end in pairwise(cuts))
+
+
+class Prefixes:
+    """Which texts are the beginning of one of `words`, and shorter than it."""
+
+    def __init__(self, words: Iterable[str]) -> None:
+        self._words = sorted(words)
+        self._firsts = {word[0] for word in self._words}
+
+    def ending(self, text: str) -> Iterator[int]:
+        """For which lengths the end of `text` is such a beginning."""
+        for length, char in enumerate(reversed(text), 1):
+            if char in self._firsts and self._begins_one(text[len(text) - length :]):
+                yield length
+
+    def _begins_one(self, text: str) -> bool:
+        place = bisect_right(self._words, text)  # what starts with a text follows it in order
+        return place < len(self._words) and self._words[place].startswith(text)
+
+
+def strings(value: Any) -> Iterator[str]:
+    """Every text in a value of JSON."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from strings([*value.keys(), *value.values()])
+    elif isinstance(value, Sequence):
+        for item in value:
+            yield from strings(item)
+
+
+def unused_character(texts: Sequence[str]) -> str:
+    """A Unicode noncharacter (or, where all are taken, a private one) that is in none of the texts."""
+    if not any(_USUAL_MARK in text for text in texts):
+        return _USUAL_MARK
+    used = set().union(*texts)
+    candidates = chain(range(0xFDD0, 0xFDF0), range(0xF0000, 0xFFFFE))
+    return next(char for char in map(chr, candidates) if char not in used)
+
+
+def _overlapping(texts: Iterable[str]) -> re.Pattern[str]:
+    """Matches the first character of each occurrence of one of `texts`, so also of overlapping ones."""
+    rests: dict[str, list[str]] = {}
+    for text in texts:
+        rests.setdefault(text[0], []).append(re.escape(text[1:]))
+    # (?!) never matches. The literal first character lets the search skip what cannot start a token.
+    starts = (f"{re.escape(first)}(?={'|'.join(rest)})" for first, rest in rests.items())
+    return re.compile("|".join(starts) or "(?!)")
+
+
+def _map_content(messages: Messages, change: Callable[[str], str]) -> list[dict[str, Any]]:
+    def visit(value: Any) -> Any:
+        if isinstance(value, str):
+            return change(value)
+        if isinstance(value, Mapping):
+            return {visit(key): visit(item) for key, item in value.items()}
+        if isinstance(value, list | tuple):
+            return [visit(item) for item in value]
+        return value
+
+    def is_role(key: str, value: Any) -> bool:
+        return key == "role" and isinstance(value, str) and _ROLE.fullmatch(value) is not None
+
+    return [
+        {key: value if is_role(key, value) else visit(value) for key, value in message.items()}
+        for message in messages
+    ]

@@ -1,0 +1,155 @@
+"""Chat messages to a prompt, by the model's own template, so that nobody can forge a turn in a message.
+
+A template writes control tokens such as `<|im_end|>`; a user may write the same characters. Only the
+template's count. So special tokens are looked for in the rendered text, and each that came from a message
+is passed over. What lies between two special tokens, template text and content together, is tokenised in
+one piece: words and merges cross the border as they did in training.
+
+To know which ones came from a message, the messages are rendered with marks before the special tokens in
+them (`worker.model.chat.shield`). Messages without such text, nearly all, are rendered as they are, and so
+templates may trim, test or split contents. Where marks do change what a template does (Qwen3's looks for
+`<tool_response>`), the text is rendered again with the special tokens in messages broken up, unreadable for
+the template too.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Self
+
+from jobs.errors import ChatTemplateError, NightmillError
+from worker.model.chat.renderer import Limits, Renderer
+from worker.model.chat.shield import Messages, Shield, strings, unused_character
+from worker.model.gguf_file import GgufFile
+from worker.model.tokenizer import Piece, Tokenizer
+
+_KEY = "tokenizer.chat_template"
+
+Rendered = str | ChatTemplateError
+
+
+class ChatTemplate:
+    """A model's chat template with its tokenizer. Safe to use from several threads; `close` it."""
+
+    def __init__(self, source: str, tokenizer: Tokenizer, label: str, limits: Limits | None = None) -> None:
+        """Compile `source`. Raises ChatTemplateError where it is broken, RunnerError where nothing starts."""
+        self._source = source
+        self._tokenizer = tokenizer
+        self._shield = Shield(tokenizer.markers)
+        vocabulary = tokenizer.vocabulary
+        ends = {"bos_token": vocabulary.bos_id, "eos_token": vocabulary.eos_id}
+        texts = {name: "" if number is None else vocabulary.text_of(number) for name, number in ends.items()}
+        variables = {**texts, "tools": None, "documents": None}
+        self._renderer = Renderer(source, variables, limits or Limits(), f"{label}: {_KEY}")
+
+    @classmethod
+    def from_gguf(cls, file: GgufFile, tokenizer: Tokenizer, limits: Limits | None = None) -> Self:
+        """The file's template; raises ChatTemplateError where it has none, or a broken one."""
+        source = file.string(_KEY, default="")
+        if not source.strip():
+            raise ChatTemplateError(
+                f"{file.path}: {_KEY}: the model has no chat template; give plain prompts instead of "
+                "messages, or add a template with gguf-new-metadata --chat-template"
+            )
+        return cls(source, tokenizer, str(file.path), limits)
+
+    def render(self, messages: Messages, *, add_generation_prompt: bool = True) -> str:
+        """The prompt as text. Raises ChatTemplateError where the template is broken or refuses."""
+        text = self._render_all([messages], add_generation_prompt)[0]
+        if isinstance(text, ChatTemplateError):
+            raise text
+        return text
+
+    def encode(self, messages: Messages, *, add_generation_prompt: bool = True) -> list[int]:
+        """The prompt as token ids; starts with BOS exactly once where the model wants one.
+
+        Raises ChatTemplateError as `render` does, InvalidPromptError for text that is not valid Unicode.
+        """
+        ids = self.encode_all([messages], add_generation_prompt=add_generation_prompt)[0]
+        if isinstance(ids, NightmillError):
+            raise ids
+        return ids
+
+    def encode_all(
+        self, chats: Sequence[Messages], *, add_generation_prompt: bool = True
+    ) -> list[list[int] | NightmillError]:
+        """`encode` for many chats at once; what it raises for one of them is the answer to that one."""
+        answers: list[list[int] | NightmillError] = []
+        prompts = [
+            rendered if isinstance(rendered, ChatTemplateError) else list(self._pieces(*rendered))
+            for rendered in self._marked(chats, add_generation_prompt)
+        ]
+        encoded = iter(
+            self._tokenizer.encode_each(
+                [prompt for prompt in prompts if isinstance(prompt, list)], add_bos=False
+            )
+        )
+        for prompt in prompts:
+            ids = next(encoded) if isinstance(prompt, list) else prompt
+            answers.append(ids if isinstance(ids, NightmillError) else self._with_bos(ids))
+        return answers
+
+    def close(self) -> None:
+        """End the process that renders; one that renders again starts a new one."""
+        self._renderer.close()
+
+    @property
+    def pid(self) -> int | None:
+        """The process that renders, where it runs."""
+        return self._renderer.pid
+
+    def _with_bos(self, ids: list[int]) -> list[int]:
+        bos_id = self._tokenizer.bos_id
+        if self._tokenizer.add_bos and bos_id is not None and ids[:1] != [bos_id]:
+            ids.insert(0, bos_id)
+        return ids
+
+    def _render_all(self, chats: Sequence[Messages], add_generation_prompt: bool) -> list[Rendered]:
+        return self._renderer.render_all(
+            [{"messages": chat, "add_generation_prompt": add_generation_prompt} for chat in chats]
+        )
+
+    def _marked(
+        self, chats: Sequence[Messages], add_generation_prompt: bool
+    ) -> list[tuple[str, str] | ChatTemplateError]:
+        """Each rendered text with a mark before each special token that a message wrote, and the mark."""
+        plain = self._render_all(chats, add_generation_prompt)
+        marked: list[Rendered] = list(plain)
+        marks: dict[int, str] = {}
+
+        def again(indexes: Iterable[int], *, broken: bool) -> list[int]:
+            """Render those that marks change; returns those of which more than the marks has changed."""
+            shielded: dict[int, Messages] = {}
+            for index in indexes:
+                try:
+                    marks[index] = unused_character([str(plain[index]), self._source, *strings(chats[index])])
+                    messages = self._shield.mark(chats[index], marks[index], broken=broken)
+                    if messages != list(chats[index]):
+                        shielded[index] = messages
+                except RecursionError:
+                    marked[index] = ChatTemplateError("the messages are nested too deep")
+            texts = self._render_all(list(shielded.values()), add_generation_prompt)
+            for index, text in zip(shielded, texts, strict=True):
+                marked[index] = text
+            return [
+                index
+                for index, text in zip(shielded, texts, strict=True)
+                if isinstance(text, str) and text.replace(marks[index], "") != plain[index]
+            ]
+
+        rendered = [index for index, text in enumerate(plain) if isinstance(text, str)]
+        again(again(rendered, broken=False), broken=True)
+        return [
+            text if isinstance(text, ChatTemplateError) else (text, marks[index])
+            for index, text in enumerate(marked)
+        ]
+
+    def _pieces(self, text: str, mark: str) -> Iterator[Piece]:
+        """Special tokens that no mark precedes as ids, the rest as text without marks."""
+        start = search = 0
+        while match := self._tokenizer.next_marker(text, search):
+            if text[match.start() - 1 : match.start()] == mark:
+                search = match.start() + 1
+                continue
+            yield from self._tokenizer.split(text[start : match.start()].replace(mark, ""), special=False)
+            yield self._tokenizer.markers[match[0]]
+            start = search = match.end()
+        yield from self._tokenizer.split(text[start:].replace(mark, ""), special=False)
