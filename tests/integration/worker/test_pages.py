@@ -76,7 +76,7 @@ class Reader:
     def __init__(self, folder: Path, settings: Settings, client: Client) -> None:
         self.folder = folder
         self.client = client
-        self.names: dict[str, Any] = {}
+        self.names: dict[str, Any] = {"__name__": "typed_in"}
         self.environment = worker_env(settings)
         self.environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
 
