@@ -148,8 +148,8 @@ class BatchStore:
         with self.database.read() as connection:
             return [
                 RowCount(
-                    JobState(row.state),
-                    StopReason(row.stop_reason) if row.stop_reason else None,
+                    JobState.read(row.state),
+                    StopReason.read(row.stop_reason) if row.stop_reason else None,
                     row.rows,
                     int(row.prompt_tokens),
                     int(row.completion_tokens),

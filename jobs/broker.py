@@ -12,14 +12,15 @@ from celery import Celery
 from kombu import Queue
 
 from jobs.embedded import EmbeddedRedis
-from jobs.errors import BrokerError, BrokerUnreachableError
+from jobs.errors import BrokerError, BrokerUnreachableError, MessageError
 from jobs.forking import Forkable
 from jobs.requests import HIGHEST_PRIORITY
 from jobs.settings import Settings
+from jobs.shards import TASK, read_shard
 
-TASK = "nightmill.run_shard"
 DEFAULT_QUEUE = "nightmill"
 _DAY = 24 * 60 * 60
+_LOOK_AT = 4  # messages at the head of a queue, to find one that can be read
 
 
 def queue_name(model: str | None) -> str:
@@ -47,6 +48,8 @@ def make_app(broker_url: str | None) -> Celery:
         worker_send_task_events=False,
         broker_connection_retry_on_startup=False,
         broker_connection_timeout=5,
+        broker_channel_error_retry=True,  # a Redis that refuses commands may have room again later
+        broker_connection_max_retries=None,  # a broker may be away for a night; 100, the default, are 47 min
         broker_transport_options={
             # Redis redelivers what is not acknowledged for this long: a second net, so a wide one.
             "visibility_timeout": _DAY,
@@ -111,6 +114,24 @@ class Broker(Forkable):
             except channel.connection.client.channel_errors:
                 return 0  # Redis keeps no empty lists, so an empty queue is unknown to it
 
+    def heads(self, model: str | None) -> dict[int, list[str]]:
+        """For each priority at which messages wait in the queue of `model`: the jobs of the next to be taken.
+
+        No jobs where the next few messages are not ours; workers remove such messages.
+        """
+        name = queue_name(model)
+        with self._mapped_errors(), self.connection() as connection:
+            channel = connection.default_channel
+            with channel.client.pipeline(transaction=False) as pipe:
+                for step in channel.priority_steps:
+                    pipe.lrange(channel._q_for_pri(name, step), -_LOOK_AT, -1)
+                found = pipe.execute()
+        return {
+            HIGHEST_PRIORITY - step: next(filter(None, map(_job_ids, reversed(messages))), [])
+            for step, messages in enumerate(found)
+            if messages
+        }
+
     def ping(self) -> None:
         """Raise BrokerUnreachableError unless the broker answers."""
         with self._mapped_errors(), self.connection() as connection:
@@ -173,6 +194,13 @@ class Broker(Forkable):
 
     def _said(self, error: Exception) -> str:
         return self.settings.scrubbed(error).rstrip(". ")
+
+
+def _job_ids(message: bytes) -> list[str]:
+    try:
+        return read_shard(message)
+    except MessageError:
+        return []
 
 
 def resolve_broker_url(settings: Settings) -> str:

@@ -2,19 +2,21 @@
 
 A claim raises `attempt`, which is the fencing token: whatever a worker writes about a job names the
 attempt it claimed, so that a worker whose job was taken away cannot write any more. `failures` counts
-the attempts that died or failed; handing a job back counts none.
+the attempts that died while the job was alone in its worker (see `jobs.suspects`); handing a job back
+counts none.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-from sqlalchemy import Connection, bindparam, insert, or_, select, update
+from sqlalchemy import Connection, bindparam, delete, insert, select, update
 
-from jobs import partials
+from jobs import partials, suspects
 from jobs.contract import GenerationParams, JobState, JsonObject, StopReason
 from jobs.database import Database
+from jobs.errors import InvalidParameterError
 from jobs.locks import lock_jobs
 from jobs.partials import SavedTokens
 from jobs.retrying import retried
@@ -36,6 +38,7 @@ class Claim:
     priority: int
     deadline_at: datetime | None
     saved: SavedTokens | None = None  # what an earlier attempt had drawn
+    unreadable: str | None = None  # why this version cannot run it, as where a newer one wrote the row
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,47 +65,56 @@ class Claims:
 
     @retried
     def claim(self, job_ids: Sequence[str]) -> list[Claim]:
-        """Take those of `job_ids` that are queued, due and not past their deadline, in the order given."""
+        """Take those of `job_ids` that are queued, due and not past their deadline, in the order given.
+
+        Suspects are left to `claim_suspects`.
+        """
         now = self.database.now()
-        statement = (
-            update(JobRow)
-            .where(
-                JobRow.id.in_(job_ids),
-                JobRow.state == JobState.QUEUED,
-                or_(JobRow.scheduled_at.is_(None), JobRow.scheduled_at <= now),
-                or_(JobRow.deadline_at.is_(None), JobRow.deadline_at > now),
-            )
-            .values(state=JobState.RUNNING, attempt=JobRow.attempt + 1, worker=self.worker_id, started_at=now)
-            .returning(
-                JobRow.id,
-                JobRow.attempt,
-                JobRow.prompt,
-                JobRow.messages,
-                JobRow.params,
-                JobRow.seed,
-                JobRow.priority,
-                JobRow.deadline_at,
-            )
-        )
         with self.database.write() as connection:
-            lock_jobs(connection, JobRow.id.in_(job_ids), JobRow.state == JobState.QUEUED)
-            rows = connection.execute(statement).all()
-            saved = partials.find(connection, [row.id for row in rows])
-        claims = [
-            Claim(
-                job_id=row.id,
-                attempt=row.attempt,
-                prompt=row.prompt,
-                messages=row.messages,
-                params=GenerationParams.parse({**row.params, "seed": row.seed}),
-                priority=row.priority,
-                deadline_at=row.deadline_at,
-                saved=saved.get(row.id),
-            )
-            for row in rows
-        ]
+            claims = self._take(connection, (JobRow.id.in_(job_ids), JobRow.suspects.is_(None)), now)
         place = {job_id: index for index, job_id in enumerate(job_ids)}
         return sorted(claims, key=lambda claim: place[claim.job_id])
+
+    def suspects_wait(self, models: Sequence[str | None]) -> bool:
+        """Whether a group of suspects is queued for a worker that serves `models`."""
+        now = self.database.now()
+        with self.database.read() as connection:
+            return suspects.next_group(connection, models, now) is not None
+
+    @retried
+    def claim_suspects(self, models: Sequence[str | None], limit: int) -> list[Claim]:
+        """Take the next group of suspects, or the first `limit` of it, in the order of their ids.
+
+        They must run with nothing else beside them. None where others were quicker.
+        """
+        now = self.database.now()
+        with self.database.write() as connection:
+            group = suspects.next_group(connection, models, now)
+            if group is None:
+                return []
+            of_group = (JobRow.suspects == group, suspects.of_models(models), *suspects.claimable(now))
+            first = select(JobRow.id).where(*of_group).order_by(JobRow.id).limit(limit)
+            ids = connection.execute(first).scalars().all()
+            claims = self._take(connection, (*of_group, JobRow.id <= ids[-1]), now) if ids else []
+        return sorted(claims, key=lambda claim: claim.job_id)
+
+    @retried
+    def refuse(self, job_id: str, reason: str) -> bool:
+        """Fail a queued job that cannot even be claimed; True where it was queued."""
+        now = self.database.now()
+        with self.database.write() as connection:
+            done = connection.execute(
+                update(JobRow)
+                .where(JobRow.id == job_id, JobRow.state == JobState.QUEUED)
+                .values(
+                    state=JobState.FAILED,
+                    stop_reason=StopReason.ERROR,
+                    error=reason,
+                    finished_at=now,
+                )
+            )
+            partials.forget_ended(connection, [job_id])
+        return bool(done.rowcount)
 
     @retried
     def finish(self, outcomes: Sequence[Outcome]) -> int:
@@ -158,16 +170,11 @@ class Claims:
 
     @retried
     def give_up(self, claimed: Sequence[tuple[str, int]], reason: str) -> None:
-        """The attempt failed through no fault of the job: queue it again, or fail it if that was the last."""
-        now = self.database.now()
+        """The worker is at its end with these jobs in flight: see `suspects.charge`."""
+        now, keys = self.database.now(), set(claimed)
         with self.database.write() as connection:
-            lock_jobs(connection, JobRow.id.in_([job_id for job_id, _ in claimed]))
-            for job_id, attempt in claimed:
-                row = connection.execute(
-                    select(JobRow.__table__).where(*self._ours(job_id, attempt))
-                ).one_or_none()
-                if row is not None:
-                    count_failure(connection, row, reason, now)
+            rows = suspects.running_jobs(connection, self.worker_id)
+            suspects.charge(connection, [row for row in rows if (row.id, row.attempt) in keys], reason, now)
 
     def running(self) -> dict[tuple[str, int], datetime]:
         """(job id, attempt) -> when it was claimed, of the jobs that the database says are ours."""
@@ -194,8 +201,8 @@ class Claims:
     # -- a worker's life -------------------------------------------------------------------------
 
     @retried
-    def register(self, host: str, pid: int, model: str, gpu: str | None) -> None:
-        """Enter this worker, as starting."""
+    def register(self, host: str, pid: int, model: str, gpu: str | None, detail: str | None = None) -> None:
+        """Enter this worker, as starting; `detail` says what it is doing, for people."""
         now = self.database.now()
         with self.database.write() as connection:
             connection.execute(
@@ -206,25 +213,26 @@ class Claims:
                     gpu=gpu,
                     model=model,
                     state="starting",
+                    detail=detail,
                     started_at=now,
                     heartbeat_at=self.database.clock_time(),
                 )
             )
 
     @retried
-    def beat(self, state: str) -> bool:
-        """Say that this worker lives; False where it was given up for dead and its jobs taken."""
+    def beat(self, state: str, detail: str | None = None) -> bool:
+        """Say that this worker lives, and what it does; False where it was given up and its jobs taken."""
         with self.database.write() as connection:
             done = connection.execute(
                 update(WorkerRow)
                 .where(WorkerRow.id == self.worker_id, WorkerRow.state.in_(LIVE_STATES))
-                .values(heartbeat_at=self.database.clock_time(), state=state)
+                .values(heartbeat_at=self.database.clock_time(), state=state, detail=detail)
             )
             if not done.rowcount:  # declared lost while it was only slow: it may come back, with new claims
                 connection.execute(
                     update(WorkerRow)
                     .where(WorkerRow.id == self.worker_id, WorkerRow.state == "lost")
-                    .values(heartbeat_at=self.database.clock_time(), state=state)
+                    .values(heartbeat_at=self.database.clock_time(), state=state, detail=detail)
                 )
         return bool(done.rowcount)
 
@@ -238,7 +246,36 @@ class Claims:
                 .values(state="stopped", heartbeat_at=self.database.clock_time())
             )
 
+    @retried
+    def withdraw(self) -> None:
+        """This worker ends before it could claim anything: as if it had never been."""
+        with self.database.write() as connection:
+            connection.execute(delete(WorkerRow).where(WorkerRow.id == self.worker_id))
+
     # -- helpers ---------------------------------------------------------------------------------
+
+    def _take(self, connection: Connection, conditions: tuple[Any, ...], now: datetime) -> list[Claim]:
+        """Claim the jobs that fit, in no order."""
+        lock_jobs(connection, *conditions, JobRow.state == JobState.QUEUED)
+        rows = connection.execute(
+            update(JobRow)
+            .where(*conditions, *suspects.claimable(now))
+            .values(state=JobState.RUNNING, attempt=JobRow.attempt + 1, worker=self.worker_id, started_at=now)
+            .returning(
+                JobRow.id,
+                JobRow.attempt,
+                JobRow.prompt,
+                JobRow.messages,
+                JobRow.params,
+                JobRow.seed,
+                JobRow.priority,
+                JobRow.deadline_at,
+            )
+        ).all()
+        saved: dict[str, SavedTokens] = {}
+        for chunk in chunked(row.id for row in rows):
+            saved |= partials.find(connection, chunk)
+        return [_read(row, saved.get(row.id)) for row in rows]
 
     def _ours(self, job_id: str, attempt: int) -> tuple[Any, ...]:
         return (
@@ -264,7 +301,7 @@ class Claims:
                     for name, value in values.items()
                     if name.startswith("new_")
                 }
-                | {"errors": _history(row, outcome.error or "", now)}
+                | {"errors": suspects.history(row, outcome.error or "", now)}
             )
         ).rowcount
 
@@ -289,6 +326,35 @@ _FINISH = (
 )
 
 
+def _read(row: Any, saved: SavedTokens | None) -> Claim:
+    """A claimed row. One that cannot be read is a claim, too: it fails, and the others of its shard run."""
+    params, fault = GenerationParams(), None
+    try:
+        if not isinstance(row.params, Mapping):
+            raise InvalidParameterError("not an object of parameters")
+        params = GenerationParams.parse({**row.params, "seed": row.seed})
+    except InvalidParameterError as error:
+        fault = f"params: {error}"
+    if not isinstance(row.messages, list | None):
+        fault = "messages: not a list"
+    if fault is not None:
+        fault += (
+            "; this worker does not understand the job, and may be older than the client that wrote it: "
+            "upgrade the worker, then retry the job"
+        )
+    return Claim(
+        job_id=row.id,
+        attempt=row.attempt,
+        prompt=row.prompt,
+        messages=row.messages,
+        params=params,
+        priority=row.priority,
+        deadline_at=row.deadline_at,
+        saved=saved,
+        unreadable=fault,
+    )
+
+
 def _finish_values(outcome: Outcome, worker_id: str, now: datetime) -> dict[str, Any]:
     error = outcome.error
     if error is None and outcome.stop_reason is StopReason.DEADLINE:
@@ -299,7 +365,7 @@ def _finish_values(outcome: Outcome, worker_id: str, now: datetime) -> dict[str,
         "job_worker": worker_id,
         "new_state": outcome.stop_reason.state,
         "new_stop_reason": outcome.stop_reason,
-        "new_text": outcome.text.replace("\x00", "\ufffd"),  # SQL text cannot hold NUL
+        "new_text": outcome.text,
         "new_prompt_tokens": outcome.prompt_tokens,
         "new_completion_tokens": outcome.completion_tokens,
         "new_error": error,
@@ -320,35 +386,3 @@ def hand_back(connection: Connection, running: tuple[Any, ...], now: datetime) -
         .values(state=JobState.QUEUED, worker=None, sent_at=None, started_at=None)
     )
     return bool(done.rowcount)
-
-
-def _history(row: Any, reason: str, now: datetime) -> list[JsonObject]:
-    entry = {"attempt": row.attempt, "worker": row.worker, "at": now.isoformat(), "error": reason}
-    return [*(row.errors or []), entry]
-
-
-def count_failure(connection: Connection, row: Any, reason: str, now: datetime) -> bool:
-    """Charge a running row with a failed attempt; True where it is queued again, False where it failed."""
-    failures = row.failures + 1
-    again = failures < row.max_attempts
-    cancelled = row.cancel_requested_at is not None
-    values: dict[str, Any] = {"failures": failures, "errors": _history(row, reason, now)}
-    if cancelled:
-        values |= {"state": JobState.CANCELLED, "stop_reason": StopReason.CANCELLED, "finished_at": now}
-    elif again:
-        values |= {"state": JobState.QUEUED, "worker": None, "sent_at": None, "started_at": None}
-    else:
-        values |= {
-            "state": JobState.FAILED,
-            "stop_reason": StopReason.ERROR,
-            "error": f"all {row.max_attempts} attempts failed; the last: {reason}",
-            "finished_at": now,
-        }
-    connection.execute(
-        update(JobRow)
-        .where(JobRow.id == row.id, JobRow.state == JobState.RUNNING, JobRow.attempt == row.attempt)
-        .values(values)
-    )
-    if cancelled or not again:
-        partials.forget_ended(connection, [row.id])
-    return again and not cancelled

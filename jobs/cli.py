@@ -212,8 +212,9 @@ def stats(batch: str | None, as_json: bool) -> None:
         ("messages in the shared queue", f"{queue:,}"),
     ]
     for worker in workers[:10]:
-        doing = f"{worker['state']}, {worker['model']} on {worker['host']}"
-        rows.append((f"worker {worker['id'][:8]}", doing))
+        doing = f" ({worker['detail']})" if worker["detail"] else ""
+        what = f"{worker['state']}{doing}, {worker['model']} on {worker['host']}"
+        rows.append((f"worker {worker['id'][:8]}", what))
     table((), rows)
 
 

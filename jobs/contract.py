@@ -1,5 +1,6 @@
 """The words that client and worker share: job states, stop reasons, parameters, jobs. No I/O here."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -13,10 +14,26 @@ from jobs.sentences import sentence
 
 MAX_SEED = 2**63 - 1  # seeds live in a signed 64-bit SQL column
 
+MAX_ERROR_LENGTH = 4_000  # characters of an error that are kept
+
 JsonObject = dict[str, Any]
 
 
-class JobState(StrEnum):
+class _Word(StrEnum):
+    """A word that is kept in a column."""
+
+    @classmethod
+    def read(cls, value: str) -> Self:
+        """The member of that value. A word of a newer version stands for itself: its row can be shown."""
+        try:
+            return cls(value)
+        except ValueError:
+            stranger = str.__new__(cls, value)
+            stranger._name_ = stranger._value_ = str(value)
+            return stranger
+
+
+class JobState(_Word):
     """Where a job stands. Only the last three states are final."""
 
     QUEUED = "queued"
@@ -34,7 +51,7 @@ class JobState(StrEnum):
 FINAL_STATES = frozenset({JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED})
 
 
-class StopReason(StrEnum):
+class StopReason(_Word):
     """Why a text ends where it does."""
 
     EOS = "eos"
@@ -110,6 +127,30 @@ class GenerationParams(BaseModel):
                 ) from None
             raise InvalidParameterError(f"{name}: {sentence(first)}", field=name) from None
 
+    @classmethod
+    def read(cls, values: Any) -> Self:
+        """What a row holds, as it is, for showing: unchecked, and without what only other versions know."""
+        known = (
+            {name: values[name] for name in cls.model_fields if name in values}
+            if isinstance(values, dict)
+            else {}
+        )
+        try:
+            return cls.model_validate(known)
+        except ValidationError:
+            return cls.model_construct(**known)
+
+
+_UNSTORABLE = re.compile("[\x00\ud800-\udfff]")
+
+
+def storable(text: str, limit: int | None = None) -> str:
+    """`text` as SQL can hold it: NUL and lone surrogates become U+FFFD; cut to `limit` characters."""
+    if limit is not None and len(text) > limit:
+        note = f" ... (cut: {len(text):,} characters)"
+        text = text[: max(0, limit - len(note))] + note
+    return _UNSTORABLE.sub("\ufffd", text)
+
 
 def unstorable(text: str) -> str | None:
     """Say why `text` cannot be stored and tokenised as UTF-8 (None where it can)."""
@@ -146,10 +187,10 @@ class Job:
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
     error: str | None = None
-    errors: list[JsonObject] = field(default_factory=list)  # one entry per failed attempt
+    errors: list[JsonObject] = field(default_factory=list)  # one entry per attempt that failed or was charged
     attempt: int = 0  # times claimed; the fencing token
-    failures: int = 0  # attempts that died or failed; at max_attempts the job is failed
-    max_attempts: int = 3
+    failures: int = 0  # attempts that died with this job alone in its worker; others are nobody's
+    max_attempts: int = 3  # so many of them, and the job is failed
     priority: int = 5
     worker: str | None = None
     idempotency_key: str | None = None

@@ -1,6 +1,7 @@
 """Connections, transactions and schema version: the one border where SQLAlchemy's errors are mapped."""
 
 import fcntl
+import json
 import sqlite3
 import threading
 import time
@@ -22,12 +23,22 @@ from sqlalchemy import (
     select,
     text,
 )
-from sqlalchemy.exc import ArgumentError, DBAPIError, InterfaceError, OperationalError, ProgrammingError
+from sqlalchemy.exc import (
+    ArgumentError,
+    DataError,
+    DBAPIError,
+    IntegrityError,
+    InterfaceError,
+    OperationalError,
+    ProgrammingError,
+    StatementError,
+)
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 
 from jobs.errors import (
     DatabaseBusyError,
     DatabaseError,
+    DatabaseRefusedError,
     DatabaseUnreachableError,
     MissingExtraError,
     SchemaError,
@@ -211,7 +222,7 @@ class Database(Forkable):
             path = Path(str(url.database))
             if self.settings.embedded_database:
                 make_data_dir(path.parent)
-            engine = create_engine(url, connect_args={"timeout": 30.0})
+            engine = create_engine(url, json_deserializer=_load_json, connect_args={"timeout": 30.0})
             _apply_sqlite_rules(engine)
             return engine
         try:
@@ -257,30 +268,72 @@ class Database(Forkable):
     def _mapped_errors(self) -> Iterator[None]:
         try:
             yield
-        except DBAPIError as error:
+        except StatementError as error:
             raise self._mapped(error) from error
+        except (UnicodeEncodeError, OverflowError) as error:  # drivers raise them for a value, as they are
+            raise self._refused(error) from error
         except PoolTimeoutError as error:
             said = _first_line(error)
             raise DatabaseUnreachableError(
                 f"all connections to the database at {self.settings.safe_database_url} are busy: {said}"
             ) from error
 
-    def _mapped(self, error: DBAPIError) -> DatabaseError:
+    def _mapped(self, error: StatementError) -> DatabaseError:
+        """An outage, a refusal of the statement's values, or neither: tables that lack, our own mistake."""
         where = self.settings.safe_database_url
-        said = self.settings.scrubbed(_first_line(error.orig))
+        said = self.settings.scrubbed(_first_line(error.orig or error))
         if _lost_to_others(error.orig):
             return DatabaseBusyError(
                 f"the database at {where} is busy: {said}. Other programs hold the same rows, or its lock; "
                 "several tries did not help"
             )
+        if _is_refusal(error):
+            return self._refused(error.orig or error)
         if "no such table" in said or (isinstance(error, ProgrammingError) and "does not exist" in said):
             return SchemaError(f"the database at {where} lacks a table ({said}): run `nightmill migrate`")
+        if _sqlstate(error)[:2] in _UNWILLING:
+            return DatabaseUnreachableError(f"the database at {where} takes nothing now: {said}")
         if isinstance(error, OperationalError | InterfaceError):
             return DatabaseUnreachableError(
                 f"the database at {where} does not answer: {said}. Check that it runs and that "
                 "NIGHTMILL_DATABASE_URL is right"
             )
         return DatabaseError(f"the database at {where} refused a statement: {said}")
+
+    def _refused(self, error: BaseException) -> DatabaseRefusedError:
+        where, said = self.settings.safe_database_url, self.settings.scrubbed(_first_line(error))
+        return DatabaseRefusedError(f"the database at {where} refused a statement: {said}")
+
+
+# Classes of PostgreSQL's error codes, https://www.postgresql.org/docs/current/errcodes-appendix.html
+_REFUSING = (
+    "22",
+    "23",
+    "54",
+)  # data exception, integrity constraint, program limit (as a too long index entry)
+_UNWILLING = ("25", "53")  # read-only, insufficient resources (disk full, too many connections)
+
+
+def _is_refusal(error: StatementError) -> bool:
+    """Whether the same values would be refused at any time, so that trying again is of no use."""
+    if not isinstance(error, DBAPIError):
+        return True  # SQLAlchemy could not make parameters of the values
+    if isinstance(error, DataError | IntegrityError):
+        return True
+    binding = isinstance(error, InterfaceError | ProgrammingError) and "binding parameter" in str(error.orig)
+    return binding or _sqlstate(error)[:2] in _REFUSING
+
+
+def _sqlstate(error: StatementError) -> str:
+    return getattr(error.orig, "sqlstate", None) or ""
+
+
+def _load_json(text: str | bytes) -> Any:
+    """A JSON column's value; text that is not JSON as it is, for the reader of that one row to refuse."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
 
 
 def _lost_to_others(error: BaseException | None) -> bool:

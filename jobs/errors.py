@@ -15,11 +15,13 @@ NightmillError
 ├── InvalidTransitionError           the job's state does not allow what was asked
 ├── WaitTimeoutError                 (also TimeoutError)
 ├── DatabaseError
-│   ├── DatabaseUnreachableError
+│   ├── DatabaseUnreachableError     an outage: the same statement may succeed later
 │   │   └── DatabaseBusyError        other transactions hold the same rows, also after several tries
+│   ├── DatabaseRefusedError         it never takes these values
 │   └── SchemaError                  the database needs `nightmill migrate`
 ├── BrokerError
-│   └── BrokerUnreachableError
+│   ├── BrokerUnreachableError
+│   └── MessageError                 a message in the broker that announces no jobs of ours
 ├── ModelFileError                   a model file that is broken, hostile or unsupported
 ├── ChatTemplateError                the model's chat template is missing or failed on these messages
 ├── PromptTooLongError               the prompt leaves no room in the context
@@ -114,6 +116,10 @@ class DatabaseBusyError(DatabaseUnreachableError):
     """Other transactions hold the same rows, also after several tries."""
 
 
+class DatabaseRefusedError(DatabaseError):
+    """The database does not take these values, today or later."""
+
+
 class SchemaError(DatabaseError):
     """The database has no Nightmill tables, or tables of another version: run `nightmill migrate`."""
 
@@ -124,6 +130,10 @@ class BrokerError(NightmillError):
 
 class BrokerUnreachableError(BrokerError):
     """The broker does not answer."""
+
+
+class MessageError(BrokerError):
+    """A message in the broker is not one that Nightmill could have sent."""
 
 
 class ModelFileError(NightmillError):

@@ -52,10 +52,12 @@ def save(connection: Connection, worker_id: str, group: Sequence[SavedTokens], n
 
 
 def find(connection: Connection, job_ids: Iterable[str]) -> dict[str, SavedTokens]:
-    """What was saved of these jobs, by job id."""
+    """What was saved of these jobs, by job id; what is no list of tokens was not saved."""
     rows = connection.execute(select(PartialRow.__table__).where(PartialRow.job_id.in_(list(job_ids))))
     return {
-        row.job_id: SavedTokens(row.job_id, row.attempt, row.fingerprint, _unpack(row.tokens)) for row in rows
+        row.job_id: SavedTokens(row.job_id, row.attempt, row.fingerprint, _unpack(row.tokens))
+        for row in rows
+        if len(row.tokens) % _TOKEN_BYTES == 0
     }
 
 
@@ -88,6 +90,9 @@ def _save_statement(insert: Any) -> Any:
 
 _SAVE_SQLITE = _save_statement(sqlite_insert)
 _SAVE_POSTGRESQL = _save_statement(postgresql_insert)
+
+
+_TOKEN_BYTES = 4
 
 
 def _pack(token_ids: Sequence[int]) -> bytes:

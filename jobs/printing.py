@@ -61,7 +61,7 @@ def _field(name: str, value: str) -> str:
 
 def job_values(job: Job) -> dict[str, Any]:
     """A job as an object for programs."""
-    return asdict(job) | {"params": job.params.model_dump(mode="json")}
+    return asdict(job) | {"params": job.params.model_dump(mode="json", warnings=False)}
 
 
 def prompt_line(job: Job) -> str:

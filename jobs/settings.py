@@ -61,7 +61,7 @@ class Settings(BaseModel):
     shard_size: int = Field(default=64, ge=1, le=1024)
     """Jobs in one message."""
     max_attempts: int = Field(default=3, ge=1, le=100)
-    """Attempts that may die or fail before a job is failed."""
+    """Deaths of a worker that ran a job alone, after which the job is failed."""
 
     model: Path | None = None
     """The worker's GGUF file."""
@@ -81,6 +81,8 @@ class Settings(BaseModel):
     """Compute equal beginnings of prompts once."""
     drain_seconds: float = Field(default=30.0, ge=0.0)
     """How long a stopping worker goes on with the jobs that it has."""
+    hang_seconds: float | None = Field(default=None, gt=0.0)
+    """Silence after which a worker's engine counts as hung; 60 by default, with NumPy 600."""
     save_seconds: float = Field(default=5.0, gt=0.0)
     """How often a worker saves the tokens of unfinished jobs."""
     heartbeat_seconds: float = Field(default=5.0, gt=0.0)

@@ -261,6 +261,14 @@ class Store:
             row = connection.execute(query).one()
         return int(row[0] or 0), int(row[1] or 0)
 
+    def worker(self, worker_id: str) -> dict[str, Any] | None:
+        """One worker's row; None where it has not registered, or never came to serve."""
+        with self.database.read() as connection:
+            row = connection.execute(
+                select(WorkerRow.__table__).where(WorkerRow.id == worker_id)
+            ).one_or_none()
+            return None if row is None else dict(row._mapping)
+
     def workers(self) -> list[dict[str, Any]]:
         """Every worker that was ever registered, newest first."""
         with self.database.read() as connection:
@@ -293,6 +301,7 @@ def retried_values(now: datetime, deadline: datetime | None) -> dict[str, Any]:
     return {
         "state": JobState.QUEUED,
         "failures": 0,
+        "suspects": None,
         "worker": None,
         "sent_at": now,
         "scheduled_at": None,
@@ -319,30 +328,33 @@ def cancelled_values(now: datetime) -> dict[str, Any]:
 
 
 def job_from_row(row: RowMapping) -> Job:
-    """A row of `jobs` as the public snapshot."""
+    """A row of `jobs` as the public snapshot. What this version does not understand is shown as it is.
+
+    Never raises: one row that a newer version has written must not hide the others of its list.
+    """
     return Job(
         id=row["id"],
-        state=JobState(row["state"]),
+        state=JobState.read(row["state"]),
         prompt=row["prompt"],
-        messages=row["messages"],
-        params=GenerationParams.parse({**row["params"], "seed": row["seed"]}),
+        messages=_of_kind(row["messages"], list),
+        params=GenerationParams.read((_of_kind(row["params"], dict) or {}) | {"seed": row["seed"]}),
         model=row["model"],
         batch=row["batch"],
         row=row["row"],
         custom_id=row["custom_id"],
-        stop_reason=StopReason(row["stop_reason"]) if row["stop_reason"] else None,
+        stop_reason=StopReason.read(row["stop_reason"]) if row["stop_reason"] else None,
         text=row["text"],
         prompt_tokens=row["prompt_tokens"],
         completion_tokens=row["completion_tokens"],
         error=row["error"],
-        errors=row["errors"] or [],
+        errors=[one for one in _of_kind(row["errors"], list) or [] if isinstance(one, dict)],
         attempt=row["attempt"],
         failures=row["failures"],
         max_attempts=row["max_attempts"],
         priority=row["priority"],
         worker=row["worker"],
         idempotency_key=row["idempotency_key"],
-        metadata=row["metadata"] or {},
+        metadata=_of_kind(row["metadata"], dict) or {},
         cancel_requested_at=row["cancel_requested_at"],
         created_at=row["created_at"],
         scheduled_at=row["scheduled_at"],
@@ -350,3 +362,8 @@ def job_from_row(row: RowMapping) -> Job:
         started_at=row["started_at"],
         finished_at=row["finished_at"],
     )
+
+
+def _of_kind(value: Any, kind: type[T]) -> T | None:
+    """A JSON column's value, if it is what it should be."""
+    return value if isinstance(value, kind) else None

@@ -3,22 +3,25 @@
 Sweeps of several workers at once do not disturb one another: rows that one has locked, the others skip.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from itertools import product
+from types import MappingProxyType
 from typing import Any
 
-from sqlalchemy import Connection, exists, or_, select, update
+from sqlalchemy import Connection, exists, func, or_, select, update
 
-from jobs import partials
-from jobs.claims import LIVE_STATES, count_failure, hand_back
+from jobs import partials, suspects
+from jobs.claims import LIVE_STATES, hand_back
 from jobs.contract import JobState, StopReason
 from jobs.database import Database
 from jobs.requests import HIGHEST_PRIORITY
 from jobs.retrying import retried
 from jobs.store import GROUP, chunked
 from jobs.tables import QUEUED, RUNNING, JobRow, WorkerRow
+
+_PRIORITIES = range(HIGHEST_PRIORITY, -1, -1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,23 +61,25 @@ class Sweep:
         self.database = database
         self._clock_watch = ClockWatch()
 
-    def rescue(self, stale_after: timedelta) -> list[str]:
+    def rescue(self, stale_after: timedelta, *, rescuer: str = "") -> list[str]:
         """Take the running jobs from workers that fell silent; returns the ids of jobs queued again.
 
-        Each worker in a transaction of its own, which locks its jobs in the order of their ids as everybody
-        does: two workers' jobs in one transaction would be locked in two such orders.
+        Never from the worker that asks, `rescuer`, whatever its row says: it lives. A worker's jobs are
+        suspects of its death: see `suspects.charge`. Each worker in a transaction of its own, which locks its
+        jobs in the order of their ids as everybody does: two workers' jobs in one transaction would be locked
+        in two such orders.
         """
         with self.database.read() as connection:
             time = connection.execute(select(self.database.clock_time())).scalar_one()
         if not self._clock_watch.trusted(time, self.database.monotonic(), stale_after):
             return []
         queued: list[str] = []
-        while (taken := self._rescue_one(stale_after)) is not None:
+        while (taken := self._rescue_one(stale_after, rescuer)) is not None:
             queued += taken
         return queued
 
     @retried
-    def _rescue_one(self, stale_after: timedelta) -> list[str] | None:
+    def _rescue_one(self, stale_after: timedelta, rescuer: str) -> list[str] | None:
         """Take the jobs of one silent worker; None where there is no such worker."""
         # A worker that was lost (or signed off) may have claimed once more before it died for good.
         owns_jobs = exists().where(JobRow.worker == WorkerRow.id, RUNNING)
@@ -84,6 +89,7 @@ class Sweep:
                 .where(
                     or_(WorkerRow.state.in_(LIVE_STATES), owns_jobs),
                     WorkerRow.heartbeat_at < self.database.clock_time(ago=stale_after),
+                    WorkerRow.id != rescuer,
                 )
                 .order_by(WorkerRow.id)
                 .limit(1)
@@ -96,16 +102,15 @@ class Sweep:
                 f"worker {worker.id} (process {worker.pid} on {worker.host}) fell silent: "
                 f"last heartbeat {worker.heartbeat_at.isoformat(timespec='seconds')}"
             )
-            rows = _running_jobs(connection, worker.id)
-            now = self.database.now()
-            return [row.id for row in rows if count_failure(connection, row, reason, now)]
+            rows = suspects.running_jobs(connection, worker.id)
+            return suspects.charge(connection, rows, reason, self.database.now())
 
     @retried
     def bury(self, worker_id: str, *, blame: bool) -> int:
         """The caller knows that this worker's process has ended: take its jobs without waiting for silence.
 
-        blame: the jobs may have been the cause, so each is charged with a failed attempt, as by `rescue`;
-        else they are queued again as they were. Returns how many jobs were taken.
+        blame: one of the jobs may have been the cause, so they are treated as by `rescue`; else they are
+        queued again as they were. Returns how many jobs were taken.
         """
         now = self.database.now()
         with self.database.write() as connection:
@@ -114,11 +119,11 @@ class Sweep:
                 .where(WorkerRow.id == worker_id, WorkerRow.state.in_(LIVE_STATES))
                 .values(state="lost")
             )
-            rows = _running_jobs(connection, worker_id)
-            for row in rows:
-                if blame:
-                    count_failure(connection, row, f"worker {worker_id} has died", now)
-                else:
+            rows = suspects.running_jobs(connection, worker_id)
+            if blame:
+                suspects.charge(connection, rows, f"worker {worker_id} has died", now)
+            else:
+                for row in rows:
                     hand_back(connection, (JobRow.id == row.id, RUNNING, JobRow.attempt == row.attempt), now)
             partials.forget_ended(connection, [row.id for row in rows])
         return len(rows)
@@ -152,61 +157,83 @@ class Sweep:
             if len(late) < GROUP:
                 return expired
 
+    @retried
     def unsent(self, limit: int) -> list[Announcement]:
         """Take due queued jobs that no message announces, and mark them as sent; the most urgent first."""
         now = self.database.now()
         due = [JobRow.scheduled_at.is_(None), JobRow.scheduled_at <= now]
-        conditions = [[JobRow.sent_at.is_(None), when] for when in due]
-        return self._take_for_sending(conditions, (JobRow.scheduled_at, JobRow.id), limit, now)
+        alternatives = [
+            (priority, [JobRow.sent_at.is_(None), when]) for priority, when in product(_PRIORITIES, due)
+        ]
+        with self.database.write() as connection:
+            return _take_for_sending(connection, alternatives, (JobRow.scheduled_at, JobRow.id), limit, now)
 
-    def unanswered(self, model: str | None, older_than: timedelta, limit: int) -> list[Announcement]:
-        """Take queued jobs whose message was sent long ago, and mark them as sent again.
+    @retried
+    def unanswered(
+        self,
+        model: str | None,
+        older_than: timedelta,
+        limit: int,
+        heads: Mapping[int, Sequence[str]] = MappingProxyType({}),
+    ) -> list[Announcement]:
+        """Take queued jobs whose message is lost, or held by a worker that is busy; mark them as sent again.
 
-        For a queue that is empty: then their message is lost, or held by a worker that is busy. A second
-        message does no harm, since only one claim can succeed.
+        heads  for each priority at which messages wait in the queue, the jobs of the next one
+
+        Messages leave a queue in the order in which they came. So where none waits, every message that was
+        sent is out of it; where some wait, all that were sent before the next one. That finds what a killed
+        worker had taken, though the queue never becomes empty, and gives no job a second message while its
+        first waits, for hours perhaps. A second one does no harm, since only one claim can succeed.
         """
         now = self.database.now()
         of_model = JobRow.model.is_(None) if model is None else JobRow.model == model
-        conditions = [[of_model, JobRow.sent_at.is_not(None), JobRow.sent_at < now - older_than]]
-        return self._take_for_sending(conditions, (JobRow.sent_at, JobRow.id), limit, now)
-
-    @retried
-    def _take_for_sending(
-        self, alternatives: list[list[Any]], order: tuple[Any, ...], limit: int, now: datetime
-    ) -> list[Announcement]:
-        """Take up to `limit` queued jobs that fit one of the alternatives.
-
-        One query for each priority and alternative, so that each walks an index in its order and ends at the
-        limit, however many jobs wait.
-        """
-        groups: dict[tuple[str | None, int], list[str]] = {}
         with self.database.write() as connection:
-            left = limit
-            for priority, conditions in product(range(HIGHEST_PRIORITY, -1, -1), alternatives):
-                if left == 0:
-                    break
-                rows = connection.execute(
-                    select(JobRow.id, JobRow.model, JobRow.priority)
-                    .where(QUEUED, JobRow.priority == priority, *conditions)
-                    .order_by(*order)
-                    .limit(left)
-                    .with_for_update(skip_locked=True)
-                ).all()
-                left -= len(rows)
-                for chunk in chunked(rows):
-                    connection.execute(
-                        update(JobRow).where(JobRow.id.in_([row.id for row in chunk])).values(sent_at=now)
-                    )
-                for row in rows:
-                    groups.setdefault((row.model, row.priority), []).append(row.id)
-        return [Announcement(model, priority, ids) for (model, priority), ids in groups.items()]
+            before = {priority: _sent_at(connection, job_ids) for priority, job_ids in heads.items()}
+            alternatives = [
+                (priority, [of_model, JobRow.sent_at.is_not(None), JobRow.sent_at < sent - older_than])
+                for priority in _PRIORITIES
+                if (sent := before.get(priority, now)) is not None
+            ]
+            return _take_for_sending(connection, alternatives, (JobRow.sent_at, JobRow.id), limit, now)
 
 
-def _running_jobs(connection: Connection, worker_id: str) -> Sequence[Any]:
-    """The jobs that a worker runs, locked in the order of their ids."""
-    return connection.execute(
-        select(JobRow.__table__)
-        .where(JobRow.worker == worker_id, RUNNING)
-        .order_by(JobRow.id)
-        .with_for_update()
-    ).all()
+def _sent_at(connection: Connection, job_ids: Sequence[str]) -> datetime | None:
+    """When the message of these jobs was sent; None where none of them is known any more."""
+    sent: datetime | None = connection.execute(
+        select(func.min(JobRow.sent_at)).where(JobRow.id.in_(job_ids))
+    ).scalar_one()
+    return sent
+
+
+def _take_for_sending(
+    connection: Connection,
+    alternatives: Sequence[tuple[int, list[Any]]],
+    order: tuple[Any, ...],
+    limit: int,
+    now: datetime,
+) -> list[Announcement]:
+    """Take up to `limit` queued jobs that fit one of the alternatives: a priority, and further conditions.
+
+    No suspects: workers look for these themselves.
+    One query for each, so that it walks an index in its order and ends at the limit, however many jobs wait.
+    """
+    groups: dict[tuple[str | None, int], list[str]] = {}
+    left = limit
+    for priority, conditions in alternatives:
+        if left == 0:
+            break
+        rows = connection.execute(
+            select(JobRow.id, JobRow.model, JobRow.priority)
+            .where(QUEUED, JobRow.suspects.is_(None), JobRow.priority == priority, *conditions)
+            .order_by(*order)
+            .limit(left)
+            .with_for_update(skip_locked=True)
+        ).all()
+        left -= len(rows)
+        for chunk in chunked(rows):
+            connection.execute(
+                update(JobRow).where(JobRow.id.in_([row.id for row in chunk])).values(sent_at=now)
+            )
+        for row in rows:
+            groups.setdefault((row.model, row.priority), []).append(row.id)
+    return [Announcement(model, priority, ids) for (model, priority), ids in groups.items()]

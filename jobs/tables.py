@@ -21,7 +21,7 @@ from sqlalchemy import (
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 from sqlalchemy.types import TypeDecorator
 
-from jobs.contract import JobState, JsonObject
+from jobs.contract import MAX_ERROR_LENGTH, JobState, JsonObject, storable
 
 SCHEMA_REVISION = "0004"
 """The migration that these declarations match."""
@@ -44,6 +44,34 @@ class UtcDateTime(TypeDecorator[datetime]):
         if value is None:
             return None
         return value.replace(tzinfo=UTC) if value.tzinfo is None else value.astimezone(UTC)
+
+
+class StorableText(TypeDecorator[str]):
+    """Text that no user has had the chance to correct, a worker's: whatever is in it, it can be stored."""
+
+    impl = Text
+    cache_ok = True
+
+    def __init__(self, limit: int | None = None) -> None:
+        super().__init__()
+        self.limit = limit
+
+    def process_bind_param(self, value: str | None, dialect: Dialect) -> str | None:
+        return None if value is None else storable(value, self.limit)
+
+
+class StorableString(TypeDecorator[str]):
+    """As StorableText, at most `length` characters."""
+
+    impl = String
+    cache_ok = True
+
+    def __init__(self, length: int) -> None:
+        super().__init__(length)
+        self.length = length
+
+    def process_bind_param(self, value: str | None, dialect: Dialect) -> str | None:
+        return None if value is None else storable(value, self.length)
 
 
 class Base(DeclarativeBase):
@@ -87,14 +115,14 @@ class WorkerRow(Base):
     __tablename__ = "workers"
 
     id: Mapped[str] = mapped_column(String(32), primary_key=True)
-    host: Mapped[str] = mapped_column(String(255))
+    host: Mapped[str] = mapped_column(StorableString(255))
     pid: Mapped[int]
-    gpu: Mapped[str | None] = mapped_column(String(255))
+    gpu: Mapped[str | None] = mapped_column(StorableString(255))
     model: Mapped[str] = mapped_column(String(200), index=True)
     state: Mapped[str] = mapped_column(String(16))
     started_at: Mapped[datetime]
     heartbeat_at: Mapped[datetime]
-    detail: Mapped[str | None] = mapped_column(String(200))  # what it is doing, as while it loads
+    detail: Mapped[str | None] = mapped_column(StorableString(200))  # what it is doing, as while it loads
 
 
 def _partial(name: str, *columns: str, where: str, unique: bool = False) -> Index:
@@ -129,10 +157,10 @@ class JobRow(Base):
     cancel_requested_at: Mapped[datetime | None]
 
     stop_reason: Mapped[str | None] = mapped_column(String(16))
-    text: Mapped[str | None] = mapped_column(Text)
+    text: Mapped[str | None] = mapped_column(StorableText())
     prompt_tokens: Mapped[int | None]
     completion_tokens: Mapped[int | None]
-    error: Mapped[str | None] = mapped_column(Text)
+    error: Mapped[str | None] = mapped_column(StorableText(MAX_ERROR_LENGTH))
     errors: Mapped[list[Any] | None] = mapped_column(JSON(none_as_null=True))
 
     idempotency_key: Mapped[str | None] = mapped_column(String(255))

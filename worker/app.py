@@ -9,6 +9,8 @@ import os
 import signal
 import socket
 import uuid
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from celery import Celery, bootsteps, signals
@@ -24,9 +26,20 @@ from jobs.settings import Settings
 from jobs.terminal import echo
 from worker import tasks
 from worker.engine_link import ENGINE_COMMAND, EngineLink, launch_engine
+from worker.gate import GatedAMQP
+from worker.heart import LOADING, Heart
 from worker.housekeeper import Housekeeper
-from worker.loading import capacity, describe, gpu_index, load_model
-from worker.options import merge_options, worker_options
+from worker.last_resort import END_SECONDS, LastResort
+from worker.loading import (
+    LoadedModel,
+    capacity,
+    describe,
+    gpu_index,
+    hang_seconds,
+    load_model,
+    served_name,
+)
+from worker.options import merge_options, worker_id_option, worker_options
 from worker.service import Service
 
 log = logging.getLogger("nightmill.worker")
@@ -53,6 +66,9 @@ class EngineStep(bootsteps.StartStopStep):
                 err=True,
             )
             raise SystemExit(1)
+        # Celery's ways of workers to know of each other; ours is the table. What they hear comes from Redis,
+        # where anybody can put anything, past the gate.
+        parent.options.update(without_gossip=True, without_mingle=True, without_heartbeat=True)
         return self
 
     def start(self, parent: Any) -> None:
@@ -97,7 +113,9 @@ class EngineStep(bootsteps.StartStopStep):
         for chatter in ("celery.worker.strategy", "celery.app.trace"):  # two lines for every message
             logging.getLogger(chatter).setLevel(logging.WARNING)
         settings = merge_options(Settings.from_env(), self.options)
-        engine = launch_engine(settings, ENGINE_COMMAND)  # it loads the model while this process goes on
+        # It loads the model while this process goes on.
+        engine = launch_engine(settings, ENGINE_COMMAND, hang_seconds=hang_seconds(settings))
+        LastResort(_told_to_end, settings.drain_seconds + END_SECONDS, engine.kill).start()
         try:
             self._serve(parent, settings, engine)
         except BaseException:  # Ctrl-C too must not leave the engine's process behind
@@ -109,21 +127,20 @@ class EngineStep(bootsteps.StartStopStep):
         self.database.ensure_schema()
         self.broker = Broker(settings)
         self.broker.ping()
-        model = load_model(settings)
-        self.claims = Claims(self.database, uuid.uuid4().hex)
+        self.claims = Claims(self.database, self.options.get("worker_id") or uuid.uuid4().hex)
         gpu = gpu_index(settings)
         named = None if gpu is None else f"GPU {gpu}"
-        self.claims.register(socket.gethostname(), os.getpid(), model.name, gpu=named)
-        self.service = Service(
-            self.claims,
-            engine,
-            model.tokenize,
-            model_digest=model.file.digest(),
-            capacity=capacity(settings),
-            drain_seconds=settings.drain_seconds,
-            on_fatal=_end_process,
-        )
-        self.housekeeper = Housekeeper(self.service, self.claims, self.broker, settings, model.name)
+        self.claims.register(socket.gethostname(), os.getpid(), served_name(settings), named, LOADING)
+        heart = Heart(self.claims, settings.stale_seconds)
+        try:
+            with heart.while_loading(settings.heartbeat_seconds) as tell:
+                model = load_model(settings)
+                self.service = self._wait_for_engine(settings, model, engine, tell)
+        except BaseException:
+            with suppress(NightmillError):  # what happened first is what matters
+                self.claims.withdraw()
+            raise
+        self.housekeeper = Housekeeper(self.service, self.claims, heart, self.broker, settings, model.name)
         tasks.register(parent.app, self.service.run_shard)
         parent.app.amqp.queues.select([queue_name(None), queue_name(model.name)])
         service = self.service
@@ -133,6 +150,25 @@ class EngineStep(bootsteps.StartStopStep):
         signal.signal(signal.SIGQUIT, lambda *_: _hand_back(service))
         self.housekeeper.start()
         log.info("ready: %s", describe(settings, model, engine.stats))
+
+    def _wait_for_engine(
+        self, settings: Settings, model: LoadedModel, engine: EngineLink, tell: Callable[[str], None]
+    ) -> Service:
+        def while_loading(news: str | None) -> None:
+            celery_state.maybe_shutdown()  # the signal has only set a field, which nobody looks at before
+            if news is not None:
+                tell(news)
+
+        return Service(
+            self.claims,
+            engine,
+            model.tokenize_all,
+            model_digest=model.file.digest(),
+            capacity=capacity(settings),
+            drain_seconds=settings.drain_seconds,
+            on_fatal=_end_process,
+            while_loading=while_loading,
+        )
 
 
 class RoomStep(bootsteps.StartStopStep):
@@ -160,8 +196,9 @@ class RoomStep(bootsteps.StartStopStep):
 def make_worker_app() -> Celery:
     """The app with the worker's options and steps; the broker is looked up when a worker starts."""
     worker_app = make_app(None)
+    worker_app.amqp_cls = GatedAMQP
     worker_app.conf.update(worker_pool="threads", worker_concurrency=TASK_THREADS)
-    worker_app.user_options["worker"].update(worker_options())
+    worker_app.user_options["worker"].update([*worker_options(), worker_id_option()])
     worker_app.steps["worker"].add(EngineStep)
     worker_app.steps["consumer"].add(RoomStep)
     return worker_app
@@ -172,6 +209,13 @@ def _hand_back(service: Service) -> None:
     service.begin_drain(at_once=True)
     if not celery_state.should_stop:
         celery_state.should_stop = 0
+
+
+def _told_to_end() -> bool:
+    """Whether a signal or a failure has asked this process to end."""
+    return any(
+        flag not in (None, False) for flag in (celery_state.should_stop, celery_state.should_terminate)
+    )
 
 
 def _end_process(reason: str) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import click
 
+from jobs.claims import LIVE_STATES
 from jobs.cli_options import json_option
 from jobs.client import Client
 from jobs.embedded import EmbeddedRedis
@@ -27,6 +28,7 @@ from worker.options import (
     merge_options,
     missing_worker_packages,
     require_worker_extra,
+    worker_id_option,
     worker_options,
 )
 from worker.plan_command import plan
@@ -59,7 +61,7 @@ def register(group: click.Group) -> None:
         group.add_command(command)
 
 
-def _worker(log_level: str, end_with_parent: bool, **options: Any) -> None:
+def _worker(log_level: str, end_with_parent: bool, worker_id: str | None, **options: Any) -> None:
     """Serve a model: take jobs from the queue, generate, write the results.
 
     Runs until SIGTERM or Ctrl-C; then it finishes what it can within --drain-seconds, and hands the rest
@@ -79,9 +81,10 @@ def _worker(log_level: str, end_with_parent: bool, **options: Any) -> None:
 
     import worker.app  # noqa: F401 - Celery would import it with the working folder first on the path
 
-    # Gossip, mingle and events are Celery's ways of workers to know of each other; ours is the table.
     arguments = ["--app=worker.app", "--quiet", "worker", "--pool=threads", f"--loglevel={log_level}"]
-    arguments += ["--without-gossip", "--without-mingle", "--without-heartbeat", *as_arguments(options)]
+    arguments += as_arguments(options)
+    if worker_id is not None:
+        arguments += ["--id", worker_id]
     # `app.start` would do the same and forget the exit code.
     raise SystemExit(celery.main(args=arguments, prog_name="celery", standalone_mode=False))
 
@@ -98,6 +101,7 @@ worker = click.Command(
             show_default=True,
             help="How much to log.",
         ),
+        worker_id_option(),
         click.Option(
             [END_WITH_STDIN, "end_with_parent"],
             is_flag=True,
@@ -147,8 +151,8 @@ def _look_at_servers(client: Client) -> Iterator[tuple[str, bool | None, str]]:
     try:
         client.database.ensure_schema()
         yield "database", True, f"{settings.safe_database_url}, schema {client.database.revision()}"
-        workers = [row for row in client.store.workers() if row["state"] in ("ready", "draining")]
-        serving = ", ".join(sorted({row["model"] for row in workers})) or "none is running"
+        workers = [row for row in client.store.workers() if row["state"] in LIVE_STATES]
+        serving = ", ".join(sorted({_serving(row) for row in workers})) or "none is running"
         yield "workers", None, serving
     except NightmillError as error:
         yield "database", False, str(error)
@@ -160,6 +164,10 @@ def _look_at_servers(client: Client) -> Iterator[tuple[str, bool | None, str]]:
         yield "broker", not loses, settings.safe_broker_url + (advice if loses else "")
     except NightmillError as error:
         yield "broker", False, str(error)
+
+
+def _serving(row: dict[str, Any]) -> str:
+    return f"{row['model']} ({row['detail']})" if row["detail"] else str(row["model"])
 
 
 def _look_at_model(settings: Settings) -> str:

@@ -55,6 +55,13 @@ class Stop:
 
 
 @dataclass(frozen=True, slots=True)
+class Loading:
+    """How far the engine is built, for people."""
+
+    what: str
+
+
+@dataclass(frozen=True, slots=True)
 class Ready:
     """The engine is built. `arithmetic`: as of `Runner`."""
 
@@ -87,4 +94,4 @@ class Failed:
 
 
 Command = Begin | Submit | Cancel | Ask | Abandon | Stop
-Answer = Ready | Completed | Told | Failed
+Answer = Loading | Ready | Completed | Told | Failed

@@ -5,8 +5,10 @@ step takes about as long, and the GPU stands still where the next one is late: s
 SQL live in another process (`worker.engine_link` is the pipe's other end).
 """
 
+import ctypes
 import logging
 import multiprocessing
+import os
 import signal
 import sys
 import time
@@ -25,6 +27,7 @@ from worker.engine_messages import (
     Command,
     Completed,
     Failed,
+    Loading,
     Ready,
     Stop,
     Submit,
@@ -36,6 +39,7 @@ from worker.loading import build_engine, open_model
 log = logging.getLogger(__name__)
 
 STATS_SECONDS = 0.5
+_PR_SET_PDEATHSIG = 1
 
 
 def serve(connection: Connection, build: Callable[[], Engine]) -> int:
@@ -136,6 +140,7 @@ def main() -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     with Connection(int(sys.argv[-1])) as connection:
+        _die_with_the_worker()
         begin = connection.recv()
         assert isinstance(begin, Begin)
         multiprocessing.current_process().name = "Engine"
@@ -143,7 +148,24 @@ def main() -> int:
         logging.basicConfig(level=begin.log_level, format=style)
         for handler in logging.getLogger().handlers:
             handler.addFilter(PrintableRecords(begin.settings.scrubbed))
-        return serve(connection, lambda: build_engine(begin.settings, open_model(begin.settings)))
+
+        def build() -> Engine:
+            model = open_model(begin.settings, report=lambda what: connection.send(Loading(what)))
+            connection.send(Loading("starting the runner"))  # on a GPU, its kernels may have to be compiled
+            return build_engine(begin.settings, model)
+
+        return serve(connection, build)
+
+
+def _die_with_the_worker() -> None:
+    """Have the kernel end this process with its parent: one that hangs would not see the pipe close.
+
+    It would keep the GPU's memory, and no other worker could start there.
+    """
+    parent = os.getppid()
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it was too late
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 if __name__ == "__main__":

@@ -9,13 +9,18 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 
 from jobs.broker import Broker
 from jobs.claims import Claims
 from jobs.errors import BrokerError, DatabaseError
 from jobs.settings import Settings
 from jobs.sweep import Announcement, Sweep
+from worker.heart import Heart
 from worker.service import Service
+from worker.silence import Silence
+from worker.suspects import LOOK_SECONDS, SuspectsTurn
+from worker.watched import watched_thread
 
 log = logging.getLogger(__name__)
 
@@ -27,20 +32,33 @@ DEAF_SECONDS = 120.0  # an idle worker that hears nothing for so long, while mes
 
 
 class Housekeeper:
-    """Four chores, each on a thread of its own, so that a broker that hangs delays no cancellation.
+    """Five chores, each on a thread of its own, so that a broker that hangs delays no cancellation.
 
     Database and broker failures are logged once and tried again in the next round.
     """
 
     def __init__(
-        self, service: Service, claims: Claims, broker: Broker, settings: Settings, model: str
+        self,
+        service: Service,
+        claims: Claims,
+        heart: Heart,
+        broker: Broker,
+        settings: Settings,
+        model: str,
     ) -> None:
         self._service = service
         self._claims = claims
+        self._heart = heart
         self._sweep = Sweep(claims.database)
         self._broker = broker
         self._settings = settings
-        self._served: tuple[str | None, ...] = (None, model)
+        self._hearing = {
+            queue: Silence(DEAF_SECONDS, 2 * settings.heartbeat_seconds) for queue in (None, model)
+        }
+        self._last_shard_at = service.last_shard_at
+        self._suspects = SuspectsTurn(
+            claims, service.in_flight, service.begin, (None, model), settings.stale_seconds
+        )
         self._closing = threading.Event()
         self._reported = (time.monotonic(), 0)
         beat = settings.heartbeat_seconds
@@ -49,14 +67,15 @@ class Housekeeper:
             (settings.save_seconds, service.save_partials),
             (beat, self.beat),
             (beat, self.sweep),
+            (LOOK_SECONDS, self._suspects.look),
         ]
         self._threads = [
-            threading.Thread(target=self._repeat, args=chore, name="housekeeper", daemon=True)
-            for chore in chores
+            watched_thread("housekeeper", partial(self._repeat, *chore), service.fail) for chore in chores
         ]
 
     def start(self) -> None:
-        """Begin; the first heartbeat and the first sweep are at once."""
+        """Begin; the first heartbeat and the first sweep are at once. Suspects come before any other job."""
+        self._service.in_flight.pause()  # ends with the first look for them
         for thread in self._threads:
             thread.start()
 
@@ -82,7 +101,7 @@ class Housekeeper:
 
     def beat(self) -> None:
         """Say that this worker lives, and see which jobs are still its own."""
-        known = self._claims.beat("draining" if self._service.draining else "ready")
+        known = self._heart.beat("draining" if self._service.draining else "ready")
         if not known:
             log.warning("this worker had been given up for dead; its jobs went to others")
         self._service.reconcile()
@@ -90,19 +109,39 @@ class Housekeeper:
 
     def sweep(self) -> None:
         """Rescue, expire, send: what any live worker does for all jobs."""
-        rescued = self._sweep.rescue(timedelta(seconds=self._settings.stale_seconds))
-        if rescued:
-            log.warning("%d jobs of workers that fell silent are queued again", len(rescued))
+        if self._heart.steady:
+            stale = timedelta(seconds=self._settings.stale_seconds)
+            rescued = self._sweep.rescue(stale, rescuer=self._claims.worker_id)
+            if rescued:
+                log.warning("%d jobs of workers that fell silent are queued again", len(rescued))
         expired = self._sweep.expire()
         if expired:
             log.info("%d queued jobs passed their deadline", expired)
-        self._announce(lambda: self._sweep.unsent(SWEEP_LIMIT))
-        for model in self._served:
-            if self._broker.queue_length(model) == 0:
-                age = timedelta(seconds=self._settings.resend_seconds)
-                self._announce(lambda: self._sweep.unanswered(model, age, SWEEP_LIMIT))  # noqa: B023
-            else:
-                self._check_hearing(model)
+        try:
+            self._announce(lambda: self._sweep.unsent(SWEEP_LIMIT))
+            self._look_into_queues()
+        except BrokerError:  # nobody hears anything from a broker that is away
+            for silence in self._hearing.values():
+                silence.broken()
+            raise
+
+    def _look_into_queues(self) -> None:
+        """Send what the queues have lost, and see whether this worker still hears of what is in them."""
+        service = self._service
+        heard, self._last_shard_at = service.last_shard_at != self._last_shard_at, service.last_shard_at
+        busy = heard or service.draining or not service.in_flight.idle
+        age = timedelta(seconds=self._settings.resend_seconds)
+        for model, silence in self._hearing.items():
+            heads = self._broker.heads(model)
+            self._announce(lambda: self._sweep.unanswered(model, age, SWEEP_LIMIT, heads))  # noqa: B023
+            if busy or not heads:
+                silence.broken()
+            elif silence.too_long():
+                silence.broken()  # once said is enough
+                service.fail(
+                    f"messages wait in the queue of {model or 'any model'}, and none reached this idle "
+                    f"worker for {silence.limit:.0f} s: its broker connection is dead"
+                )
 
     def _report(self) -> None:
         """Say in the log how it goes, while there is anything to say."""
@@ -137,14 +176,3 @@ class Housekeeper:
                 for unsent in announcements[index:]:
                     self._claims.leave_queued(unsent.job_ids)
                 raise
-
-    def _check_hearing(self, model: str | None) -> None:
-        """Messages wait and this worker is idle: has its connection died without a word?"""
-        service = self._service
-        silent_for = time.monotonic() - service.last_shard_at
-        if service.draining or service.in_flight.keys() or silent_for < DEAF_SECONDS:
-            return
-        service.fail(
-            f"messages wait in the queue of {model or 'any model'}, and none reached this idle worker for "
-            f"{silent_for:.0f} s: its broker connection is dead"
-        )

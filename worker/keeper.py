@@ -5,21 +5,22 @@ both of the earlier holders are gone, and can give their jobs back at once in pl
 """
 
 import fcntl
-import json
 import re
 import signal
-import socket
+import uuid
 from datetime import timedelta
-from typing import Any
 
 from jobs.client import Client
+from jobs.errors import NightmillError
 from jobs.settings import make_data_dir
 from jobs.sweep import Sweep
 from worker.process import WorkerProcess
 
-# Killed from outside, which says nothing about the jobs. After so many in a row without a row done, it may.
-_INNOCENT = (-signal.SIGKILL, -signal.SIGTERM)
-_MOST_INNOCENT = 3
+_ID = re.compile("[0-9a-f]{32}")
+_KILLED = (-signal.SIGKILL, -signal.SIGTERM)
+# In a row, without a row done in between. A job that kills its worker is found among thousands, and failed,
+# with fewer: so it is the model, the GPU or this machine.
+_MOST_DEATHS = 20
 
 
 class WorkerKeeper:
@@ -32,7 +33,6 @@ class WorkerKeeper:
         self._sweep = Sweep(client.database)
         self._deaths = 0
         self._done_at_death = 0
-        self._recorded = False  # the workers' table knows it
         self.own: WorkerProcess | None = None
         home = client.settings.data_dir
         make_data_dir(home)
@@ -46,25 +46,22 @@ class WorkerKeeper:
     def check(self, done: int) -> str:
         """Do what is needed; returns what is being waited for, if anything. `done`: rows done so far.
 
-        Raises NightmillError where our own worker does not start.
+        Raises NightmillError where our own worker does not start, or dies again and again.
         """
         if self.own is not None and self._died(self.own):
             self._bury_own(self.own, done)
         if self.own is not None:
-            if not self.own.ready:
-                return "loading the model"
-            self._record(self.own)
-            return ""
+            return "" if self.own.ready else self.own.progress
         if not self._take_lock():
             return "" if self._served() else "waiting for the worker of an earlier run to end"
         self._bury_earlier()
         if self._served():
             self._release_lock()
             return ""
-        self.own = WorkerProcess(self._client, self.log, pass_fds=[self._lock.fileno()])
-        self._recorded = False
-        self._write({"pid": self.own.popen.pid, "host": socket.gethostname()})
-        return "loading the model"
+        worker_id = uuid.uuid4().hex
+        self._write(worker_id)  # first, so that a worker that has claimed jobs is always written down
+        self.own = WorkerProcess(self._client, self.log, worker_id=worker_id, pass_fds=[self._lock.fileno()])
+        return self.own.progress
 
     def end(self, *, at_once: bool) -> str:
         """Let our own worker end, without waiting for it; returns what will happen."""
@@ -102,42 +99,38 @@ class WorkerKeeper:
 
     def _died(self, worker: WorkerProcess) -> bool:
         """True where it has ended and may be started again; for one that fails to start, see its `ready`."""
-        innocent = worker.exit_code in _INNOCENT and self._deaths <= _MOST_INNOCENT
-        return worker.exit_code is not None and (self._recorded or innocent)
-
-    def _record(self, worker: WorkerProcess) -> None:
-        if not self._recorded:
-            self._write({"workers": [row["id"] for row in worker.rows()]})
-            self._recorded = True
+        return worker.exit_code is not None and (worker.served or worker.exit_code in _KILLED)
 
     def _bury_own(self, worker: WorkerProcess, done: int) -> None:
         if done > self._done_at_death:
             self._deaths = 0
         self._deaths += 1
         self._done_at_death = done
-        blame = worker.exit_code not in _INNOCENT or self._deaths > _MOST_INNOCENT
-        for row in worker.rows():
-            self._sweep.bury(row["id"], blame=blame)
+        self._sweep.bury(worker.id, blame=True)
         worker.close()
         self.own = None
-        self._write({})
+        self._write("")
+        if self._deaths >= _MOST_DEATHS:
+            raise NightmillError(
+                f"the worker has died {self._deaths} times in a row, without a row done in between; the last "
+                f"time with exit code {worker.exit_code}. Its log says more: {worker.log}. The rows stay "
+                "queued, and the same command goes on with them"
+            )
 
     def _bury_earlier(self) -> None:
         """We have the lock: the worker that is written down, if any, has died with the one who started it."""
         self._lock.seek(0)
-        text = self._lock.read()
-        earlier: dict[str, Any] = json.loads(text) if text else {}
-        workers = earlier.get("workers", [])
-        for row in self._client.store.workers():
-            same_process = (row["pid"], row["host"]) == (earlier.get("pid"), earlier.get("host"))
-            if row["id"] in workers or (same_process and row["state"] in ("starting", "ready", "draining")):
-                self._sweep.bury(row["id"], blame=False)
-        self._write({})
+        worker_id = self._lock.read().strip()
+        if _ID.fullmatch(
+            worker_id
+        ):  # an earlier version wrote other things, whose jobs wait for the stale time
+            self._sweep.bury(worker_id, blame=False)
+        self._write("")
 
-    def _write(self, content: dict[str, Any]) -> None:
+    def _write(self, worker_id: str) -> None:
         self._lock.seek(0)
         self._lock.truncate()
-        self._lock.write(json.dumps(content) if content else "")
+        self._lock.write(worker_id)
         self._lock.flush()
 
     def _take_lock(self) -> bool:

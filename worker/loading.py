@@ -1,10 +1,12 @@
 """From settings to an engine: opens the model file, picks a runner, sizes its memory."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
 from threadpoolctl import threadpool_limits
 
 from jobs.claims import Claim
@@ -31,6 +33,10 @@ GPU_TOKEN_BUDGET = 16384
 GPU_CONTEXT = 32768
 GPU_DEPTH = 3  # launches outstanding: the GPU works on one, one waits, the host prepares the third
 BLOCK_SIZE = 16
+# An engine answers between two steps. On a GPU a step takes milliseconds, the first of a kind some seconds.
+# With NumPy 512 tokens through 7 billion weights are 7 TFLOP: minutes on one core.
+GPU_HANG_SECONDS = 60.0
+REFERENCE_HANG_SECONDS = 600.0
 
 
 @dataclass(frozen=True)
@@ -49,13 +55,6 @@ class LoadedModel(OpenModel):
     name: str
     tokenizer: Tokenizer
     chat: ChatTemplate | str  # or why there is none
-
-    def tokenize(self, claim: Claim) -> tuple[int, ...]:
-        """The token ids of a claimed job. Raises ChatTemplateError where a chat cannot be rendered."""
-        ids = self.tokenize_all([claim])[0]
-        if isinstance(ids, NightmillError):
-            raise ids
-        return ids
 
     def tokenize_all(self, claims: Sequence[Claim]) -> list[tuple[int, ...] | NightmillError]:
         """For each claimed job its token ids, or why it has none: a ChatTemplateError, InvalidPromptError.
@@ -109,9 +108,33 @@ def _is_chat(messages: object) -> bool:
     return isinstance(messages, Sequence) and all(isinstance(message, Mapping) for message in messages)
 
 
-def open_model(settings: Settings) -> OpenModel:
-    """Open and check the model file; raises SettingsError where none is named, ModelFileError for faults."""
-    file = GgufFile.open(_model_path(settings))
+class ReportingFile(GgufFile):
+    """A model file that says how much of it has been read, for those who wait for it."""
+
+    report: Callable[[str], None] | None = None
+    _size = 0
+    _read = 0
+    _said = ""
+
+    def raw(self, name: str) -> npt.NDArray[np.uint8]:
+        """The tensor's bytes, as `GgufFile.raw`."""
+        if self.report is not None:
+            self._size = self._size or sum(info.nbytes for info in self.tensors.values())
+            share = min(self._read / self._size, 1.0)  # a runner may read a tensor twice
+            if (what := f"{share:.0%} of {self._size / 1e9:.1f} GB") != self._said:
+                self._said = what
+                self.report(what)
+            self._read += self.tensors[name].nbytes if name in self.tensors else 0
+        return super().raw(name)
+
+
+def open_model(settings: Settings, *, report: Callable[[str], None] | None = None) -> OpenModel:
+    """Open and check the model file; raises SettingsError where none is named, ModelFileError for faults.
+
+    `report` is told how much of the weights a runner has read.
+    """
+    file = ReportingFile.open(_model_path(settings))
+    file.report = report
     return OpenModel(file, ModelConfig.from_gguf(file), Vocabulary.from_gguf(file))
 
 
@@ -129,13 +152,18 @@ def load_model(settings: Settings) -> LoadedModel:
     except ChatTemplateError as error:  # plain prompts work without one
         chat = str(error)
     return LoadedModel(
-        name=settings.model_name or name_of(path),
+        name=served_name(settings),
         file=file,
         config=config,
         vocabulary=tokenizer.vocabulary,
         tokenizer=tokenizer,
         chat=chat,
     )
+
+
+def served_name(settings: Settings) -> str:
+    """What jobs call the model of these settings; raises SettingsError where none is named."""
+    return settings.model_name or name_of(_model_path(settings))
 
 
 def _model_path(settings: Settings) -> Path:
@@ -180,6 +208,12 @@ def capacity(settings: Settings) -> int:
     """Jobs that a worker claims at once: what runs, and enough to refill it while the next are claimed."""
     running = max_sequences(settings)
     return running + max(4, running // 2)
+
+
+def hang_seconds(settings: Settings) -> float:
+    """Silence after which an engine counts as hung."""
+    default = REFERENCE_HANG_SECONDS if gpu_index(settings) is None else GPU_HANG_SECONDS
+    return settings.hang_seconds or default
 
 
 def context_length(settings: Settings, config: ModelConfig) -> int:

@@ -55,6 +55,11 @@ def worker_options() -> list[click.Option]:
     ]
 
 
+def worker_id_option() -> click.Option:
+    """For whoever starts a worker and wants to know its row in `workers` from the first moment."""
+    return click.Option(["--id", "worker_id"], hidden=True, help="The id of its row in the table of workers.")
+
+
 WORKER_SETTINGS = frozenset(
     {
         "model",

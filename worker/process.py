@@ -10,20 +10,22 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+import uuid
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from jobs.client import Client
 from jobs.errors import NightmillError
 from jobs.settings import PREFIX
 from jobs.terminal import Line, LiveLine
+from worker.heart import LOADING
+from worker.silence import Silence
 
 # -P: a folder that a person works in may have a `jobs/` or a `queue.py` of its own.
 WORKER_COMMAND = (sys.executable, "-P", "-m", "jobs", "worker")
 END_WITH_STDIN = "--end-with-stdin"
-_START_SECONDS = 120.0
+_SLOW_START_SECONDS = 1000.0  # without progress; the worker itself gives up a little earlier
 
 
 def end_with_stdin() -> None:
@@ -38,7 +40,10 @@ def end_with_stdin() -> None:
 
 
 class WorkerProcess:
-    """One worker process. `pass_fds` are files that it holds open for as long as it lives."""
+    """One worker process. `pass_fds` are files that it holds open for as long as it lives.
+
+    It is known by its row in `workers`, whose id is given to it: a process id says nothing across hosts.
+    """
 
     def __init__(
         self,
@@ -47,19 +52,21 @@ class WorkerProcess:
         arguments: Sequence[str] = (),
         command: Sequence[str] = WORKER_COMMAND,
         *,
+        worker_id: str | None = None,
         pass_fds: Sequence[int] = (),
     ) -> None:
         self.log = log
         self._client = client
-        self._known = {row["id"] for row in client.store.workers()}
-        self._give_up_at = time.monotonic() + _START_SECONDS
-        self._ready = False
+        self.id = uuid.uuid4().hex if worker_id is None else worker_id
+        self._progress = ""
+        self._silence = Silence(_SLOW_START_SECONDS, 5.0)
+        self._served = False
         environment = {name: value for name, value in os.environ.items() if not name.startswith(PREFIX)}
         for name, value in client.settings.model_dump(mode="json", exclude_defaults=True).items():
             environment[PREFIX + name.upper()] = str(value)
         with log.open("wb") as output:
             self.popen = subprocess.Popen(
-                [*command, END_WITH_STDIN, *arguments],
+                [*command, END_WITH_STDIN, "--id", self.id, *arguments],
                 env=environment,
                 stdin=subprocess.PIPE,
                 stdout=output,
@@ -74,26 +81,44 @@ class WorkerProcess:
         return self.popen.poll()
 
     @property
+    def served(self) -> bool:
+        """True once it has taken jobs, even where it has died since."""
+        self._look()
+        return self._served
+
+    @property
     def ready(self) -> bool:
-        """True once it takes jobs. Raises NightmillError with the end of its log where it does not start."""
-        if not self._ready:
-            self._ready = any(row["state"] == "ready" for row in self.rows())
-        if not self._ready and (self.exit_code is not None or time.monotonic() > self._give_up_at):
+        """As `served`. Raises NightmillError with the end of its log where it does not come to that."""
+        code = self.exit_code  # before its row is read: it may die in between
+        if self.served:
+            return True
+        if code is not None or self._silence.too_long():
             last = "\n".join(self.log.read_text(errors="replace").splitlines()[-5:])
             raise NightmillError(f"the worker did not start; the end of {self.log}:\n{last}")
-        return self._ready
+        return False
 
-    def rows(self) -> list[dict[str, Any]]:
-        """Its row in `workers`, once it has registered."""
-        return [
-            row
-            for row in self._client.store.workers()
-            if row["id"] not in self._known and row["pid"] == self.popen.pid
-        ]
+    @property
+    def progress(self) -> str:
+        """What it is doing before it is ready, for people."""
+        return self._progress or LOADING
 
-    def wait_until_ready(self) -> None:
+    def _look(self) -> None:
+        """Read its row, once it has one."""
+        if self._served:
+            return
+        row = self._client.store.worker(self.id)
+        if row is None:
+            return
+        # One that is lost had not come to serve if it says what it was loading.
+        self._served = row["state"] != "starting" and not (row["state"] == "lost" and row["detail"])
+        if row["detail"] != self._progress:
+            self._progress = row["detail"] or ""
+            self._silence.broken()
+
+    def wait_until_ready(self, tell: Callable[[str], object] = lambda progress: None) -> None:
         """Return when it takes jobs; raises NightmillError where it does not start."""
         while not self.ready:
+            tell(self.progress)
             time.sleep(0.05)
 
     def drain(self) -> None:
@@ -126,8 +151,8 @@ def running_worker(
     """
     worker = WorkerProcess(client, log, arguments, command)
     try:
-        with LiveLine(Line(name="loading the model ..."), estimate=True):
-            worker.wait_until_ready()
+        with LiveLine(Line(name=f"{LOADING} ..."), estimate=True) as line:
+            worker.wait_until_ready(lambda progress: line.update(Line(name=f"{progress} ...")))
         yield worker.popen
     finally:
         worker.close()

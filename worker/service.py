@@ -13,91 +13,25 @@ from datetime import timedelta
 
 from jobs.claims import Claim, Claims, Outcome
 from jobs.contract import StopReason
-from jobs.errors import DatabaseError, NightmillError, RunnerError
+from jobs.errors import DatabaseError, DatabaseRefusedError, NightmillError, RunnerError
 from jobs.partials import SavedTokens
 from jobs.store import chunked
 from worker.engine.request import Completion, Progress, Request
 from worker.engine_link import EngineLink
+from worker.in_flight import InFlight, JobKey
 from worker.resume import SAVE_GROUP, SAVE_TOKENS, fingerprint, tokens_to_resume
+from worker.watched import describe
 from worker.writer import ResultWriter
 
 log = logging.getLogger(__name__)
 
 _CLAIM_SETTLED = timedelta(seconds=30)
+_CLAIM_PATIENCE = 35.0  # SQLite waits 30 s for its write lock
 
-JobKey = tuple[str, int]  # job id, attempt
+Prompt = tuple[int, ...] | NightmillError  # its token ids, or why there are none
 
-Tokenize = Callable[[Claim], tuple[int, ...]]
-
-
-class InFlight:
-    """The claimed jobs of this worker, and how many more it may claim.
-
-    Claiming only what the engine can soon take leaves the rest of a queue to other workers.
-    """
-
-    def __init__(self, capacity: int) -> None:
-        self.capacity = capacity
-        self._changed = threading.Condition()
-        self._reserved = 0
-        self._jobs: dict[JobKey, str] = {}  # with the fingerprint of its prompt, once that is known
-        self._closed = False
-
-    def reserve(self, wanted: int) -> int:
-        """Wait for room and take up to `wanted` places; 0 once closed."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._closed or self.room > 0)
-            if self._closed:
-                return 0
-            taken = min(wanted, self.room)
-            self._reserved += taken
-            return taken
-
-    def fill(self, reserved: int, claims: Sequence[Claim]) -> None:
-        """Turn reserved places into claimed jobs; the places of jobs that could not be claimed are free."""
-        with self._changed:
-            self._reserved -= reserved
-            self._jobs.update({(claim.job_id, claim.attempt): "" for claim in claims})
-            self._changed.notify_all()
-
-    def mark(self, key: JobKey, fingerprint: str) -> None:
-        """Note what saved tokens of a job depend on."""
-        with self._changed:
-            if key in self._jobs:
-                self._jobs[key] = fingerprint
-
-    def fingerprint(self, key: JobKey) -> str:
-        """What `mark` noted; empty where the job is not in flight."""
-        with self._changed:
-            return self._jobs.get(key, "")
-
-    def remove(self, keys: Sequence[JobKey]) -> None:
-        """These jobs are not this worker's any more."""
-        with self._changed:
-            for key in keys:
-                self._jobs.pop(key, None)
-            self._changed.notify_all()
-
-    def wait_for_end(self, keys: Sequence[JobKey]) -> None:
-        """Return when none of `keys` is in flight."""
-        with self._changed:
-            self._changed.wait_for(lambda: not any(key in self._jobs for key in keys))
-
-    def close(self) -> None:
-        """Let nobody reserve any more."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
-
-    def keys(self) -> list[JobKey]:
-        """The jobs now in flight."""
-        with self._changed:
-            return list(self._jobs)
-
-    @property
-    def room(self) -> int:
-        """Places that are neither filled nor reserved."""
-        return self.capacity - self._reserved - len(self._jobs)
+Tokenize = Callable[[Sequence[Claim]], Sequence[Prompt]]
+"""A shard at once: one answer for each claim, in their order."""
 
 
 class Service:
@@ -116,60 +50,109 @@ class Service:
         capacity: int,
         drain_seconds: float,
         on_fatal: Callable[[str], None],
+        while_loading: Callable[[str | None], None] = lambda news: None,
     ) -> None:
         self.claims = claims
-        self.in_flight = InFlight(capacity)
+        self.in_flight = InFlight(capacity, self._hand_back)
         self.drain_seconds = drain_seconds
         self.last_shard_at = time.monotonic()
         self._tokenize = tokenize
         self._model_digest = model_digest
         self._on_fatal = on_fatal
         self._drain_until: float | None = None
-        self._writer = ResultWriter(claims.finish, self._forget)
+        self._cancels_sent: set[JobKey] = set()
+        self._cancelling = threading.Lock()
+        self._writer = ResultWriter(claims.finish, self._forget, self._cannot_be_written, self.fail)
         self.engine = engine
-        engine.start(self._on_completion, self._on_engine_failure)
+        engine.start(self._on_completion, self._on_engine_failure, while_loading)
 
     # -- shards ----------------------------------------------------------------------------------
 
     def run_shard(self, job_ids: Sequence[str]) -> None:
         """Claim and run what can be claimed of a shard; returns when every job of it has ended.
 
-        A draining worker leaves the rest of a shard queued, to be announced again.
+        A draining worker leaves the rest of a shard queued, to be announced again. Never raises: Celery would
+        drop the message, and leave the jobs claimed.
         """
         self.last_shard_at = time.monotonic()
-        ours: list[JobKey] = []
-        left = list(job_ids)
-        while left:
-            places = self.in_flight.reserve(len(left))
-            if places == 0:
-                self._leave_queued(left)
-                break
-            taken, left = left[:places], left[places:]
-            ours += self._start(taken)
-        self.in_flight.wait_for_end(ours)
+        try:
+            ours: list[JobKey] = []
+            left = list(job_ids)
+            while left:
+                places = self.in_flight.reserve(len(left))
+                if places == 0:
+                    self._leave_queued(left)
+                    break
+                taken, left = left[:places], left[places:]
+                ours += self._start(taken)
+            self.in_flight.wait_for_end(ours)
+        except Exception as error:
+            log.critical("a shard could not be run", exc_info=True)
+            self.fail(f"a shard could not be run: {describe(error)}")
 
     def _start(self, job_ids: Sequence[str]) -> list[JobKey]:
         claims: list[Claim] = []
         try:
-            claims = self.claims.claim(job_ids)
-        except DatabaseError as error:
-            log.warning("%d jobs stay queued, to be announced again: %s", len(job_ids), error)
+            claims = self._claim(job_ids)
         finally:
-            self.in_flight.fill(len(job_ids), claims)
-        resumed = [count for claim in claims if (count := self._submit(claim))]
-        if resumed:
-            log.info("%d jobs go on from %d tokens that were saved", len(resumed), sum(resumed))
+            ours = self.in_flight.fill(len(job_ids), claims)
+        return self.begin(claims) if ours else []
+
+    def _claim(self, job_ids: Sequence[str]) -> list[Claim]:
+        """Claim a shard. Where a row of it makes that fail, its halves, until this row is alone and fails."""
+        try:
+            return self.claims.claim(job_ids)
+        except Exception as error:
+            if isinstance(error, DatabaseError) and not isinstance(error, DatabaseRefusedError):
+                log.warning("%d jobs stay queued, to be announced again: %s", len(job_ids), error)
+                return []
+            log.exception("%d jobs could not be claimed", len(job_ids))
+            fault = describe(error)
+        if len(job_ids) > 1:
+            middle = len(job_ids) // 2
+            return self._claim(job_ids[:middle]) + self._claim(job_ids[middle:])
+        self._refuse(job_ids[0], f"the job could not be claimed: {fault}")
+        return []
+
+    def begin(self, claims: Sequence[Claim]) -> list[JobKey]:
+        """Tokenise claimed jobs and give them to the engine; one that cannot be fails alone."""
+        prompts = iter(self._prompts([claim for claim in claims if claim.unreadable is None]))
+        resumed: list[int] = []
+        for claim in claims:
+            prompt = next(prompts) if claim.unreadable is None else NightmillError(claim.unreadable)
+            if isinstance(prompt, NightmillError):
+                self._fail_job(claim, str(prompt))
+                continue
+            try:
+                resumed.append(self._submit(claim, prompt))
+            except Exception as error:
+                log.exception("job %s could not be submitted", claim.job_id)
+                self._fail_job(claim, f"the job could not be submitted to the engine: {describe(error)}")
+        if any(resumed):
+            count = sum(1 for tokens in resumed if tokens)
+            log.info("%d jobs go on from %d tokens that were saved", count, sum(resumed))
         return [(claim.job_id, claim.attempt) for claim in claims]
 
-    def _submit(self, claim: Claim) -> int:
-        """Give a job to the engine; returns how many tokens it goes on from."""
+    def _prompts(self, claims: Sequence[Claim]) -> list[Prompt]:
+        """Token ids, or errors; an exception that nobody expected is one job's alone."""
+        if not claims:
+            return []
         try:
-            prompt_ids = self._tokenize(claim)
-        except NightmillError as error:
-            self._writer.put(
-                Outcome(claim.job_id, claim.attempt, StopReason.ERROR, "", 0, 0, error=str(error))
-            )
-            return 0
+            prompts = list(self._tokenize(claims))
+            if len(prompts) != len(claims):
+                raise ValueError(f"{len(prompts)} answers to {len(claims)} prompts")
+            return prompts
+        except RunnerError:
+            raise  # what tokenises cannot be had: no job's fault
+        except Exception as error:
+            log.exception("%d prompts could not be tokenised", len(claims))
+            fault = describe(error)
+        if len(claims) > 1:
+            return [prompt for claim in claims for prompt in self._prompts([claim])]
+        return [NightmillError(f"the prompt could not be tokenised: {fault}")]
+
+    def _submit(self, claim: Claim, prompt_ids: tuple[int, ...]) -> int:
+        """Give a job to the engine; returns how many tokens it goes on from."""
         mark = fingerprint(self._model_digest, self.engine.arithmetic, prompt_ids)
         self.in_flight.mark((claim.job_id, claim.attempt), mark)
         generated_ids = tokens_to_resume(claim.saved, mark)
@@ -189,7 +172,25 @@ class Service:
                 generated_ids=generated_ids,
             )
         )
+        with self._cancelling:  # one that was sent before the engine knew the job had no effect
+            self._cancels_sent.discard((claim.job_id, claim.attempt))
         return len(generated_ids)
+
+    def _fail_job(self, claim: Claim, error: str) -> None:
+        self._writer.put(Outcome(claim.job_id, claim.attempt, StopReason.ERROR, "", 0, 0, error=error))
+
+    def _refuse(self, job_id: str, reason: str) -> None:
+        try:
+            self.claims.refuse(job_id, reason)
+        except DatabaseError as error:  # its message comes again
+            log.warning("job %s stays queued: %s", job_id, error)
+
+    def _cannot_be_written(self, outcome: Outcome, reason: str) -> None:
+        """Not even the failure of this job can be written: charge it as if it had killed a worker, alone."""
+        try:
+            self.claims.give_up([(outcome.job_id, outcome.attempt)], reason)
+        except DatabaseError as error:  # it is handed back once it is known that nobody runs it
+            log.error("job %s stays as it is for now: %s", outcome.job_id, error)
 
     def _leave_queued(self, job_ids: Sequence[str]) -> None:
         try:
@@ -216,26 +217,34 @@ class Service:
         self.fail(f"the engine failed: {error}")
 
     def fail(self, reason: str) -> None:
-        """This worker is of no use any more: give its jobs to others and end the process."""
+        """This worker is of no use any more: give its jobs to others and end the process. Never raises."""
         self.in_flight.close()
         keys = self.in_flight.keys()
         try:
             self.claims.give_up(keys, reason)
-        except DatabaseError as database_error:
-            log.error("%d jobs wait to be rescued by another worker: %s", len(keys), database_error)
+        except Exception as error:
+            expected = isinstance(error, DatabaseError)
+            log.error("%d jobs wait for another worker's rescue: %s", len(keys), error, exc_info=not expected)
         self.in_flight.remove(keys)
         self._on_fatal(reason)
 
     def _forget(self, outcomes: Sequence[Outcome]) -> None:
+        self.last_shard_at = time.monotonic()  # it was not deaf, but busy
         self.in_flight.remove([(outcome.job_id, outcome.attempt) for outcome in outcomes])
 
     # -- what the housekeeper asks for -----------------------------------------------------------
 
     def poll_cancellations(self) -> None:
-        """Stop the running jobs that somebody cancelled: one query for all."""
+        """Stop the running jobs that somebody cancelled: one query for all, one command for each."""
         if self.in_flight.keys():
-            for job_id, _attempt in self.claims.cancel_requests():
-                self.engine.cancel(job_id)
+            asked = set(self.claims.cancel_requests())
+            with self._cancelling:
+                fresh = asked - self._cancels_sent
+                self._cancels_sent = asked
+            for key in fresh:
+                if not self.engine.cancel(key[0]):
+                    with self._cancelling:
+                        self._cancels_sent.discard(key)
 
     def save_partials(self) -> None:
         """Save the tokens of the jobs that have grown, so that they are not drawn again if this worker dies.
@@ -291,19 +300,29 @@ class Service:
         self.begin_drain()
         assert self._drain_until is not None
         self.in_flight.close()
-        while self.in_flight.keys() and self.engine.alive and time.monotonic() < self._drain_until:
+        while not self.in_flight.idle and self.engine.alive and time.monotonic() < self._drain_until:
             time.sleep(0.02)
         unfinished = self.engine.abandon()
         self._writer.close()  # what completed before is written first
-        left = self.in_flight.keys()
+        left = self.in_flight.end()  # a claim that is still under way is handed back by who made it
         if left:
             try:
                 self._save(unfinished)
-                returned = self.claims.hand_back(left)
-                log.info("%d unfinished jobs were handed back to the queue", len(returned))
             except DatabaseError as error:
-                log.error("%d jobs wait to be rescued by another worker: %s", len(left), error)
+                log.warning("the tokens of %d jobs were not saved: %s", len(left), error)
+        self._hand_back(left)
         self.in_flight.remove(left)
+        if not self.in_flight.wait_for_claims(_CLAIM_PATIENCE):
+            log.error("a claim is still under way; its jobs wait to be rescued by another worker")
+
+    def _hand_back(self, keys: Sequence[JobKey]) -> None:
+        if not keys:
+            return
+        try:
+            returned = self.claims.hand_back(keys)
+            log.info("%d unfinished jobs were handed back to the queue", len(returned))
+        except DatabaseError as error:
+            log.error("%d jobs wait to be rescued by another worker: %s", len(keys), error)
 
     def close(self) -> None:
         """Stop the engine; call `drain` first."""

@@ -7,7 +7,9 @@ from collections.abc import Callable, Sequence
 from queue import Empty, SimpleQueue
 
 from jobs.claims import Outcome
-from jobs.errors import DatabaseError
+from jobs.contract import StopReason
+from jobs.errors import DatabaseError, DatabaseRefusedError
+from worker.watched import watched_thread
 
 log = logging.getLogger(__name__)
 
@@ -20,19 +22,23 @@ class ResultWriter:
     """A thread that writes outcomes, and tells when they are safe.
 
     A database that does not answer delays results, it does not lose them: the group is tried again until
-    it succeeds or the writer is closed.
+    it succeeds or the writer is closed. A group that the database refuses is halved until the one that it
+    does not take is alone: that job fails. `give_up` is for one whose failure is refused, too.
     """
 
     def __init__(
         self,
         write: Callable[[Sequence[Outcome]], int],
         on_written: Callable[[Sequence[Outcome]], None],
+        give_up: Callable[[Outcome, str], None],
+        on_failure: Callable[[str], None],
     ) -> None:
         self._write = write
         self._on_written = on_written
+        self._give_up = give_up
         self._queue: SimpleQueue[Outcome | None] = SimpleQueue()
         self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="writer", daemon=True)
+        self._thread = watched_thread("writer", self._run, on_failure)
         self._thread.start()
 
     def put(self, outcome: Outcome) -> None:
@@ -49,7 +55,7 @@ class ResultWriter:
         while True:
             group, closed = self._next_group()
             if group:
-                self._write_until_done(group)
+                self._write_all(group)
                 self._on_written(group)
             if closed:
                 return
@@ -68,11 +74,37 @@ class ResultWriter:
                 return group, False
         return group, True
 
+    def _write_all(self, group: Sequence[Outcome]) -> None:
+        """Write a group, except for what the database refuses of it."""
+        try:
+            self._write_until_done(group)
+        except DatabaseRefusedError as error:
+            if len(group) == 1:
+                self._write_failure(group[0], f"the result could not be stored: {error}")
+                return
+            middle = len(group) // 2
+            self._write_all(group[:middle])
+            self._write_all(group[middle:])
+
+    def _write_failure(self, outcome: Outcome, reason: str) -> None:
+        """Nothing of a refused result is kept: which of its values was the cause, nobody knows."""
+        log.warning("job %s fails: %s", outcome.job_id, reason)
+        try:
+            self._write_until_done(
+                [Outcome(outcome.job_id, outcome.attempt, StopReason.ERROR, "", 0, 0, error=reason)]
+            )
+        except DatabaseRefusedError as error:
+            log.error("not even the failure of job %s could be stored: %s", outcome.job_id, error)
+            self._give_up(outcome, reason)
+
     def _write_until_done(self, group: Sequence[Outcome]) -> None:
+        """Write a group, however long the database is away. Raises DatabaseRefusedError."""
         pause = 0.1
         while True:
             try:
                 written = self._write(group)
+            except DatabaseRefusedError:
+                raise
             except DatabaseError as error:
                 if self._closing.is_set():
                     log.error(

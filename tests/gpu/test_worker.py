@@ -25,13 +25,13 @@ def test_fault_of_the_gpu_hands_the_jobs_back_and_ends_the_process(
         said = (tmp_path / "faulty.log").read_text()
         assert "the engine failed: " in said and "this worker ends" in said
         assert client.list_jobs(state=JobState.RUNNING) == []
-        struck = [job for job in client.list_jobs(state=JobState.QUEUED, limit=100) if job.failures]
-        assert struck and all("the engine failed" in job.errors[0]["error"] for job in struck)
+        struck = [job for job in client.list_jobs(state=JobState.QUEUED, limit=100) if job.attempt]
+        assert struck and all(job.failures == 0 for job in struck)  # it may have been any of them
         with running_worker(client, tmp_path / "sound.log"):
             client.wait(ids, timeout=PATIENCE)
         for job in client.results(ids):
             assert (job.state, job.stop_reason) == (JobState.SUCCEEDED, StopReason.LENGTH)
-            assert job.completion_tokens == 200 and job.failures <= 1
+            assert job.completion_tokens == 200 and job.failures == 0
 
 
 def test_two_workers_share_one_queue(sqlite_settings: Settings, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import redis
 from kombu import Consumer, Queue
+from kombu.utils.functional import retry_over_time
 
 from jobs.broker import DEFAULT_QUEUE, TASK, make_app, queue_name
 from jobs.client import Client
@@ -118,6 +119,39 @@ def test_jobs_for_any_model_and_jobs_for_one_take_turns_within_each_priority(sql
     assert [sqlite_client.get(job).priority for job in order] == [8] * 4 + [5] * 8 + [2] * 4
     served = [kinds[job] for job in order]
     assert all(served[index] != served[index + 1] for index in range(len(served) - 1)), served
+
+
+def test_the_heads_of_a_queue_are_the_shards_that_are_taken_next(sqlite_client: Client) -> None:
+    assert sqlite_client.broker.heads(None) == {}
+    first = list(sqlite_client.enqueue_many(["prompt"] * 3, priority=2))
+    sqlite_client.enqueue("prompt", priority=2)
+    urgent = sqlite_client.enqueue("prompt", priority=9)
+    other = sqlite_client.enqueue("prompt", model="one")
+    assert sqlite_client.broker.heads(None) == {2: first, 9: [urgent]}
+    assert sqlite_client.broker.heads("one") == {5: [other]}
+    with redis.Redis.from_url(str(sqlite_client.settings.broker_url)) as connection:
+        (key,) = [key for key in connection.keys("nightmill*") if connection.llen(key) == 2]
+        connection.rpush(key, b"not ours")
+        assert sqlite_client.broker.heads(None)[2] == first  # the workers' gate will remove it
+        connection.rpush(key, *[b"not ours"] * 10)
+        assert sqlite_client.broker.heads(None)[2] == []
+
+
+def test_a_worker_waits_for_its_broker_for_ever() -> None:
+    attempts = 0
+
+    def connect() -> str:
+        nonlocal attempts
+        attempts += 1
+        if attempts <= 200:  # Celery's own limit is 100
+            raise OSError
+        return "there again"
+
+    most = make_app("redis://localhost").conf.broker_connection_max_retries
+    assert (
+        retry_over_time(connect, (OSError,), max_retries=most, interval_start=0, interval_max=0)
+        == "there again"
+    )
 
 
 def test_the_queue_can_be_asked_for_while_it_is_empty(sqlite_client: Client) -> None:

@@ -23,7 +23,7 @@ from hypothesis.stateful import (
 from sqlalchemy import delete, select
 
 from jobs import partials
-from jobs.claims import Claims, Outcome
+from jobs.claims import Claim, Claims, Outcome
 from jobs.contract import GenerationParams, JobState, StopReason
 from jobs.database import Database
 from jobs.errors import InvalidTransitionError
@@ -72,6 +72,7 @@ class Expected:
     stop_reason: StopReason | None = None
     text: str | None = None
     errors: list[tuple[int, int]] = field(default_factory=list)  # (attempt, worker)
+    suspects: int | None = None  # the number of its group, by the order in which groups were made
     saved: SavedTokens | None = None  # what the next attempt goes on from
 
     def end(self, reason: StopReason, text: str | None = None) -> None:
@@ -82,7 +83,7 @@ class Expected:
     def back_to_queue(self) -> None:
         self.state, self.worker, self.sent = QUEUED, None, False
 
-    def attempt_died(self) -> None:
+    def died_alone(self) -> None:
         assert self.worker is not None
         self.failures += 1
         self.errors.append((self.attempt, self.worker))
@@ -133,10 +134,12 @@ EVENTS = st.one_of(
     happens("claim", workers, st.sets(numbers, min_size=1)),
     happens("claim_everything", workers),
     happens("claim_everything", workers),
+    happens("claim_suspects", workers, st.integers(1, 3)),
+    happens("claim_suspects", workers, st.integers(1, 3)),
     happens("finish", st.lists(endings, min_size=1, max_size=3)),
     happens("save", st.lists(saves, min_size=1, max_size=3)),
     happens("hand_back", numbers),
-    happens("give_up", numbers),
+    happens("give_up", workers, st.integers(1, MOST_JOBS)),
     happens("zombies_write", workers),
     happens("beat", workers),
     happens("time_passes", st.sampled_from([1, 39, 40])),
@@ -159,6 +162,7 @@ class Jobs(RuleBasedStateMachine):
         self.before: dict[str, Any] = {}
         self.retried: str | None = None
         self.claimed: list[Held] = []
+        self.groups = 0
 
     @initialize(options=st.lists(job_options, min_size=2, max_size=MOST_JOBS))
     def begin(self, options: list[Options]) -> None:
@@ -218,7 +222,7 @@ class Jobs(RuleBasedStateMachine):
         self.store.retry(job, moment)
         self.retried = job
         expected.state, expected.worker, expected.sent = QUEUED, None, True
-        expected.failures, expected.cancel_requested = 0, False
+        expected.failures, expected.cancel_requested, expected.suspects = 0, False, None
         expected.stop_reason = expected.text = expected.scheduled = None
         expected.deadline = moment
 
@@ -232,16 +236,33 @@ class Jobs(RuleBasedStateMachine):
         self._claim(worker, list(reversed(self.model)))
 
     def _claim(self, worker: int, shard: list[str]) -> None:
-        due = [job for job in shard if self._claimable(self.model[job])]
+        due = [job for job in shard if self._claimable(self.model[job]) and self.model[job].suspects is None]
         claimed = self.claims[worker].claim(shard)
         assert [claim.job_id for claim in claimed] == due
+        self._take(worker, claimed)
+        assert self.claims[worker].claim(shard) == []  # delivered again
+
+    def claim_suspects(self, worker: int, limit: int) -> None:
+        """A whole group, or the first of it: the most urgent one, then the oldest."""
+        groups: dict[int, list[str]] = {}
+        for job, expected in self.model.items():
+            if expected.suspects is not None and self._claimable(expected):
+                groups.setdefault(expected.suspects, []).append(job)
+        assert self.claims[worker].suspects_wait((None,)) is bool(groups)
+        assert not self.claims[worker].suspects_wait(("another",))
+        claimed = self.claims[worker].claim_suspects((None,), limit)
+        rank = {(-max(self.model[job].priority for job in jobs), group) for group, jobs in groups.items()}
+        chosen = sorted(groups[min(rank)[1]])[:limit] if groups else []
+        assert [claim.job_id for claim in claimed] == chosen
+        self._take(worker, claimed)
+
+    def _take(self, worker: int, claimed: list[Claim]) -> None:
         for claim in claimed:
             expected = self.model[claim.job_id]
             expected.state, expected.worker = RUNNING, worker
             expected.attempt += 1
             assert claim.attempt == expected.attempt
             assert claim.saved == expected.saved
-        assert self.claims[worker].claim(shard) == []  # delivered again
         self.claimed += [Held(worker, claim.job_id, claim.attempt) for claim in claimed]
 
     def finish(self, endings: list[tuple[int, StopReason, str]]) -> None:
@@ -289,14 +310,30 @@ class Jobs(RuleBasedStateMachine):
         elif ours:
             expected.end(StopReason.CANCELLED)
 
-    def give_up(self, number: int) -> None:
-        claim = self._claimed(number)
-        if claim is None:
-            return
-        ours = self._ours(claim)
-        self.claims[claim.worker].give_up([(claim.job, claim.attempt)], "the engine failed")
-        if ours:
-            self.model[claim.job].attempt_died()
+    def give_up(self, worker: int, most: int) -> None:
+        """The last jobs that a worker claimed were in flight when its engine failed."""
+        claims = [claim for claim in self.claimed if claim.worker == worker][-most:]
+        ours = [claim.job for claim in claims if self._ours(claim)]
+        self.claims[worker].give_up([(claim.job, claim.attempt) for claim in claims], "the engine failed")
+        self._died(ours)
+
+    def _died(self, jobs: list[str]) -> list[str]:
+        """A worker died with these in flight; returns those that are queued again."""
+        if len(jobs) == 1:
+            self.model[jobs[0]].died_alone()
+        else:
+            for job in jobs:
+                if self.model[job].cancel_requested:
+                    self.model[job].end(StopReason.CANCELLED)
+                else:
+                    self.model[job].back_to_queue()
+        left = sorted(job for job in jobs if self.model[job].state is QUEUED)
+        middle = (len(left) + 1) // 2
+        for half in (left[:middle], left[middle:]):
+            self.groups += 1
+            for job in half:
+                self.model[job].suspects = self.groups
+        return left
 
     def beat(self, worker: int) -> None:
         assert self.claims[worker].beat("ready") is self.alive[worker]
@@ -308,7 +345,7 @@ class Jobs(RuleBasedStateMachine):
         self.clock.advance(seconds)
 
     def rescue(self, worker: int) -> None:
-        """Jobs of silent workers are charged with a failure, and queued again or parked."""
+        """Jobs of silent workers are queued again, apart; one that was alone is charged with a failure."""
         owners = {expected.worker for expected in self.model.values() if expected.state is RUNNING}
         queued = []
         for silent in range(WORKERS):
@@ -316,11 +353,9 @@ class Jobs(RuleBasedStateMachine):
             if not stale or not (self.alive[silent] or silent in owners):
                 continue
             self.alive[silent] = False
-            for job, expected in self.model.items():
-                if expected.state is RUNNING and expected.worker == silent:
-                    expected.attempt_died()
-                    if expected.state is QUEUED:
-                        queued.append(job)
+            queued += self._died(
+                [job for job, one in self.model.items() if one.state is RUNNING and one.worker == silent]
+            )
         assert sorted(Sweep(self.claims[worker].database).rescue(STALE_AFTER)) == sorted(queued)
 
     def expire(self) -> None:
@@ -346,6 +381,7 @@ class Jobs(RuleBasedStateMachine):
             job: expected
             for job, expected in self.model.items()
             if expected.state is QUEUED
+            and expected.suspects is None
             and not expected.sent
             and (expected.scheduled is None or expected.scheduled <= self.clock())
         }
@@ -379,6 +415,7 @@ class Jobs(RuleBasedStateMachine):
             assert row.stop_reason == expected.stop_reason
             assert row.text == (None if expected.text is None else expected.text.replace("\x00", "\ufffd"))
             assert (row.sent_at is not None) is expected.sent
+            assert (row.suspects is not None) is (expected.suspects is not None)
             assert [(e["attempt"], int(e["worker"], 16)) for e in row.errors or []] == expected.errors
         with self.database.read() as connection:
             saved = partials.find(connection, self.model)

@@ -10,6 +10,7 @@ from jobs.client import Client
 from jobs.contract import JobState, StopReason
 from tests.integration.worker.conftest import StartWorker, on_sqlite
 from tests.servers import LONG_TOKENS, wait_until
+from worker.last_resort import END_SECONDS
 
 LONG: dict[str, Any] = {"max_tokens": LONG_TOKENS, "ignore_eos": True, "temperature": 0.8}
 PATIENCE = 120.0
@@ -32,22 +33,56 @@ def test_killed_engine_gives_its_jobs_back_and_ends_the_worker(
     said = (tmp_path / "doomed.log").read_text()
     assert "the engine failed: its process ended without a word" in said
     jobs = jobs_client.list_jobs(limit=100)
-    assert {job.state for job in jobs} == {JobState.QUEUED} and {job.failures for job in jobs} == {1}
+    assert {job.state for job in jobs} == {JobState.QUEUED} and {job.failures for job in jobs} == {0}
     with start_worker("sound"):
         jobs_client.wait(ids, timeout=PATIENCE)
     assert {job.stop_reason for job in jobs_client.results(ids)} == {StopReason.LENGTH}
 
 
 @on_sqlite
-def test_engine_ends_when_its_worker_is_killed(jobs_client: Client, start_worker: StartWorker) -> None:
+def test_engine_that_hangs_ends_with_its_worker_even_if_that_is_killed(
+    jobs_client: Client, start_worker: StartWorker
+) -> None:
     with start_worker("doomed") as process:
         jobs_client.enqueue_many(["Write a haiku about rain"] * 8, **LONG)
         wait_until(lambda: len(jobs_client.list_jobs(state=JobState.RUNNING)) == 8, PATIENCE)
         engine = engine_of(process.pid)
+        engine.suspend()  # it cannot see that the pipe is closed
         process.kill()
         process.wait()
         engine.wait(PATIENCE)  # raises where it lives on
     assert not engine.is_running()
+
+
+@on_sqlite
+def test_engine_that_hangs_is_killed_and_ends_the_worker(
+    jobs_client: Client, start_worker: StartWorker, tmp_path: Path
+) -> None:
+    with start_worker("doomed", hang_seconds=2.0) as process:
+        jobs_client.enqueue_many(["Write a haiku about rain"] * 8, **LONG)
+        wait_until(lambda: len(jobs_client.list_jobs(state=JobState.RUNNING)) == 8, PATIENCE)
+        engine = engine_of(process.pid)
+        engine.suspend()
+        assert process.wait(PATIENCE) == 1
+    assert not engine.is_running()
+    said = (tmp_path / "doomed.log").read_text()
+    assert "the engine failed: it has not answered for 2 s: a step hangs" in said
+    assert {job.state for job in jobs_client.list_jobs(limit=100)} == {JobState.QUEUED}
+
+
+@on_sqlite
+def test_sigterm_ends_a_worker_whose_engine_hangs(jobs_client: Client, start_worker: StartWorker) -> None:
+    with start_worker("doomed", drain_seconds=0.5) as process:  # which would find out only after ten minutes
+        jobs_client.enqueue_many(["Write a haiku about rain"] * 8, **LONG)
+        wait_until(lambda: len(jobs_client.list_jobs(state=JobState.RUNNING)) == 8, PATIENCE)
+        engine = engine_of(process.pid)
+        engine.suspend()
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(0.5 + END_SECONDS) == 0
+    assert not engine.is_running()
+    jobs = jobs_client.list_jobs(limit=100)
+    assert {(job.state, job.failures) for job in jobs} == {(JobState.QUEUED, 0)}
+    assert [worker["state"] for worker in jobs_client.store.workers()] == ["stopped"]
 
 
 @on_sqlite

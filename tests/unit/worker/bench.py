@@ -1,17 +1,19 @@
 """A service on an engine (in a thread) whose runner does as a test says."""
 
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 from jobs.claims import Claim, Claims
 from jobs.client import Client
-from jobs.errors import ChatTemplateError, RunnerError
+from jobs.errors import ChatTemplateError, NightmillError, RunnerError
 from jobs.store import Selection
 from tests.unit.engine.scripted import EOS, PieceStream, ScriptedRunner
 from tests.unit.worker.threads import engine_in_thread
 from worker.engine.engine import Engine
 from worker.runners.base import StepBatch
 from worker.service import Service
+from worker.suspects import SuspectsTurn
 
 PROMPT = (1, 2, 3)
 
@@ -84,12 +86,16 @@ class Bench:
             drain_seconds=5.0,
             on_fatal=self.fatal.append,
         )
+        self.suspects = SuspectsTurn(
+            self.claims, self.service.in_flight, self.service.begin, (None, "model"), patience=0.0
+        )
+
+    def tokenize(self, claims: Sequence[Claim]) -> list[tuple[int, ...] | NightmillError]:
+        return [self.encode(claim) for claim in claims]
 
     @staticmethod
-    def tokenize(claim: Claim) -> tuple[int, ...]:
-        if claim.prompt == "unspeakable":
-            raise ChatTemplateError("the template refuses")
-        return PROMPT
+    def encode(claim: Claim) -> tuple[int, ...] | NightmillError:
+        return ChatTemplateError("the template refuses") if claim.prompt == "unspeakable" else PROMPT
 
     def run(self, job_ids: list[str]) -> threading.Thread:
         thread = threading.Thread(target=self.service.run_shard, args=(job_ids,), daemon=True)

@@ -1,7 +1,7 @@
 """The pipe between a worker and its engine."""
 
 import threading
-import time
+from multiprocessing import Pipe
 
 import pytest
 
@@ -13,6 +13,8 @@ from tests.unit.worker.threads import engine_in_thread
 from worker import engine_link
 from worker.engine.engine import Engine
 from worker.engine.request import Completion, Request
+from worker.engine_link import EngineLink
+from worker.engine_messages import Loading
 
 
 def make_engine() -> Engine:
@@ -95,38 +97,115 @@ def test_engine_that_breaks_is_reported_once() -> None:
     assert failures == ["the arithmetic gave out"]
 
 
-def test_engine_that_hangs_with_a_full_pipe_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_link, "_HANG_SECONDS", 0.3)
-    engine, hanging, going_on = make_engine(), threading.Event(), threading.Event()
+class Hanging:
+    """An engine behind a link that does not come out of its next step until it is let go."""
 
-    def hang() -> list[Completion]:
-        hanging.set()
-        assert going_on.wait(60)
+    def __init__(self, *, hang_seconds: float) -> None:
+        self.engine, self.hangs, self.going_on = make_engine(), threading.Event(), threading.Event()
+        self.engine.step = self._hang  # type: ignore[method-assign]
+        self.link = engine_in_thread(lambda: self.engine, hang_seconds=hang_seconds)
+        self.failures: list[str] = []
+        self.failed = threading.Event()
+        self.link.start(lambda completion: None, self._on_failure)
+        self.link.submit(request("job", 5))
+        assert self.hangs.wait(30)
+
+    def _hang(self) -> list[Completion]:
+        self.hangs.set()
+        assert self.going_on.wait(60)
         raise RunnerError("killed")  # what becomes of a process; a thread has to end by itself
 
-    engine.step = hang  # type: ignore[method-assign]
-    link = engine_in_thread(lambda: engine)
-    link.start(lambda completion: None, lambda error: None)
-    link.submit(request("job", 5))
-    assert hanging.wait(30)
-    sent: list[int] = []
+    def _on_failure(self, error: RunnerError) -> None:
+        self.failures.append(str(error))
+        self.failed.set()
 
-    def fill() -> None:
-        for number in range(20_000):
-            link.submit(request(f"job-{number}", 5))
-            sent.append(number)
+    def fill_the_pipe(self) -> threading.Thread:
+        """Submit until a command does not go through; returns the thread that is stuck with it."""
+        filling = threading.Thread(
+            target=lambda: [self.link.submit(request(f"job-{n}", 5)) for n in range(20_000)], daemon=True
+        )
+        filling.start()
+        wait_until(lambda: not self.link._writable(0.0))
+        return filling
 
-    filling = threading.Thread(target=fill, daemon=True)
-    filling.start()
-    wait_until(lambda: sent and link._sending.locked())
-    time.sleep(0.5)
-    assert len(sent) < 20_000  # the pipe is full
-    assert link.progress(["job"], 1) == [] == link.abandon()
-    stopping = threading.Thread(target=link.stop, daemon=True)
-    stopping.start()
-    time.sleep(1.0)  # more than it waits to hand over Stop, and for the end
-    going_on.set()
-    stopping.join(30)
-    assert not stopping.is_alive() and not link.alive
+
+def test_engine_that_hangs_with_a_full_pipe_is_killed_and_reported_once() -> None:
+    hanging = Hanging(hang_seconds=0.4)
+    filling = hanging.fill_the_pipe()
+    assert hanging.failed.wait(30)
+    assert not hanging.link.alive
+    assert hanging.link._host.killed  # type: ignore[attr-defined]
+    hanging.going_on.set()
+    hanging.link.stop()
     filling.join(30)
     assert not filling.is_alive()
+    assert hanging.failures == ["it has not answered for 0 s: a step hangs"]
+
+
+def test_engine_that_hangs_holds_up_nobody_who_asks_or_stops_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_link, "_PATIENCE_SECONDS", 0.2)
+    hanging = Hanging(hang_seconds=600.0)
+    filling = hanging.fill_the_pipe()
+    assert hanging.link.progress(["job"], 1) == [] == hanging.link.abandon()
+    stopping = threading.Thread(target=hanging.link.stop, daemon=True)
+    stopping.start()
+    wait_until(lambda: not hanging.link.alive)
+    hanging.going_on.set()
+    for thread in (stopping, filling):
+        thread.join(30)
+        assert not thread.is_alive()
+    assert hanging.failures == []
+
+
+def test_idle_engine_gives_signs_of_life() -> None:
+    link = engine_in_thread(make_engine, hang_seconds=0.2)
+    failures: list[RunnerError] = []
+    link.start(lambda completion: None, failures.append)
+    wait_until(lambda: link._heard > 8)  # in twice the time for which it may be silent
+    assert link.alive and failures == []
+    assert link._answers.empty()
+    link.stop()
+
+
+def test_news_of_the_loading_are_passed_on_and_whoever_hears_them_may_break_off() -> None:
+    ours, theirs = Pipe()
+    host = StubHost()
+    link = EngineLink(ours, host, hang_seconds=60.0)
+    theirs.send(Loading("40% of 4.7 GB"))
+    heard: list[str] = []
+
+    class NoLongerWantedError(Exception):
+        pass
+
+    def while_loading(news: str | None) -> None:
+        if news is None:
+            raise NoLongerWantedError
+        heard.append(news)
+
+    with pytest.raises(NoLongerWantedError):
+        link.start(lambda completion: None, lambda error: None, while_loading)
+    assert heard == ["40% of 4.7 GB"]
+    link.stop()
+    assert host.joined == [0.0]  # at once: one that loads reads no commands
+
+
+def test_engine_that_does_not_go_on_loading_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_link, "_SLOW_LOAD_SECONDS", 0.3)
+    ours, theirs = Pipe()
+    link = EngineLink(ours, StubHost(), hang_seconds=60.0)
+    with theirs, pytest.raises(RunnerError, match="has not gone on loading for 0 s"):
+        link.start(lambda completion: None, lambda error: None)
+
+
+class StubHost:
+    def __init__(self) -> None:
+        self.joined: list[float | None] = []
+
+    def is_alive(self) -> bool:
+        return not self.joined
+
+    def join(self, timeout: float | None = None) -> None:
+        self.joined.append(timeout)
+
+    def kill(self) -> None:
+        raise AssertionError("nothing hangs")

@@ -64,7 +64,7 @@ def test_tokens_of_another_model_arithmetic_or_prompt_are_not_gone_on_from(
         runner.arithmetic = "another"
         other = build(runner, name="b")
     else:
-        monkeypatch.setattr(Bench, "tokenize", staticmethod(lambda claim: (3, 2, 1)))
+        monkeypatch.setattr(Bench, "encode", staticmethod(lambda claim: (3, 2, 1)))
         other = build(ScriptedRunner(), name="b")
         text = expected(make_request("j", (3, 2, 1), seed=7, **LONG), 200)[1]
     other.service.run_shard([job_id])
@@ -98,7 +98,7 @@ def test_what_is_saved_on_the_way_outlives_a_worker_that_dies(
     clock.advance(3600)
     other = build(ScriptedRunner(), name="b")
     assert Sweep(other.claims.database).rescue(timedelta(seconds=30)) == [job_id]
-    other.service.run_shard([job_id])
+    other.suspects.look()
     assert other.client.get(job_id).text == undisturbed(7)[1]
     assert other.engine.stats.resumed_tokens == 30
     assert other.engine.stats.generated_tokens == 90

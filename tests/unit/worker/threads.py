@@ -9,7 +9,16 @@ from worker.engine_link import EngineLink
 from worker.engine_process import serve
 
 
-def engine_in_thread(build: Callable[[], Engine]) -> EngineLink:
+class _Thread(threading.Thread):
+    """As a host: what cannot be killed ends by itself."""
+
+    killed = False
+
+    def kill(self) -> None:
+        self.killed = True
+
+
+def engine_in_thread(build: Callable[[], Engine], *, hang_seconds: float = 60.0) -> EngineLink:
     """A link to an engine that a thread builds and runs, as the engine's process does."""
     ours, theirs = Pipe()
 
@@ -17,6 +26,6 @@ def engine_in_thread(build: Callable[[], Engine]) -> EngineLink:
         with theirs:
             serve(theirs, build)
 
-    thread = threading.Thread(target=run, name="engine", daemon=True)
+    thread = _Thread(target=run, name="engine", daemon=True)
     thread.start()
-    return EngineLink(ours, thread)
+    return EngineLink(ours, thread, hang_seconds=hang_seconds)

@@ -1,0 +1,128 @@
+"""What a worker does for all, on a real database and broker, with a clock of ours."""
+
+from collections.abc import Callable
+from contextlib import suppress
+
+import pytest
+import redis
+
+from jobs.claims import Claims
+from jobs.contract import JobState
+from jobs.errors import BrokerUnreachableError
+from jobs.settings import Settings
+from tests.servers import Clock
+from tests.unit.engine.scripted import ScriptedRunner
+from tests.unit.worker.bench import Bench, enqueue, these
+from worker.heart import Heart
+from worker.housekeeper import DEAF_SECONDS, Housekeeper
+from worker.silence import Silence
+
+MODEL = "model"
+
+
+def keep_house(bench: Bench, settings: Settings) -> Housekeeper:
+    heart = Heart(bench.claims, settings.stale_seconds)
+    return Housekeeper(bench.service, bench.claims, heart, bench.client.broker, settings, MODEL)
+
+
+@pytest.fixture
+def bench(build: Callable[..., Bench]) -> Bench:
+    return build(ScriptedRunner())
+
+
+def lapse(housekeeper: Housekeeper, clock: Clock, seconds: float) -> None:
+    """Let time go by, with the worker at work."""
+    for _ in range(int(seconds / 5)):
+        clock.advance(5)
+        housekeeper.beat()
+        housekeeper.sweep()
+
+
+def dead_worker(bench: Bench) -> Claims:
+    dead = Claims(bench.client.database, "d" * 32)
+    dead.register("host", 2, MODEL, None)
+    dead.beat("ready")
+    return dead
+
+
+def test_jobs_of_a_silent_worker_are_taken_but_not_right_after_a_pause(
+    bench: Bench, clock: Clock, sqlite_settings: Settings
+) -> None:
+    housekeeper = keep_house(bench, sqlite_settings)
+    lapse(housekeeper, clock, 60)
+    ids = enqueue(bench.client, 3)
+    other, own = dead_worker(bench), bench.claims
+    assert len(other.claim(ids[:2])) == 2 and len(own.claim(ids[2:])) == 1
+    clock.advance(3600)  # everybody slept
+    for _ in range(2):
+        housekeeper.sweep()  # whichever of the two comes first
+        housekeeper.beat()
+    assert {job.state for job in bench.client.store.find(these(ids[:2]))} == {JobState.RUNNING}
+    lapse(housekeeper, clock, 30)  # the other does not wake
+    jobs = bench.client.store.find(these(ids[:2]))
+    assert {(job.state, job.worker) for job in jobs} == {(JobState.QUEUED, None)}
+
+
+def test_jobs_whose_message_a_dead_worker_had_are_sent_again_though_others_wait(
+    bench: Bench, clock: Clock, sqlite_settings: Settings
+) -> None:
+    """The queue is not empty, as in a long night; nothing waits that was sent before the jobs at its head."""
+    housekeeper = keep_house(bench, sqlite_settings)
+    client, broker = bench.client, bench.client.broker
+    lost = client.enqueue("prompt", priority=3)
+    with redis.Redis.from_url(str(sqlite_settings.broker_url)) as connection:
+        (key,) = connection.keys("nightmill*")
+        assert connection.rpop(key)  # taken by a worker, which was killed
+        clock.advance(30)
+        waiting = enqueue(client, 3, priority=3)
+        urgent = enqueue(client, 3, priority=9)
+        clock.advance(20)
+        housekeeper.sweep()
+        assert broker.heads(None) == {3: waiting, 9: urgent}
+        clock.advance(3600)
+        housekeeper.sweep()
+        assert connection.llen(key) == 1  # it was sent only 30 s before those at the head: who knows
+        connection.rpop(key)
+        later = enqueue(client, 3, priority=3)
+        for _ in range(2):
+            housekeeper.sweep()
+            assert broker.heads(None) == {3: later, 9: urgent}
+            assert connection.llen(key) == 2  # one message for what was lost, and only one
+            clock.advance(3600)
+        connection.rpop(key)
+        assert broker.heads(None)[3] == [lost, *waiting]
+
+
+def test_an_idle_worker_is_deaf_once_messages_have_waited_for_long_before_its_eyes(
+    bench: Bench, sqlite_settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    housekeeper = keep_house(bench, sqlite_settings)
+    hand = Clock()
+    silence = Silence(DEAF_SECONDS, 10.0, lambda: hand.time.timestamp())
+    housekeeper._hearing = {None: silence}
+    there: dict[int, list[str]] | BrokerUnreachableError = {}
+
+    def heads(model: str | None) -> dict[int, list[str]]:
+        if isinstance(there, BrokerUnreachableError):
+            raise there
+        return there
+
+    def sweeps(seconds: float) -> None:
+        for _ in range(int(seconds / 5)):
+            hand.advance(5)
+            with suppress(BrokerUnreachableError):
+                housekeeper.sweep()
+
+    monkeypatch.setattr(bench.client.broker, "heads", heads)
+    sweeps(2 * DEAF_SECONDS)  # nothing waits
+    waiting = {5: ["0" * 32]}
+    there = BrokerUnreachableError()
+    sweeps(2 * DEAF_SECONDS)  # the broker is away
+    there = waiting
+    sweeps(DEAF_SECONDS - 10)  # Celery takes up to half a minute to come back to it
+    bench.service.last_shard_at += 1.0  # a shard came
+    sweeps(DEAF_SECONDS)
+    hand.advance(3600)  # the machine slept
+    assert bench.fatal == []
+    sweeps(10)
+    assert len(bench.fatal) == 1 and "its broker connection is dead" in bench.fatal[0]
