@@ -7,23 +7,37 @@ BIN := $(VENV)/bin
 PIP_FLAGS := --quiet --disable-pip-version-check
 SHELL := /bin/bash
 
+<<<<<<< HEAD
 .PHONY: help demo test campaign check format gpu-test parity bench build clean
+=======
+COMMA := ,
+
+# An older Python would only fail later: pip looks for versions of packages that suit it, for minutes.
+define new_enough
+@$(1) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || \
+	{ echo 'Nightmill needs Python 3.11 or newer$(if $(1),$(COMMA) and $(1) is not): $(2)' >&2; exit 1; }
+endef
+
+.PHONY: help demo test check format gpu-test parity bench build clean
+>>>>>>> main
 
 help: ## Say what there is to make
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
 # What is installed is remembered by a stamp, which is older than pyproject.toml when that has changed.
 $(VENV)/demo.stamp: pyproject.toml
-	@test -n "$(PYTHON)" || { echo "Nightmill needs Python 3.11 or newer: install it, or set PYTHON=..." >&2; exit 1; }
+	$(call new_enough,$(PYTHON),install it$(COMMA) or name one with PYTHON=...)
 	@echo "Installing Nightmill into $(VENV) ..."
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(call new_enough,$(BIN)/python,run `make clean` and then this again)
 	@$(BIN)/pip install $(PIP_FLAGS) -e '.[worker,embedded]'
 	@touch $@
 
 $(VENV)/dev.stamp: pyproject.toml
-	@test -n "$(PYTHON)" || { echo "Nightmill needs Python 3.11 or newer: install it, or set PYTHON=..." >&2; exit 1; }
+	$(call new_enough,$(PYTHON),install it$(COMMA) or name one with PYTHON=...)
 	@echo "Installing Nightmill and its development tools into $(VENV) ..."
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(call new_enough,$(BIN)/python,run `make clean` and then this again)
 	@$(BIN)/pip install $(PIP_FLAGS) -e '.[dev]'
 	@touch $@ $(VENV)/demo.stamp
 

@@ -61,7 +61,7 @@ def read(path: Path) -> list[Point]:
             fault = error.errors()[0]
             where = "".join(f"{part}: " for part in fault["loc"])
             raise SystemExit(
-                f"{path}, line {number} is no point of benchmarks.scaling: {where}{fault['msg']}"
+                f"{path}, line {number} is not a point of benchmarks.scaling: {where}{fault['msg']}"
             ) from error
     if missing := {"sequences", "contexts"} - {point.series for point in points}:
         raise SystemExit(f"{path} holds no points of the series {' and '.join(sorted(missing))}")

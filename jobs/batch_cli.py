@@ -7,24 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import click
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeRemainingColumn,
-)
-from rich.table import Table
 
 from jobs.batch_status import BatchState, BatchStatus
 from jobs.batches import Batch
 from jobs.batchfile import InputFile
-from jobs.cli_options import given, json_option, parameter_options
+from jobs.cli_options import Group, given, json_option, parameter_options
 from jobs.client import Client
-from jobs.printing import counted, describe_status, dump, print_table, status_json
+from jobs.printable import printable
+from jobs.printing import counted, describe_status, status_json
 from jobs.prune import Prune, Pruned
+from jobs.terminal import Line, LiveLine, confirm, echo, echo_json, table
 from jobs.when import describe_moment, parse_moment, parse_span
 
 EXIT_CODES = {
@@ -37,7 +29,7 @@ EXIT_CODES = {
 """How commands that follow a batch to its end exit; 1 is an error of the command, 2 wrong usage."""
 
 
-@click.group()
+@click.group(cls=Group)
 def batch() -> None:
     """Files of prompts: submit, follow, read, cancel, try again.
 
@@ -99,13 +91,13 @@ def submit(
         status = made.status()
     say_times(status, begins, ends)
     if as_json:
-        click.echo(dump(status_json(status)))
+        echo_json(status_json(status))
     else:
-        click.echo(describe_status(status))
+        echo(describe_status(status))
         if not status.state.final:
-            click.echo(f"Next: nightmill batch status {made.name}")
+            echo(f"Next: nightmill batch status {printable(made.name)}")
         elif status.unsuccessful:
-            click.echo(f"Next: nightmill batch errors {made.name} -o FILE")
+            echo(f"Next: nightmill batch errors {printable(made.name)} -o FILE")
     if status.state.final:
         raise SystemExit(EXIT_CODES[status.state])
 
@@ -128,13 +120,12 @@ def say_times(status: BatchStatus, begins: datetime | None, ends: datetime | Non
             continue
         said = "none" if kept is None else describe_moment(kept)
         first = "" if kept == asked else ", as it was submitted at first"
-        click.echo(f"{label} {said}{first}", err=True)
+        echo(f"{label} {said}{first}", err=True)
 
 
 def submit_file(client: Client, source: InputFile, **arguments: Any) -> Batch:
     """Submit a file under a progress bar; `arguments` as for Batches.submit."""
-    columns = (TextColumn("submitting"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    with _progress(*columns, total=source.size) as update:
+    with _progress("submitting", source.size, megabytes=True) as update:
         return client.batches.submit(source, on_rows=lambda _: update(source.position), **arguments)
 
 
@@ -147,15 +138,12 @@ def list_command(limit: int, as_json: bool) -> None:
         statuses = [found.status(errors=False) for found in client.list_batches(limit=limit)]
     if as_json:
         for status in statuses:
-            click.echo(dump(status_json(status)))
+            echo_json(status_json(status))
         return
-    table = Table(box=None, pad_edge=False)
-    for heading in ("name", "state", "rows", "done", "failed", "tokens/s", "created", "deadline"):
-        table.add_column(heading, no_wrap=True, overflow="ellipsis" if heading == "name" else "fold")
-    for status in statuses:
-        table.add_row(
+    rows = (
+        (
             status.name,
-            str(status.state),
+            status.state,
             f"{status.row_count or status.rows:,}",
             f"{status.done:,}",
             f"{status.unsuccessful:,}",
@@ -163,7 +151,9 @@ def list_command(limit: int, as_json: bool) -> None:
             describe_moment(status.created_at),
             "" if status.deadline_at is None else describe_moment(status.deadline_at),
         )
-    print_table(table)
+        for status in statuses
+    )
+    table(("name", "state", "rows", "done", "failed", "tokens/s", "created", "deadline"), rows, cut="name")
 
 
 @batch.command()
@@ -173,7 +163,7 @@ def status(name: str, as_json: bool) -> None:
     """Show where a batch stands: rows by state and stop reason, errors, speed, when it will end."""
     with Client() as client:
         found = client.get_batch(name).status()
-    click.echo(dump(status_json(found)) if as_json else describe_status(found))
+    echo_json(status_json(found)) if as_json else echo(describe_status(found))
 
 
 @batch.command()
@@ -188,7 +178,7 @@ def watch(name: str, as_json: bool) -> None:
     """
     with Client() as client:
         found = client.get_batch(name).wait(progress=True)
-    click.echo(dump(status_json(found)) if as_json else describe_status(found))
+    echo_json(status_json(found)) if as_json else echo(describe_status(found))
     raise SystemExit(EXIT_CODES[found.state])
 
 
@@ -210,15 +200,15 @@ def _write_command(kind: str, help_text: str) -> click.Command:
             found = client.get_batch(name)
             now = found.status(errors=False)
             total = now.unsuccessful if errors else now.succeeded
-            with _progress(*_rows_columns(f"writing {kind}"), total=total) as update:
+            with _progress(f"writing {kind}", total) as update:
                 put = found.write_errors if errors else found.write_results
                 rows = put(output, overwrite=overwrite, on_rows=update)
         left = now.rows - now.done
         if as_json:
-            click.echo(dump({"path": str(output), "rows": rows, "unfinished": left}))
+            echo_json({"path": str(output), "rows": rows, "unfinished": left})
             return
         more = f"; not done yet: {counted(left, 'row')}" if left else ""
-        click.echo(f"{output}: {counted(rows, 'row')}{more}")
+        echo(f"{printable(output)}: {counted(rows, 'row')}{more}")
 
     return click.command(kind, help=help_text)(write)
 
@@ -249,9 +239,9 @@ def cancel(name: str, as_json: bool) -> None:
     with Client() as client:
         at_once, asked = client.get_batch(name).cancel()
     if as_json:
-        click.echo(dump({"cancelled": at_once, "asked": asked}))
+        echo_json({"cancelled": at_once, "asked": asked})
         return
-    click.echo(f"{name}: {counted(at_once, 'row')} cancelled, {asked:,} running and asked to stop")
+    echo(f"{printable(name)}: {counted(at_once, 'row')} cancelled, {asked:,} running and asked to stop")
 
 
 @batch.command("retry-failed")
@@ -268,7 +258,9 @@ def retry_failed(name: str, deadline: str | None, as_json: bool) -> None:
         found = client.get_batch(name)
         rows = found.retry_failed(deadline=ends)
         say_times(found.status(errors=False), None, ends)
-    click.echo(dump({"queued": rows}) if as_json else f"{name}: {counted(rows, 'row')} queued again")
+    echo_json({"queued": rows}) if as_json else echo(
+        f"{printable(name)}: {counted(rows, 'row')} queued again"
+    )
 
 
 @batch.command()
@@ -281,10 +273,10 @@ def delete(name: str, yes: bool, as_json: bool) -> None:
         found = client.get_batch(name)
         rows = found.status(errors=False).rows
         if not yes:
-            click.confirm(f"Delete {counted(rows, 'row')} of batch {name}, results included?", abort=True)
-        with _progress(*_rows_columns("deleting"), total=rows) as update:
+            confirm(f"Delete {counted(rows, 'row')} of batch {name}, results included?")
+        with _progress("deleting", rows) as update:
             gone = found.delete(update)
-    click.echo(dump({"deleted": gone}) if as_json else f"{name}: {counted(gone, 'row')} deleted")
+    echo_json({"deleted": gone}) if as_json else echo(f"{printable(name)}: {counted(gone, 'row')} deleted")
 
 
 @click.command()
@@ -305,7 +297,7 @@ def prune(older_than: str, dry_run: bool, as_json: bool) -> None:
         work = Prune(client.batches.store, client.database.now() - age)
         done = work.count()
         if not dry_run:
-            with _progress(*_rows_columns("deleting"), total=done.jobs) as update:
+            with _progress("deleting", done.jobs) as update:
                 for done in work.run():
                     update(done.jobs)
     _say_pruned(done, dry_run, as_json)
@@ -313,20 +305,19 @@ def prune(older_than: str, dry_run: bool, as_json: bool) -> None:
 
 def _say_pruned(done: Pruned, dry_run: bool, as_json: bool) -> None:
     if as_json:
-        click.echo(dump({"jobs": done.jobs, "batches": done.batches, "dry_run": dry_run}))
+        echo_json({"jobs": done.jobs, "batches": done.batches, "dry_run": dry_run})
         return
     verb = "would be deleted" if dry_run else "deleted"
-    click.echo(f"{counted(done.jobs, 'job')} and {counted(done.batches, 'batch')} {verb}")
-
-
-def _rows_columns(label: str) -> tuple[Any, ...]:
-    return (TextColumn(label), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    echo(f"{counted(done.jobs, 'job')} and {counted(done.batches, 'batch')} {verb}")
 
 
 @contextmanager
-def _progress(*columns: Any, total: int) -> Iterator[Callable[[int], None]]:
+def _progress(label: str, total: int, *, megabytes: bool = False) -> Iterator[Callable[[int], None]]:
     """A bar on stderr, where that is a terminal; yields what moves it to a number."""
-    console = Console(stderr=True)
-    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as bar:
-        task = bar.add_task("", total=total)
-        yield lambda done: bar.update(task, completed=done)
+    with LiveLine(Line(name=label, total=total), estimate=True) as live:
+
+        def update(done: int) -> None:
+            count = f"{done / 1e6:,.1f}/{total / 1e6:,.1f} MB" if megabytes else ""
+            live.update(Line(name=label, done=done, total=total, count=count))
+
+        yield update

@@ -145,8 +145,10 @@ def make_status(
     pace: Pace | None,
     errors: Sequence[ErrorGroup],
     now: datetime,
+    *,
+    served: bool = True,
 ) -> BatchStatus:
-    """Put together what was counted."""
+    """Put together what was counted. `served`: a live worker takes its rows; else its end is not known."""
     states: dict[JobState, int] = {}
     stop_reasons: dict[StopReason, int] = {}
     for count in counts:
@@ -157,7 +159,8 @@ def make_status(
     state = state_of(record, states, stop_reasons, now)
     left = (record.row_count or rows) - sum(n for s, n in states.items() if s.final)
     end = None
-    if pace and pace.rows and pace.seconds > 0 and left and state in (BatchState.RUNNING, BatchState.QUEUED):
+    going = served and left and state in (BatchState.RUNNING, BatchState.QUEUED)
+    if going and pace and pace.rows and pace.seconds > 0:
         end = now + timedelta(seconds=left * pace.seconds / pace.rows)
     return BatchStatus(
         name=record.name,

@@ -32,7 +32,7 @@ from jobs.store import (
     retried_values,
     tokens_read,
 )
-from jobs.tables import QUEUED, RUNNING, BatchRow, JobRow
+from jobs.tables import QUEUED, RUNNING, BatchRow, JobRow, WorkerRow
 
 BATCHES = cast(Table, BatchRow.__table__)
 RECENT = timedelta(seconds=60)  # what counts as lately, for the pace
@@ -166,6 +166,17 @@ class BatchStore:
     def whole_pace(self, name: str) -> Pace | None:
         """What was finished from the first start to the last end; reads all rows of the batch."""
         return self._pace(name, (JobRow.finished_at.is_not(None),), None, None)
+
+    def served(self, model: str | None) -> bool:
+        """True where a live worker serves `model` (None: any model)."""
+        since = self.database.now() - timedelta(seconds=self.database.settings.stale_seconds)
+        query = select(WorkerRow.id).where(
+            WorkerRow.heartbeat_at > since, WorkerRow.state.in_(("starting", "ready"))
+        )
+        if model is not None:
+            query = query.where(WorkerRow.model == model)
+        with self.database.read() as connection:
+            return connection.execute(query.limit(1)).first() is not None
 
     def _pace(
         self, name: str, conditions: tuple[Any, ...], begin: datetime | None, end: datetime | None

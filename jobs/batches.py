@@ -85,7 +85,8 @@ class Batch:
         pace = self._store.recent_pace(self.name)
         groups = self._store.error_groups(self.name) if errors else []
         now = self._store.database.now()
-        status = make_status(record, counts, pace, groups, now)
+        served = pace is None or self._store.served(record.model)
+        status = make_status(record, counts, pace, groups, now, served=served)
         if not status.state.final:
             return status
         whole = self._store.whole_pace(self.name) if errors else None

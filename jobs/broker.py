@@ -137,6 +137,18 @@ class Broker(Forkable):
         with self._mapped_errors(), self.connection() as connection:
             connection.ensure_connection(max_retries=1, timeout=5)
 
+    def eviction_policy(self) -> str:
+        """What Redis does when its memory is full: its `maxmemory-policy`, or "unknown" if it does not say.
+
+        Raises BrokerError.
+        """
+        with self._mapped_errors(), self.connection() as connection:
+            try:
+                memory = connection.default_channel.client.info("memory")
+            except redis.exceptions.ResponseError:  # this user may not ask
+                return "unknown"
+            return str(memory.get("maxmemory_policy", "unknown"))
+
     def connection(self) -> Any:
         """A fresh kombu Connection; close it, or use it in a `with`."""
         return self.app.connection_for_write()
@@ -172,13 +184,16 @@ class Broker(Forkable):
             TimeoutError,
         ) as error:
             raise BrokerUnreachableError(
-                f"the broker at {self.settings.safe_broker_url} does not answer: {error}. "
+                f"the broker at {self.settings.safe_broker_url} does not answer: {self._said(error)}. "
                 "Check that Redis runs and that NIGHTMILL_BROKER_URL is right"
             ) from error
         except (kombu.exceptions.KombuError, redis.exceptions.RedisError) as error:
             raise BrokerError(
-                f"the broker at {self.settings.safe_broker_url} refused a command: {error}"
+                f"the broker at {self.settings.safe_broker_url} refused a command: {self._said(error)}"
             ) from error
+
+    def _said(self, error: Exception) -> str:
+        return self.settings.scrubbed(error).rstrip(". ")
 
 
 def _job_ids(message: bytes) -> list[str]:

@@ -1,29 +1,29 @@
 """The `nightmill` command: thin over `jobs.client`. Commands of the worker attach through entry points."""
 
-import json
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib.metadata import entry_points
 from typing import Any
 
 import click
-from rich.console import Console
-from rich.table import Table
 
 from jobs.announcing import DeliveryDelayedWarning
 from jobs.batch_cli import batch, prune
-from jobs.cli_options import given, json_option, parameter_options
+from jobs.cli_options import Group, given, json_option, parameter_options
 from jobs.client import Client
 from jobs.contract import JobState
 from jobs.embedded import EmbeddedRedis
 from jobs.errors import NightmillError
-from jobs.printing import describe, follow, job_json, plain, print_table, prompt_line
+from jobs.printable import printable
+from jobs.printing import follow, job_values, print_all_of, print_job, prompt_line
 from jobs.settings import Settings
+from jobs.terminal import echo, echo_json, table
 from jobs.when import describe_moment
 
 
-class NightmillGroup(click.Group):
+class NightmillGroup(Group):
     """Turns Nightmill's errors into one line on stderr and exit code 1, and loads plugged-in commands."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -33,10 +33,16 @@ class NightmillGroup(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         """Run a command."""
         warnings.showwarning = _show_warning
-        try:
-            return super().invoke(ctx)
-        except NightmillError as error:
-            raise click.ClickException(str(error)) from error
+        with _printable_errors():
+            try:
+                return super().invoke(ctx)
+            except NightmillError as error:
+                raise click.ClickException(str(error)) from error
+
+    def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
+        """Read what stands before the command's name."""
+        with _printable_errors():
+            return super().make_context(*args, **kwargs)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Names of all commands."""
@@ -104,10 +110,10 @@ def enqueue(
             text = sys.stdin.read() if prompt == "-" else prompt
             ids.append(client.enqueue(_messages(text, system) if chat or system else text, **given(settings)))
         if not wait:
-            click.echo(json.dumps({"ids": ids}) if as_json else "\n".join(ids))
+            echo_json({"ids": ids}) if as_json else echo("\n".join(ids))
             return
         for job in follow(client, ids, show=not as_json):
-            click.echo(job_json(job) if as_json else describe(job))
+            echo_json(job_values(job)) if as_json else print_job(job)
 
 
 @main.command("list")
@@ -124,44 +130,34 @@ def list_command(state: str | None, batch: str | None, model: str | None, limit:
         found = client.list_jobs(state=state, batch=batch, model=model, limit=limit)
     if as_json:
         for job in found:
-            click.echo(job_json(job))
+            echo_json(job_values(job))
         return
-    table = Table(box=None, pad_edge=False)
-    whole = {"id": 32, "state": 9}  # columns that a narrow terminal may not cut
-    for heading in ("id", "state", "stop reason", "tokens", "created", "prompt"):
-        table.add_column(heading, no_wrap=True, overflow="ellipsis", min_width=whole.get(heading))
-    for job in found:
-        table.add_row(
+    rows = (
+        (
             job.id,
-            str(job.state),
-            str(job.stop_reason or ""),
-            "" if job.completion_tokens is None else str(job.completion_tokens),
+            job.state,
+            job.stop_reason or "",
+            "" if job.completion_tokens is None else job.completion_tokens,
             describe_moment(job.created_at),
             prompt_line(job),
         )
-    print_table(table)
+        for job in found
+    )
+    headings = ("id", "state", "stop reason", "tokens", "created", "prompt")
+    table(headings, rows, cut="prompt", whole={"id": 32, "state": 9})
 
 
 @main.command()
 @click.argument("job_id")
 @json_option
 def show(job_id: str, as_json: bool) -> None:
-    """Show one job, with its text and error history."""
+    """Show one job, with its text and error history.
+
+    A terminal gets control characters as escapes (\\x1b); a file or another program gets the text as it is.
+    """
     with Client() as client:
         job = client.get(job_id)
-    if as_json:
-        click.echo(job_json(job))
-        return
-    for name, value in json.loads(job_json(job)).items():
-        if value not in (None, [], {}, "") and name not in ("text", "errors"):
-            click.echo(
-                f"{name:20} {value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)}"
-            )
-    for entry in job.errors:
-        if "attempt" in entry:
-            click.echo(f"{'attempt ' + str(entry['attempt']):20} {entry['at']} {entry['error']}")
-    if job.text is not None:
-        click.echo(f"\n{job.text}")
+    echo_json(job_values(job)) if as_json else print_all_of(job)
 
 
 @main.command()
@@ -178,10 +174,10 @@ def cancel(job_ids: tuple[str, ...], batch: str | None, as_json: bool) -> None:
             at_once, asked = client.cancel_batch(batch)
             states[f"batch {batch}"] = f"{at_once} cancelled, {asked} running and asked to stop"
     if as_json:
-        click.echo(json.dumps(states))
+        echo_json(states)
         return
     for name, state in states.items():
-        click.echo(f"{name}: {'running, asked to stop' if state == JobState.RUNNING else state}")
+        echo(f"{printable(name)}: {'running, asked to stop' if state == JobState.RUNNING else state}")
 
 
 @main.command()
@@ -191,7 +187,7 @@ def retry(job_ids: tuple[str, ...], as_json: bool) -> None:
     """Queue failed or cancelled jobs again, under their ids and seeds."""
     with Client() as client:
         retried = [client.retry(job_id).id for job_id in job_ids]
-    click.echo(json.dumps({"ids": retried}) if as_json else "\n".join(f"{i}: queued" for i in retried))
+    echo_json({"ids": retried}) if as_json else echo("\n".join(f"{i}: queued" for i in retried))
 
 
 @main.command()
@@ -204,22 +200,22 @@ def stats(batch: str | None, as_json: bool) -> None:
         workers = client.store.workers()
         queue = client.broker.queue_length(None)
     if as_json:
-        click.echo(json.dumps(counted | {"queue_messages": queue, "workers": workers}, default=plain))
+        echo_json(counted | {"queue_messages": queue, "workers": workers})
         return
-    table = Table(box=None, pad_edge=False, show_header=False)
-    for state in JobState:
-        table.add_row(str(state), f"{counted['state'].get(state, 0):,}")
-    for reason, number in sorted(counted["stop_reason"].items()):
-        table.add_row(f"  stopped by {reason}", f"{number:,}")
-    table.add_row("prompt tokens", f"{counted['prompt_tokens']:,}")
-    table.add_row("completion tokens", f"{counted['completion_tokens']:,}")
-    table.add_row("messages in the shared queue", f"{queue:,}")
+    rows = [(str(state), f"{counted['state'].get(state, 0):,}") for state in JobState]
+    rows += [
+        (f"  stopped by {name}", f"{number:,}") for name, number in sorted(counted["stop_reason"].items())
+    ]
+    rows += [
+        ("prompt tokens", f"{counted['prompt_tokens']:,}"),
+        ("completion tokens", f"{counted['completion_tokens']:,}"),
+        ("messages in the shared queue", f"{queue:,}"),
+    ]
     for worker in workers[:10]:
         doing = f" ({worker['detail']})" if worker["detail"] else ""
-        table.add_row(
-            f"worker {worker['id'][:8]}", f"{worker['state']}{doing}, {worker['model']} on {worker['host']}"
-        )
-    Console().print(table)
+        what = f"{worker['state']}{doing}, {worker['model']} on {worker['host']}"
+        rows.append((f"worker {worker['id'][:8]}", what))
+    table((), rows)
 
 
 @main.command()
@@ -230,7 +226,7 @@ def migrate() -> None:
         client.database.migrate()
         after = client.database.revision()
         where = client.settings.safe_database_url
-    click.echo(
+    echo(
         f"{where}: schema {after}"
         + (" (was up to date)" if before == after else f" (was {before or 'empty'})")
     )
@@ -243,7 +239,17 @@ def stop() -> None:
     if not settings.embedded_broker:
         raise click.ClickException(f"the broker is {settings.safe_broker_url}, which Nightmill did not start")
     stopped = EmbeddedRedis(settings.data_dir).stop()
-    click.echo("embedded Redis stopped" if stopped else "no embedded Redis was running")
+    echo("embedded Redis stopped" if stopped else "no embedded Redis was running")
+
+
+@contextmanager
+def _printable_errors() -> Iterator[None]:
+    """Click prints the messages of its errors as they are, and they quote what was typed."""
+    try:
+        yield
+    except click.ClickException as error:
+        error.message = printable(error.message, keep="\n\t")  # type: ignore[misc]
+        raise
 
 
 def _messages(text: str, system: str | None) -> list[dict[str, str]]:
@@ -253,7 +259,7 @@ def _messages(text: str, system: str | None) -> list[dict[str, str]]:
 
 def _show_warning(message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> None:
     if issubclass(category, DeliveryDelayedWarning):
-        click.echo(f"Warning: {message}", err=True)
+        echo(f"Warning: {message}", err=True)
 
 
 main.add_command(batch)

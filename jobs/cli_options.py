@@ -7,6 +7,8 @@ import click
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
+_SENTENCE = 1000  # characters; the first sentence is shorter
+
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON for programs.")
 
 _PARAMETERS = [
@@ -24,6 +26,17 @@ _PARAMETERS = [
     ),
     click.option("--stop", multiple=True, help="End before this text (may be given several times)."),
 ]
+
+
+class Group(click.Group):
+    """A group whose list of commands has the whole first sentence of each, on several lines if need be."""
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the list."""
+        commands = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]
+        rows = [(name, one.get_short_help_str(_SENTENCE)) for name, one in commands if one and not one.hidden]
+        with formatter.section("Commands"):
+            formatter.write_dl(rows)
 
 
 def parameter_options(command: Command) -> Command:

@@ -355,7 +355,7 @@ def _state(state: JobState | str) -> JobState:
         return JobState(state)
     except ValueError:
         known = ", ".join(JobState)
-        raise InvalidParameterError(f"state: {state!r} is none of {known}", field="state") from None
+        raise InvalidParameterError(f"state: {state!r} is not one of {known}", field="state") from None
 
 
 def _after_commit(session: "Session", send: Callable[[], None]) -> None:

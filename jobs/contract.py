@@ -10,6 +10,7 @@ from typing import Any, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from jobs.errors import InvalidParameterError
+from jobs.sentences import sentence
 
 MAX_SEED = 2**63 - 1  # seeds live in a signed 64-bit SQL column
 
@@ -124,8 +125,7 @@ class GenerationParams(BaseModel):
                 raise InvalidParameterError(
                     f"{name}: unknown parameter; known are {known}", field=name
                 ) from None
-            said = first["msg"].removeprefix("Value error, ")
-            raise InvalidParameterError(f"{name}: {said} (got {first['input']!r})", field=name) from None
+            raise InvalidParameterError(f"{name}: {sentence(first)}", field=name) from None
 
     @classmethod
     def read(cls, values: Any) -> Self:

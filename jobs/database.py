@@ -24,6 +24,7 @@ from sqlalchemy import (
     text,
 )
 from sqlalchemy.exc import (
+    ArgumentError,
     DataError,
     DBAPIError,
     IntegrityError,
@@ -41,9 +42,10 @@ from jobs.errors import (
     DatabaseUnreachableError,
     MissingExtraError,
     SchemaError,
+    SettingsError,
 )
 from jobs.forking import FORK_SECONDS, Forkable, Turnstile
-from jobs.settings import Settings
+from jobs.settings import Settings, make_data_dir
 from jobs.tables import SCHEMA_REVISION, UtcDateTime
 
 Clock = Callable[[], datetime]
@@ -172,8 +174,9 @@ class Database(Forkable):
             try:
                 command.upgrade(config, "head")
             except CommandError as error:
+                said = _first_line(error)
                 raise SchemaError(
-                    f"the database at {self.settings.safe_database_url} cannot be migrated: {error}. It "
+                    f"the database at {self.settings.safe_database_url} cannot be migrated: {said}. It "
                     "seems to belong to a newer version of Nightmill: install the one that others use"
                 ) from error
 
@@ -218,7 +221,7 @@ class Database(Forkable):
                 )
             path = Path(str(url.database))
             if self.settings.embedded_database:
-                path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+                make_data_dir(path.parent)
             engine = create_engine(url, json_deserializer=_load_json, connect_args={"timeout": 30.0})
             _apply_sqlite_rules(engine)
             return engine
@@ -226,6 +229,8 @@ class Database(Forkable):
             return create_engine(
                 url, pool_pre_ping=True, pool_size=5, max_overflow=10, connect_args={"connect_timeout": 10}
             )
+        except ArgumentError as error:
+            raise SettingsError(f"NIGHTMILL_DATABASE_URL: {self.settings.scrubbed(error)}") from None
         except ModuleNotFoundError as error:
             raise MissingExtraError(
                 f"PostgreSQL needs the package {error.name!r}: pip install 'nightmill[postgres]'"
@@ -268,13 +273,15 @@ class Database(Forkable):
         except (UnicodeEncodeError, OverflowError) as error:  # drivers raise them for a value, as they are
             raise self._refused(error) from error
         except PoolTimeoutError as error:
+            said = _first_line(error)
             raise DatabaseUnreachableError(
-                f"all connections to the database at {self.settings.safe_database_url} are busy: {error}"
+                f"all connections to the database at {self.settings.safe_database_url} are busy: {said}"
             ) from error
 
     def _mapped(self, error: StatementError) -> DatabaseError:
         """An outage, a refusal of the statement's values, or neither: tables that lack, our own mistake."""
-        where, said = self.settings.safe_database_url, _first_line(error.orig or error)
+        where = self.settings.safe_database_url
+        said = self.settings.scrubbed(_first_line(error.orig or error))
         if _lost_to_others(error.orig):
             return DatabaseBusyError(
                 f"the database at {where} is busy: {said}. Other programs hold the same rows, or its lock; "
@@ -294,8 +301,8 @@ class Database(Forkable):
         return DatabaseError(f"the database at {where} refused a statement: {said}")
 
     def _refused(self, error: BaseException) -> DatabaseRefusedError:
-        where = self.settings.safe_database_url
-        return DatabaseRefusedError(f"the database at {where} refused a statement: {_first_line(error)}")
+        where, said = self.settings.safe_database_url, self.settings.scrubbed(_first_line(error))
+        return DatabaseRefusedError(f"the database at {where} refused a statement: {said}")
 
 
 # Classes of PostgreSQL's error codes, https://www.postgresql.org/docs/current/errcodes-appendix.html
@@ -321,11 +328,6 @@ def _sqlstate(error: StatementError) -> str:
     return getattr(error.orig, "sqlstate", None) or ""
 
 
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
-
-
 def _load_json(text: str | bytes) -> Any:
     """A JSON column's value; text that is not JSON as it is, for the reader of that one row to refuse."""
     try:
@@ -345,6 +347,12 @@ def _lost_to_others(error: BaseException | None) -> bool:
 def _elapsed() -> float:
     """Seconds, counted also while this host is suspended (where the system can)."""
     return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
+
+
+def _first_line(error: BaseException | None) -> str:
+    """What a foreign error says, to go before a full stop or the end."""
+    lines = str(error).strip().splitlines()
+    return lines[0].rstrip(". ") if lines else type(error).__name__
 
 
 def migrations_dir() -> Path:

@@ -20,6 +20,7 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from jobs.errors import BrokerUnreachableError, MissingExtraError
+from jobs.settings import make_data_dir
 
 _LONGEST_SOCKET_PATH = 100  # sockaddr_un holds 108 bytes
 _START_SECONDS = 10.0
@@ -72,7 +73,7 @@ class EmbeddedRedis:
         try:
             with self._lock_file.open("r") as lock:
                 fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return False
         except BlockingIOError:
             return True
@@ -120,7 +121,7 @@ class EmbeddedRedis:
 
     def _start(self) -> None:
         executable = _server_executable()
-        self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        make_data_dir(self.directory)
         with self._lock_file.open("w") as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,74 +1,73 @@
-"""How commands print jobs, batches and tables: for people, and as JSON for programs."""
+"""How commands print jobs and batches: for people, and as JSON for programs."""
 
 import json
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict
+from collections.abc import Iterator
+from dataclasses import asdict, replace
 from datetime import datetime
 from typing import Any
-
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
 from jobs.batch_status import BatchState, BatchStatus
 from jobs.client import Client
 from jobs.contract import Job, JobState
+from jobs.printable import printable
 from jobs.progress import duration
+from jobs.terminal import Line, LiveLine, echo, echo_text, to_json
 from jobs.when import describe_moment
 
-_PIPE_WIDTH = 200  # of a table that goes into a file or another program
+_LONGEST_LINE = 300  # of a prompt in a list; `show` has all of it
+_LABEL = 20
 
 
 def follow(client: Client, ids: list[str], *, show: bool, total_label: str = "jobs") -> Iterator[Job]:
     """Finished jobs as they finish, under a progress bar (on a terminal) with tokens per second."""
-    console = Console(stderr=True)
-    progress = Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[speed]}"),
-        TimeElapsedColumn(),
-        console=console,
-        disable=not show,
-    )
     began = time.monotonic()
     tokens = 0
-    with progress:
-        task = progress.add_task(total_label, total=len(ids), speed="")
+    with LiveLine(Line(name=total_label, total=len(ids)), show=show) as live:
         for job in client.results(ids, order="finished"):
             tokens += job.completion_tokens or 0
             speed = tokens / max(time.monotonic() - began, 1e-9)
-            progress.update(task, advance=1, speed=f"{speed:,.0f} tokens/s")
+            live.update(replace(live.line, done=live.line.done + 1, speed=f"{speed:,.0f} tokens/s"))
             yield job
 
 
-def describe(job: Job) -> str:
-    """A finished job for a person to read."""
+def print_job(job: Job) -> None:
+    """Print a finished job for a person to read."""
     tokens = f"{job.prompt_tokens or 0} + {job.completion_tokens or 0} tokens"
-    head = f"{job.id}  {job.state}, {job.stop_reason}, {tokens}"
-    error = f"\n  error: {job.error}" if job.error else ""
-    return f"{head}\n  prompt: {prompt_line(job)}{error}\n{job.text or ''}\n"
+    echo(f"{job.id}  {job.state}, {job.stop_reason}, {tokens}")
+    echo(f"  prompt: {prompt_line(job)}")
+    if job.error:
+        echo(f"  error: {printable(job.error)}")
+    echo_text(f"{job.text or ''}\n")
 
 
-def job_json(job: Job) -> str:
-    """A job as one line of JSON."""
-    values = asdict(job) | {"params": job.params.model_dump(mode="json", warnings=False)}
-    return json.dumps(values, default=plain, ensure_ascii=False)
+def print_all_of(job: Job) -> None:
+    """Print everything that is known of a job, its text last."""
+    for name, value in json.loads(to_json(job_values(job))).items():
+        if value not in (None, [], {}, "") and name not in ("text", "errors"):
+            echo(_field(name, value if isinstance(value, str) else to_json(value)))
+    for entry in job.errors:
+        if "attempt" in entry:
+            echo(_field(f"attempt {entry['attempt']}", f"{entry['at']} {entry['error']}"))
+    if job.text is not None:
+        echo()
+        echo_text(job.text)
+
+
+def _field(name: str, value: str) -> str:
+    """A name and its value, whose further lines are indented: none of them can pass for a field."""
+    return f"{name:{_LABEL}} " + value.replace("\n", "\n" + " " * (_LABEL + 1))
+
+
+def job_values(job: Job) -> dict[str, Any]:
+    """A job as an object for programs."""
+    return asdict(job) | {"params": job.params.model_dump(mode="json", warnings=False)}
 
 
 def prompt_line(job: Job) -> str:
     """The prompt, or the last message, on one line."""
     text = job.prompt if job.prompt is not None else (job.messages or [{"content": ""}])[-1]["content"]
-    return " ".join(str(text).split())
-
-
-def print_table(table: Table) -> None:
-    """A table in the terminal's width, or in full where it goes into a file or another program."""
-    console = Console()
-    if not console.is_terminal:
-        console.width = _PIPE_WIDTH
-    console.print(table)
+    return printable(" ".join(str(text)[: 10 * _LONGEST_LINE].split()), _LONGEST_LINE)
 
 
 def status_json(status: BatchStatus) -> dict[str, Any]:
@@ -80,11 +79,6 @@ def status_json(status: BatchStatus) -> dict[str, Any]:
     return values
 
 
-def dump(values: Mapping[str, Any]) -> str:
-    """An object as one line of JSON."""
-    return json.dumps(values, default=plain, ensure_ascii=False)
-
-
 def counted(number: int, noun: str) -> str:
     """A number of things: 1 row, 2,000 rows, 2 batches."""
     ending = "" if number == 1 else "es" if noun.endswith("ch") else "s"
@@ -93,10 +87,10 @@ def counted(number: int, noun: str) -> str:
 
 def describe_status(status: BatchStatus) -> str:
     """A batch's status for a person to read."""
-    lines = [f"{status.name}: {status.state}"]
+    lines = [f"{printable(status.name)}: {status.state}"]
 
     def say(label: str, text: str) -> None:
-        lines.append(f"  {label:11}{text}")
+        lines.append(f"  {label:11}{printable(text)}")
 
     if status.source or status.format:
         say("source", f"{status.source or 'Python'} ({status.format}), model {status.model or 'any'}")
@@ -129,7 +123,3 @@ def describe_status(status: BatchStatus) -> str:
             "  If nobody is submitting it any more, submit the file again: it goes on where it stood."
         )
     return "\n".join(lines)
-
-
-def plain(value: object) -> str:
-    return value.isoformat() if isinstance(value, datetime) else str(value)

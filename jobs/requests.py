@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from jobs.contract import MAX_SEED, GenerationParams, JobState, JsonObject, Prompt, unstorable
 from jobs.errors import InvalidParameterError, InvalidPromptError
+from jobs.sentences import sentence
 
 
 class JobSettings(TypedDict, total=False):
@@ -156,7 +157,7 @@ def _check_message(index: int, message: Any) -> JsonObject:
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         field = ".".join([where, *(str(part) for part in first["loc"])])
-        said = "is not supported" if first["type"] == "extra_forbidden" else first["msg"]
+        said = "is not supported" if first["type"] == "extra_forbidden" else sentence(first)
         raise InvalidPromptError(f"{field}: {said}", field=field) from None
     if problem := unstorable(checked.content):
         raise InvalidPromptError(f"{where}.content: {problem}", field=f"{where}.content")

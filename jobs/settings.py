@@ -1,6 +1,7 @@
 """Frozen settings from the environment. Every name starts with NIGHTMILL_; unknown names are refused."""
 
 import difflib
+import errno
 import os
 from collections.abc import Mapping
 from functools import cached_property
@@ -9,9 +10,10 @@ from typing import Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 from sqlalchemy.engine import URL, make_url
-from sqlalchemy.exc import ArgumentError
 
 from jobs.errors import SettingsError
+from jobs.sentences import sentence
+from jobs.urls import check_broker_url, check_database_url, scrubbed, shown_url
 
 PREFIX = "NIGHTMILL_"
 # Variables that the test-suite and container images read; they are no settings of a client or a worker.
@@ -20,8 +22,25 @@ FOREIGN_PREFIXES = ("NIGHTMILL_TEST_",)
 
 def default_data_dir() -> Path:
     """`$XDG_DATA_HOME/nightmill`, or `~/.local/share/nightmill`."""
-    base = os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share"
+    try:
+        base = os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share"
+    except RuntimeError:
+        raise SettingsError("this user has no home directory: set NIGHTMILL_DATA_DIR") from None
     return Path(base) / "nightmill"
+
+
+def make_data_dir(path: Path) -> None:
+    """Create the data directory, or one in it, unless it is there; raises SettingsError if it cannot be."""
+    try:
+        path.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if not os.access(path, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, "you may not write there")
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        raise SettingsError(
+            f"the directory {str(path)!r} cannot be used: {why}. Set NIGHTMILL_DATA_DIR to one that you may "
+            "write to"
+        ) from None
 
 
 class Settings(BaseModel):
@@ -78,25 +97,14 @@ class Settings(BaseModel):
     def _database_is_known(cls, value: str | None) -> str | None:
         if value is None:
             return None
-        try:
-            url = make_url(value)
-        except ArgumentError:
-            raise ValueError(
-                "is not a database URL; expected e.g. postgresql+psycopg://user:password@host/nightmill"
-            ) from None
-        if url.get_backend_name() not in ("sqlite", "postgresql"):
-            raise ValueError(f"names {url.get_backend_name()!r}; Nightmill speaks sqlite and postgresql")
+        check_database_url(value)
         return value
 
     @field_validator("broker_url")
     @classmethod
     def _broker_is_redis(cls, value: str | None) -> str | None:
-        if value is not None and not value.startswith(("redis://", "rediss://", "redis+socket://")):
-            raise ValueError("must start with redis://, rediss:// or redis+socket://")
-        try:
-            make_url(value or "redis://")
-        except (ArgumentError, ValueError):
-            raise ValueError("is not a URL; expected e.g. redis://:password@host:6379/0") from None
+        if value is not None:
+            check_broker_url(value)
         return value
 
     @classmethod
@@ -115,9 +123,11 @@ class Settings(BaseModel):
         try:
             return cls.model_validate(values)
         except ValidationError as error:
-            first = error.errors(include_url=False, include_input=False)[0]
-            name = PREFIX + str(first["loc"][0]).upper()
-            raise SettingsError(f"{name}: {first['msg'].removeprefix('Value error, ')}") from None
+            first = error.errors(include_url=False)[0]
+            name = str(first["loc"][0])
+            raise SettingsError(
+                f"{PREFIX}{name.upper()}: {sentence(first, value=not name.endswith('_url'))}"
+            ) from None
 
     @cached_property
     def resolved_database_url(self) -> URL:
@@ -139,20 +149,19 @@ class Settings(BaseModel):
 
     @property
     def safe_database_url(self) -> str:
-        """The database's URL with the password masked."""
-        return _masked(self.resolved_database_url)
+        """The database's URL without what may be secret."""
+        return shown_url(self.resolved_database_url.render_as_string(hide_password=False))
 
     @property
     def safe_broker_url(self) -> str:
-        """The broker's URL with the password masked."""
+        """The broker's URL without what may be secret."""
         if self.broker_url is None:
             return f"embedded Redis in {self.data_dir.absolute()}"
-        return _masked(make_url(self.broker_url))
+        return shown_url(self.broker_url)
 
-
-def _masked(url: URL) -> str:
-    hidden = {name: "hidden" for name in url.query if "password" in name}
-    return url.update_query_dict(hidden).render_as_string(hide_password=True)
+    def scrubbed(self, error: object) -> str:
+        """What a foreign error says, without the secrets of these URLs."""
+        return scrubbed(str(error), self.database_url, self.broker_url)
 
 
 def _suggestion(name: str, cls: type[Settings]) -> str:

@@ -83,8 +83,10 @@ class Waiting:
         if give_up_at is not None:
             remaining = give_up_at - time.monotonic()
             if remaining <= 0:
-                jobs = "1 job is" if left == 1 else f"{left} jobs are"
-                raise WaitTimeoutError(f"{jobs} not finished in the time given; they go on")
+                said = "1 job is not finished in the time given; it goes on"
+                if left > 1:
+                    said = f"{left:,} jobs are not finished in the time given; they go on"
+                raise WaitTimeoutError(said)
             pause = min(pause, remaining)
         yield pause
         return min(max(pause, _FIRST_POLL) * 1.5, _SLOWEST_POLL)

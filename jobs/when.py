@@ -6,16 +6,16 @@ from datetime import datetime, time, timedelta
 from jobs.errors import InvalidParameterError
 
 _CLOCK = re.compile(r"\d{1,2}:\d{2}(:\d{2})?")
-_SPAN = re.compile(r"\+?(\d+(?:\.\d+)?)\s*([smhd])")
-_UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days"}
+_SPAN = re.compile(r"\+?(\d+(?:\.\d+)?)\s*([smhdw])")
+_UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
 
 
 def parse_moment(name: str, text: str, now: datetime) -> datetime:
     """The point in time that `text` names, in this machine's zone.
 
-    "06:00" is the next such local time after `now`; "8h" (or s, m, d) is a span from `now`; a date with time
-    may carry a zone ("2026-03-01T06:00+01:00"), and is local without one. Raises InvalidParameterError, with
-    `name` for the option.
+    "06:00" is the next such local time after `now`; "8h" (or s, m, d, w) is so long after `now`; a date with
+    time may carry a zone ("2026-03-01T06:00+01:00"), and is local without one. Raises InvalidParameterError,
+    with `name` for the option.
     """
     text = text.strip()
     local = now.astimezone()
@@ -33,20 +33,20 @@ def parse_moment(name: str, text: str, now: datetime) -> datetime:
         moment = None
     if moment is None or _is_date(text):
         raise InvalidParameterError(
-            f"{name}: {text!r} is no time; write 06:00 (the next one), 2026-03-01T06:00+01:00, or 8h for a "
-            "span from now",
+            f"{name}: {text!r} is not a time; write 06:00 (the next one), 2026-03-01T06:00+01:00, or 8h for "
+            "8 hours from now",
             field=name,
         )
     return moment.astimezone()
 
 
 def parse_span(name: str, text: str) -> timedelta:
-    """The span of time that `text` names: 90s, 30m, 8h, 30d. Raises InvalidParameterError with `name`."""
+    """The duration that `text` names: 90s, 30m, 8h, 30d, 8w. Raises InvalidParameterError with `name`."""
     try:
         return _span(text.strip())
     except (ValueError, OverflowError):
         raise InvalidParameterError(
-            f"{name}: {text!r} is no span of time; write a number and s, m, h or d, as in 30d", field=name
+            f"{name}: {text!r} is not a duration; write a number and s, m, h, d or w, as in 30d", field=name
         ) from None
 
 

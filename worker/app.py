@@ -8,7 +8,6 @@ import logging
 import os
 import signal
 import socket
-import sys
 import uuid
 from collections.abc import Callable
 from contextlib import suppress
@@ -22,7 +21,9 @@ from jobs.broker import Broker, make_app, queue_name, resolve_broker_url
 from jobs.claims import Claims
 from jobs.database import Database
 from jobs.errors import NightmillError
+from jobs.printable import PrintableRecords
 from jobs.settings import Settings
+from jobs.terminal import echo
 from worker import tasks
 from worker.engine_link import ENGINE_COMMAND, EngineLink, launch_engine
 from worker.gate import GatedAMQP
@@ -60,9 +61,9 @@ class EngineStep(bootsteps.StartStopStep):
     def create(self, parent: Any) -> "EngineStep":
         """Celery calls this before any step starts; a pool of processes must not even begin."""
         if not issubclass(parent.pool_cls, TaskPool):
-            print(  # noqa: T201 - logging is not set up yet
+            echo(  # logging is not set up yet
                 "nightmill: a worker shares one engine between threads: start Celery with --pool=threads",
-                file=sys.stderr,
+                err=True,
             )
             raise SystemExit(1)
         # Celery's ways of workers to know of each other; ours is the table. What they hear comes from Redis,
@@ -231,5 +232,13 @@ def _find_broker(conf: Any = None, **_: Any) -> None:
     try:
         conf.broker_url = resolve_broker_url(Settings.from_env())
     except NightmillError as error:
-        print(f"nightmill: {error}", file=sys.stderr)  # noqa: T201 - logging is not set up yet
+        echo(f"nightmill: {error}", err=True)  # logging is not set up yet
         raise SystemExit(1) from error
+
+
+@signals.after_setup_logger.connect
+def _keep_the_log_readable(logger: Any = None, **_: Any) -> None:
+    """Errors quote prompts, templates, names and URLs, which may hold anything."""
+    settings = Settings.from_env()
+    for handler in logger.handlers:
+        handler.addFilter(PrintableRecords(settings.scrubbed))

@@ -3,11 +3,13 @@
 What they need is imported when they run, so that the other commands stay quick.
 """
 
-import json
 import random
+import shutil
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import click
@@ -17,9 +19,18 @@ from jobs.cli_options import json_option
 from jobs.client import Client
 from jobs.embedded import EmbeddedRedis
 from jobs.errors import NightmillError
-from jobs.printing import describe, follow, job_json
+from jobs.printable import printable
+from jobs.printing import follow, job_values, print_job
 from jobs.settings import Settings
-from worker.options import as_arguments, merge_options, require_worker_extra, worker_id_option, worker_options
+from jobs.terminal import echo, echo_json
+from worker.options import (
+    as_arguments,
+    merge_options,
+    missing_worker_packages,
+    require_worker_extra,
+    worker_id_option,
+    worker_options,
+)
 from worker.plan_command import plan
 from worker.process import END_WITH_STDIN, end_with_stdin, running_worker
 from worker.run_command import run
@@ -41,11 +52,7 @@ DEMO_WORDS = (
     "thunder",
     "bell",
 )
-_MARKS = {
-    True: click.style("ok  ", fg="green"),
-    False: click.style("FAIL", fg="red"),
-    None: click.style("note", fg="yellow"),
-}
+_MARKS = {True: ("ok  ", "green"), False: ("FAIL", "red"), None: ("note", "yellow")}
 
 
 def register(group: click.Group) -> None:
@@ -71,6 +78,8 @@ def _worker(log_level: str, end_with_parent: bool, worker_id: str | None, **opti
     if end_with_parent:
         end_with_stdin()
     from celery.bin.celery import celery
+
+    import worker.app  # noqa: F401 - Celery would import it with the working folder first on the path
 
     arguments = ["--app=worker.app", "--quiet", "worker", "--pool=threads", f"--loglevel={log_level}"]
     arguments += as_arguments(options)
@@ -112,31 +121,21 @@ def check(model: str | None, as_json: bool) -> None:
     settings = merge_options(Settings.from_env(), {"model": model})
     findings = list(_findings(settings))
     if as_json:
-        rows = [{"part": part, "ok": ok, "found": found} for part, ok, found in findings]
-        click.echo(json.dumps(rows))
+        echo_json([{"part": part, "ok": ok, "found": found} for part, ok, found in findings])
     else:
         for part, ok, found in findings:
-            click.echo(f"{_MARKS[ok]} {part:9} {found}")
+            echo(f"{part:9} {printable(found)}", mark=_MARKS[ok])
     if any(ok is False for _, ok, _ in findings):
         raise SystemExit(1)
 
 
 def _findings(settings: Settings) -> Iterator[tuple[str, bool | None, str]]:
     """(part, True for fine, False for broken, None for a note; what was found and what to do)."""
-    with Client(settings) as client:
-        try:
-            client.database.ensure_schema()
-            yield "database", True, f"{settings.safe_database_url}, schema {client.database.revision()}"
-            workers = [row for row in client.store.workers() if row["state"] in LIVE_STATES]
-            serving = ", ".join(sorted({_serving(row) for row in workers})) or "none is running"
-            yield "workers", None, serving
-        except NightmillError as error:
-            yield "database", False, str(error)
-        try:
-            client.broker.ping()
-            yield "broker", True, settings.safe_broker_url
-        except NightmillError as error:
-            yield "broker", False, str(error)
+    try:
+        with Client(settings) as client:
+            yield from _look_at_servers(client)
+    except NightmillError as error:  # there is no place for them
+        yield "database", False, str(error)
     if settings.model is None:
         yield "model", None, "none named: give --model FILE or set NIGHTMILL_MODEL"
     else:
@@ -145,6 +144,26 @@ def _findings(settings: Settings) -> Iterator[tuple[str, bool | None, str]]:
         except NightmillError as error:
             yield "model", False, str(error)
     yield "gpu", None, _look_at_gpu()
+
+
+def _look_at_servers(client: Client) -> Iterator[tuple[str, bool | None, str]]:
+    settings = client.settings
+    try:
+        client.database.ensure_schema()
+        yield "database", True, f"{settings.safe_database_url}, schema {client.database.revision()}"
+        workers = [row for row in client.store.workers() if row["state"] in LIVE_STATES]
+        serving = ", ".join(sorted({_serving(row) for row in workers})) or "none is running"
+        yield "workers", None, serving
+    except NightmillError as error:
+        yield "database", False, str(error)
+    try:
+        client.broker.ping()
+        policy = client.broker.eviction_policy()
+        loses = policy.startswith("allkeys")
+        advice = f": maxmemory-policy {policy} loses messages when memory is full; set noeviction"
+        yield "broker", not loses, settings.safe_broker_url + (advice if loses else "")
+    except NightmillError as error:
+        yield "broker", False, str(error)
 
 
 def _serving(row: dict[str, Any]) -> str:
@@ -168,6 +187,8 @@ def _look_at_model(settings: Settings) -> str:
 
 def _look_at_gpu() -> str:
     """What there is to generate with, and what is missing for it."""
+    if missing_worker_packages():
+        return "this installation is the client only; to generate, pip install 'nightmill[worker]'"
     from worker.runners.gpu.compiler import CompilerMissingError, compiler_version, find_nvcc
     from worker.runners.gpu.device import NoDeviceError, describe_device
 
@@ -207,7 +228,7 @@ def demo(count: int, temperature: float, seed: int | None, as_json: bool) -> Non
     with Client(settings) as client:
         ids = list(client.enqueue_many(_demo_items(draw, count), temperature=temperature, max_tokens=64))
         if not as_json:
-            click.echo(f"{count} prompts enqueued; starting a worker with {settings.model}")
+            echo(f"{count} prompts enqueued; starting a worker with {settings.model}")
         try:
             with running_worker(client, home / "worker.log", ["--max-sequences", "32"]):
                 began = time.monotonic()
@@ -217,17 +238,27 @@ def demo(count: int, temperature: float, seed: int | None, as_json: bool) -> Non
             EmbeddedRedis(home).stop()
     if as_json:
         for job_id in ids:
-            click.echo(job_json(found[job_id]))
+            echo_json(job_values(found[job_id]))
         return
-    click.echo()
+    echo()
     for job_id in ids:
-        click.echo(describe(found[job_id]))
+        print_job(found[job_id])
     tokens = sum(job.completion_tokens or 0 for job in found.values())
     database = settings.resolved_database_url.database
-    click.echo(f"{count} texts, {tokens} tokens in {seconds:.1f} s: {tokens / seconds:,.0f} tokens/s")
+    echo(f"{count} texts, {tokens} tokens in {seconds:.1f} s: {tokens / seconds:,.0f} tokens/s")
     query = "SELECT text, stop_reason FROM jobs"
-    click.echo(f"The rows are in table `jobs` of {database}:\n  sqlite3 {database} '{query}'")
-    click.echo("Next: nightmill worker --model YOUR.gguf, and nightmill enqueue --help")
+    echo(f"The rows are in table `jobs` of {database}:\n  sqlite3 {database} '{query}'")
+    command = _how_to_call()
+    echo(f"Next: {command} worker --model YOUR.gguf, and {command} enqueue --help")
+
+
+def _how_to_call() -> str:
+    """`nightmill`, or the path of this installation's where the shell would not find that."""
+    ours = Path(sys.executable).with_name("nightmill")
+    found = shutil.which("nightmill")
+    if found is not None and Path(found).resolve() == ours.resolve():
+        return "nightmill"
+    return str(ours.relative_to(Path.cwd())) if ours.is_relative_to(Path.cwd()) else str(ours)
 
 
 def _demo_items(draw: random.Random, count: int) -> Iterator[dict[str, Any]]:

@@ -41,7 +41,7 @@ from worker.watched import watched_thread
 
 log = logging.getLogger(__name__)
 
-ENGINE_COMMAND = (sys.executable, "-m", "worker.engine_process")
+ENGINE_COMMAND = (sys.executable, "-P", "-m", "worker.engine_process")  # -P: not from the working folder
 _SLOW_LOAD_SECONDS = 900.0  # without any progress; reading a tensor of some GB from a slow disk takes minutes
 _PING_SECONDS = 5.0  # at least so often it is asked for a sign of life
 _PATIENCE_SECONDS = 10.0  # for an answer that somebody waits for

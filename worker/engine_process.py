@@ -16,6 +16,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 
 from jobs.errors import NightmillError
+from jobs.printable import PrintableRecords
 from worker.engine.engine import Engine
 from worker.engine.request import Completion, Progress
 from worker.engine_messages import (
@@ -145,6 +146,8 @@ def main() -> int:
         multiprocessing.current_process().name = "Engine"
         style = "[%(asctime)s: %(levelname)s/%(processName)s] %(message)s"
         logging.basicConfig(level=begin.log_level, format=style)
+        for handler in logging.getLogger().handlers:
+            handler.addFilter(PrintableRecords(begin.settings.scrubbed))
 
         def build() -> Engine:
             model = open_model(begin.settings, report=lambda what: connection.send(Loading(what)))

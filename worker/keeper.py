@@ -12,6 +12,7 @@ from datetime import timedelta
 
 from jobs.client import Client
 from jobs.errors import NightmillError
+from jobs.settings import make_data_dir
 from jobs.sweep import Sweep
 from worker.process import WorkerProcess
 
@@ -34,7 +35,7 @@ class WorkerKeeper:
         self._done_at_death = 0
         self.own: WorkerProcess | None = None
         home = client.settings.data_dir
-        home.mkdir(parents=True, exist_ok=True, mode=0o700)
+        make_data_dir(home)
         name = re.sub(
             r"[^A-Za-z0-9._-]", "-", f"run-{client.settings.resolved_database_url.database}-{model}"
         )

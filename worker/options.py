@@ -7,6 +7,7 @@ import click
 from pydantic import ValidationError
 
 from jobs.errors import MissingExtraError, SettingsError
+from jobs.sentences import sentence
 from jobs.settings import Settings
 
 
@@ -80,9 +81,9 @@ def merge_options(settings: Settings, options: dict[str, Any]) -> Settings:
     try:
         return Settings.model_validate(settings.model_dump() | given)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
+        first = error.errors(include_url=False)[0]
         name = "name" if first["loc"][0] == "model_name" else str(first["loc"][0]).replace("_", "-")
-        raise SettingsError(f"--{name}: {first['msg']}") from None
+        raise SettingsError(f"--{name}: {sentence(first)}") from None
 
 
 def as_arguments(options: dict[str, Any]) -> list[str]:
@@ -99,10 +100,15 @@ def as_arguments(options: dict[str, Any]) -> list[str]:
     return arguments
 
 
+def missing_worker_packages() -> list[str]:
+    """What a client-only installation lacks of what generates."""
+    names = ("numpy", "gguf", "tokenizers", "jinja2", "threadpoolctl")
+    return [name for name in names if find_spec(name) is None]
+
+
 def require_worker_extra(command: str) -> None:
     """Raise MissingExtraError in a client-only installation."""
-    missing = [name for name in ("numpy", "gguf", "tokenizers", "jinja2") if find_spec(name) is None]
-    if missing:
+    if missing := missing_worker_packages():
         raise MissingExtraError(
             f"`nightmill {command}` needs {', '.join(missing)}: pip install 'nightmill[worker]'"
         )

@@ -1,13 +1,11 @@
 """The command `nightmill plan`: what a batch file holds and how long it takes, before the night."""
 
-import json
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import click
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from jobs.batchfile import InputFile
 from jobs.cli_options import json_option
@@ -15,6 +13,7 @@ from jobs.client import Client
 from jobs.contract import GenerationParams
 from jobs.errors import DatabaseError, RunnerError, SettingsError
 from jobs.settings import Settings
+from jobs.terminal import Line, LiveLine, echo, echo_json
 from jobs.when import parse_moment
 from worker.options import merge_options, require_worker_extra, worker_options
 
@@ -79,11 +78,11 @@ def _plan(
         quiet=as_json,
     )
     if as_json:
-        click.echo(json.dumps(plan.as_json(), ensure_ascii=False))
+        echo_json(plan.as_json())
     else:
         from worker.planning.report import describe_plan
 
-        click.echo("\n".join(describe_plan(plan)))
+        echo("\n".join(describe_plan(plan)))
     if plan.estimate is not None and plan.estimate.fits is False:
         raise SystemExit(EXIT_TOO_LATE)
     if plan.survey.bad:
@@ -139,22 +138,21 @@ def _make(
             raise RunnerError(
                 f"the speed cannot be measured (--no-measure plans without): {error}"
             ) from error
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
-    progress = Progress(*columns, console=Console(stderr=True), disable=quiet, transient=True)
-    task = progress.add_task("reading and tokenising", total=file.size)
+    live = LiveLine(Line(name="reading and tokenising", total=file.size), show=not quiet, estimate=True)
     rows = count(1)
 
     def on_row() -> None:
         if next(rows) % _ROWS_PER_UPDATE == 0:
-            progress.update(task, completed=file.position)
+            share = f"{file.position / max(file.size, 1):.0%}"
+            live.update(replace(live.line, done=file.position, count=share))
 
     def on_measure() -> None:
-        progress.reset(task, description="measuring the speed", total=None)
+        live.update(Line(name="measuring the speed"))
 
     with Client(settings) as client:
         workers = live_workers(client, model.name)
     try:
-        with progress:
+        with live:
             return make_plan(
                 file,
                 model.encode,

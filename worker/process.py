@@ -15,15 +15,15 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from rich.console import Console
-
 from jobs.client import Client
 from jobs.errors import NightmillError
 from jobs.settings import PREFIX
+from jobs.terminal import Line, LiveLine
 from worker.heart import LOADING
 from worker.silence import Silence
 
-WORKER_COMMAND = (sys.executable, "-m", "jobs", "worker")
+# -P: a folder that a person works in may have a `jobs/` or a `queue.py` of its own.
+WORKER_COMMAND = (sys.executable, "-P", "-m", "jobs", "worker")
 END_WITH_STDIN = "--end-with-stdin"
 _SLOW_START_SECONDS = 1000.0  # without progress; the worker itself gives up a little earlier
 
@@ -151,8 +151,8 @@ def running_worker(
     """
     worker = WorkerProcess(client, log, arguments, command)
     try:
-        with Console(stderr=True).status(f"{LOADING} ...") as status:
-            worker.wait_until_ready(lambda progress: status.update(f"{progress} ..."))
+        with LiveLine(Line(name=f"{LOADING} ..."), estimate=True) as line:
+            worker.wait_until_ready(lambda progress: line.update(Line(name=f"{progress} ...")))
         yield worker.popen
     finally:
         worker.close()

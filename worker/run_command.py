@@ -16,11 +16,13 @@ from jobs.batchfile import InputFile
 from jobs.cli_options import given, json_option, parameter_options
 from jobs.client import Client
 from jobs.errors import DatabaseUnreachableError, SettingsError
-from jobs.printing import describe_status, dump, status_json
+from jobs.printable import printable
+from jobs.printing import describe_status, status_json
 from jobs.progress import BatchProgress
 from jobs.result_files import destinations, errors_path, vet
 from jobs.settings import Settings
 from jobs.streaming import ResultStream
+from jobs.terminal import echo, echo_json
 from worker.keeper import WorkerKeeper
 from worker.options import WORKER_SETTINGS, merge_options, worker_options
 
@@ -129,10 +131,10 @@ def run(
         if status.state.final:
             stream.finish()
     if as_json:
-        click.echo(dump(status_json(status)))
+        echo_json(status_json(status))
     else:
-        click.echo(describe_status(status))
-        click.echo(f"Results: {output}; errors: {errors}")
+        echo(describe_status(status))
+        echo(f"Results: {printable(output)}; errors: {printable(errors)}")
     raise SystemExit(EXIT_CODES[status.state] if status.state.final else INTERRUPTED)
 
 

@@ -111,8 +111,8 @@ def test_plot_names_its_series_and_is_the_same_every_time(
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("loading weights\n", "line 1 is no point of benchmarks.scaling: .*JSON"),
-        ('{"series": "sequences"}\n', "line 1 is no point .*: sequences: Field required"),
+        ("loading weights\n", "line 1 is not a point of benchmarks.scaling: .*JSON"),
+        ('{"series": "sequences"}\n', "line 1 is not a point .*: sequences: Field required"),
         ("", "no points of the series contexts and sequences"),
     ],
 )

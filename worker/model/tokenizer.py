@@ -164,7 +164,7 @@ class Tokenizer:
             after_text = isinstance(piece, str)
 
     def decode(self, ids: Iterable[int], *, special: bool = False, continues: bool = False) -> str:
-        """The text of `ids`; bytes that are no UTF-8 become U+FFFD.
+        """The text of `ids`; bytes that are not UTF-8 become U+FFFD.
 
         special: write control tokens out instead of leaving them out. continues: the ids follow other text,
         so the space that SentencePiece puts before the first word is kept.

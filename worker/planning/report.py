@@ -3,18 +3,21 @@
 from collections.abc import Iterator
 from datetime import timedelta
 
+from jobs.printable import printable
 from jobs.when import describe_moment
 from worker.planning.plan import Estimate, Plan
 from worker.planning.survey import BadRow
 
 SHOWN_ROWS = 20
+_LONGEST_LINE = 1000
 
 
 def describe_plan(plan: Plan) -> Iterator[str]:
     """Lines: the rows, what they ask for, when it will be done."""
     found = plan.survey
     bad = len(found.bad)
-    yield f"{plan.file.path}: {found.rows:,} rows ({plan.file.format}), {found.good:,} good, {bad:,} bad"
+    name = printable(plan.file.path)
+    yield f"{name}: {found.rows:,} rows ({plan.file.format}), {found.good:,} good, {bad:,} bad"
     for row in found.bad[:SHOWN_ROWS]:
         yield f"  {_describe_row(row)}"
     if bad > SHOWN_ROWS:
@@ -49,7 +52,7 @@ def describe_plan(plan: Plan) -> Iterator[str]:
 
 def _describe_row(row: BadRow) -> str:
     name = "" if row.custom_id is None else f" {row.custom_id!r}"
-    return f"line {row.line}{name}: {row.message} [{row.code}]"
+    return printable(f"line {row.line}{name}: {row.message} [{row.code}]", _LONGEST_LINE)
 
 
 def _describe_pages(plan: Plan) -> str:

@@ -234,7 +234,7 @@ def test_prune_deletes_only_what_is_old_enough(run: Run, cli_client: Client, fil
     assert run("prune", "--older-than", "0s").stdout == "3 jobs and 1 batch deleted\n"
     assert cli_client.list_batches() == []
     bad = run("prune", "--older-than", "soon")
-    assert bad.stderr.startswith("Error: --older-than: 'soon' is no span of time; write a number and s, m,")
+    assert bad.stderr.startswith("Error: --older-than: 'soon' is not a duration; write a number and s, m,")
 
 
 @pytest.mark.parametrize(
@@ -242,7 +242,7 @@ def test_prune_deletes_only_what_is_old_enough(run: Run, cli_client: Client, fil
     [
         (["batch", "status", "nothing"], "there is no batch 'nothing': `nightmill batch list` shows those"),
         (["batch", "submit", "nothing.jsonl"], "nothing.jsonl: there is no such file"),
-        (["batch", "submit", "FILE", "--at", "soon"], "--at: 'soon' is no time; write 06:00"),
+        (["batch", "submit", "FILE", "--at", "soon"], "--at: 'soon' is not a time; write 06:00"),
         (["batch", "submit", "FILE", "--max-tokens", "0"], "max_tokens: "),
         (
             ["batch", "submit", "FILE", "--at", "3h", "--deadline", "2000-01-01T00:00Z"],
@@ -287,3 +287,18 @@ def test_expired_rows_show_in_the_status(
     with Client(sqlite_settings, clock=lambda: datetime.now(UTC) + timedelta(hours=2)) as later:
         assert Sweep(later.database).expire() == 2
     assert run("batch", "status", "night").stdout.startswith("night: expired\n")
+
+
+def test_no_end_is_foretold_where_no_worker_is_left(run: Run, cli_client: Client, tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "one"}\n' * 3)
+    run("batch", "submit", path, "--name", "night", "--model", "m")
+    claims = Claims(cli_client.database, "b" * 32)
+    claims.register("host", 1, "m", None)
+    claims.beat("ready")
+    (claim,) = claims.claim([cli_client.list_jobs(batch="night")[-1].id])
+    claims.finish([Outcome(claim.job_id, claim.attempt, StopReason.EOS, "text", 2, 3)])
+    assert "ends       about" in run("batch", "status", "night").stdout
+    claims.sign_off()
+    said = run("batch", "status", "night").stdout
+    assert "ends" not in said and "2 queued" in said

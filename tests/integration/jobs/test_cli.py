@@ -10,6 +10,7 @@ import click
 import pytest
 from click.testing import CliRunner, Result
 
+from jobs.batch_cli import batch
 from jobs.claims import Claims, Outcome
 from jobs.cli import main
 from jobs.client import Client
@@ -196,9 +197,9 @@ def test_stop_ends_the_embedded_redis_and_no_other(run: Run, directory: Path) ->
         (
             ["enqueue", "x", "--max-tokens", "-1"],
             {},
-            "max_tokens: Input should be greater than or equal to 1",
+            "max_tokens: must be at least 1",
         ),
-        (["enqueue", "x", "--temperature", "nan"], {}, "temperature: Input should be a finite number"),
+        (["enqueue", "x", "--temperature", "nan"], {}, "temperature: must be a finite number"),
         (["list"], {"NIGHTMILL_BROKER": "x"}, "NIGHTMILL_BROKER is not a setting of Nightmill. Did you mean"),
         (["list"], {"NIGHTMILL_DATABASE_URL": "mysql://x"}, "NIGHTMILL_DATABASE_URL: names 'mysql'"),
         (
@@ -222,6 +223,7 @@ def test_an_error_is_one_line_and_exit_code_1(
     assert result.stderr.startswith(f"Error: {message}")
     assert result.stderr.count("\n") == 1
     assert "hunter2" not in result.output
+    assert ".." not in result.stderr and ". Check" not in result.stderr.replace(". Check that", "")
 
 
 def test_a_broker_that_is_down_is_a_warning_and_the_id_is_printed(run: Run, cli_client: Client) -> None:
@@ -239,12 +241,43 @@ def test_every_command_explains_itself() -> None:
         command = main.get_command(context, name)
         assert command is not None
         assert command.get_short_help_str(200), name
+    for group in (main, batch):
+        said = group.get_help(click.Context(group, info_name="x", max_content_width=80))
+        assert "..." not in said.partition("\nCommands:\n")[2]
     for arguments in (["--help"], ["-h"], ["enqueue", "--help"]):
         result = CliRunner().invoke(main, arguments)
         assert result.exit_code == 0
         assert "Usage:" in result.stdout
     assert "NIGHTMILL_DATABASE_URL" in CliRunner().invoke(main, ["--help"]).stdout
     assert CliRunner().invoke(main, ["--version"], prog_name="nightmill").stdout.startswith("nightmill, ")
+
+
+@pytest.mark.parametrize(
+    "arguments", [["list"], ["enqueue", "x"], ["stats"], ["migrate"], ["check"], ["demo", "-n", "1"]]
+)
+@pytest.mark.parametrize("place", ["file/data", "file", "/proc/nightmill"])
+def test_an_unusable_data_directory_is_one_line(arguments: list[str], place: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("not a directory")
+    env = {"NIGHTMILL_DATA_DIR": str(tmp_path / place)}
+    result = CliRunner().invoke(main, arguments, env=env)
+    assert result.exit_code == 1
+    assert isinstance(result.exception, SystemExit)
+    assert "cannot be used: " in result.output
+    assert "Set NIGHTMILL_DATA_DIR to one that you may write to" in result.output
+
+
+def test_nobodys_home_directory_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("XDG_DATA_HOME")
+    monkeypatch.setattr(Path, "home", classmethod(_no_home))
+    result = CliRunner().invoke(main, ["list"])
+    assert (result.exit_code, result.output) == (
+        1,
+        "Error: this user has no home directory: set NIGHTMILL_DATA_DIR\n",
+    )
+
+
+def _no_home(cls: type[Path]) -> Path:
+    raise RuntimeError("Could not determine home directory.")
 
 
 def _nightmill(settings: Settings, *arguments: str, **more: object) -> subprocess.CompletedProcess[str]:

@@ -166,8 +166,7 @@ def test_a_mistake_in_the_middle_keeps_what_came_before_and_says_so(client: Clie
     with pytest.raises(InvalidParameterError) as caught:
         client.enqueue_many(items(), batch="b")
     assert str(caught.value) == (
-        f"item {number}: max_tokens: Input should be greater than or equal to 1 (got -1) "
-        f"({number} jobs before it are queued)"
+        f"item {number}: max_tokens: must be at least 1 (got -1) ({number} jobs before it are queued)"
     )
     assert caught.value.field == "max_tokens"
     assert list(caught.value.enqueued) == [job.id for job in client.store.find(Selection(batch="b"))]
@@ -405,5 +404,5 @@ def test_jobs_are_listed_newest_first_by_what_is_asked(client: Client) -> None:
     assert [job.id for job in client.list_jobs(state="cancelled")] == [ids[1]]
     assert [job.id for job in client.list_jobs(batch="b", limit=1)] == [ids[2]]
     assert client.list_jobs(model="m") == []
-    with pytest.raises(InvalidParameterError, match="state: 'done' is none of queued, running, succeeded"):
+    with pytest.raises(InvalidParameterError, match="state: 'done' is not one of queued, running, succeeded"):
         client.list_jobs(state="done")

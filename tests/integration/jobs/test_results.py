@@ -146,13 +146,19 @@ def test_wait_returns_when_all_are_final(server_settings: Settings, finished_els
         assert client.stats("b")["state"] == {"succeeded": 29, "cancelled": 1}
 
 
-@pytest.mark.parametrize(("number", "said"), [(1, "1 job is not finished"), (3, "3 jobs are not finished")])
+@pytest.mark.parametrize(
+    ("number", "said"),
+    [
+        (1, "1 job is not finished in the time given; it goes on"),
+        (3, "3 jobs are not finished in the time given; they go on"),
+    ],
+)
 def test_waiting_too_long_is_a_timeout_that_counts_what_is_left(
     client: Client, number: int, said: str
 ) -> None:
     ids = list(client.enqueue_many(["prompt"] * (number + 1)))
     _finish(client, ids[:1])
-    with pytest.raises(WaitTimeoutError, match=f"^{said} in the time given; they go on$") as caught:
+    with pytest.raises(WaitTimeoutError, match=f"^{said}$") as caught:
         client.wait(ids, timeout=0.05)
     assert isinstance(caught.value, TimeoutError)
     for order in ("enqueued", "finished"):

@@ -295,7 +295,7 @@ def test_what_cannot_work_is_one_line_and_nothing_is_queued(
         ([str(tmp_path / "nothing.jsonl")], quick, "nothing.jsonl: there is no such file"),
         ([str(prompts), "--model", str(broken)], quick, "broken.gguf"),
         ([str(prompts)], no_model, "no model file is named: give --model FILE or set NIGHTMILL_MODEL"),
-        ([str(prompts), "--deadline", "soon"], quick, "--deadline: 'soon' is no time"),
+        ([str(prompts), "--deadline", "soon"], quick, "--deadline: 'soon' is not a time"),
     ):
         process = run(Path(arguments[0]), *arguments[1:], settings=settings)
         _, error = process.communicate(timeout=PATIENCE)

@@ -7,12 +7,14 @@ import sys
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
+from jobs.cli import main
 from jobs.client import Client
 from jobs.contract import JobState
 from jobs.settings import Settings
 from tests.ggufs import write_model
-from tests.servers import free_port, wait_until, worker_env
+from tests.servers import RedisServer, free_port, wait_until, worker_env
 from worker.loading import demo_model
 
 CELERY = [sys.executable, "-m", "celery", "-A", "worker.app", "worker"]
@@ -126,6 +128,24 @@ def test_check_says_what_is_wrong_and_what_to_do(sqlite_settings: Settings) -> N
     assert '"part": "model", "ok": true' in fine.stdout
 
 
+def test_check_refuses_a_redis_that_evicts_messages(
+    sqlite_settings: Settings, redis_server: RedisServer
+) -> None:
+    environment = worker_env(sqlite_settings, broker_url=redis_server.url)
+    with redis_server.client() as connection:
+        connection.config_set("maxmemory-policy", "allkeys-lru")
+        refused = CliRunner().invoke(main, ["check"], env=environment)
+        assert refused.exit_code == 1
+        assert "FAIL broker" in refused.output
+        assert (
+            "maxmemory-policy allkeys-lru loses messages when memory is full; set noeviction"
+            in refused.output
+        )
+        connection.config_set("maxmemory-policy", "volatile-lru")  # messages never expire
+    fine = CliRunner().invoke(main, ["check"], env=environment)
+    assert (fine.exit_code, "ok   broker" in fine.output) == (0, True)
+
+
 def test_demo_runs_the_whole_path_in_a_directory_of_its_own(directory: Path) -> None:
     environment = worker_env(Settings(data_dir=directory))
     done = subprocess.run(
@@ -137,6 +157,8 @@ def test_demo_runs_the_whole_path_in_a_directory_of_its_own(directory: Path) -> 
         check=True,
     )
     assert done.stdout.count("succeeded, eos") == 8
+    nightmill = Path(sys.executable).with_name("nightmill")
+    assert (Path.cwd() / done.stdout.split()[-3]) == nightmill  # it is not on the PATH
     assert "tokens/s" in done.stdout and str(directory / "demo" / "nightmill.db") in done.stdout
     with Client(Settings(data_dir=directory / "demo", broker_url="redis://unused")) as client:
         found = client.list_jobs(limit=100)

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from jobs.contract import JobState, StopReason, storable, unstorable
-from jobs.printing import job_json, prompt_line
+from jobs.printing import job_values, prompt_line
 from jobs.store import job_from_row
+from jobs.terminal import to_json
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 
@@ -54,7 +55,7 @@ def test_words_of_a_newer_version_are_shown_as_they_are() -> None:
     assert isinstance(job.state, JobState) and isinstance(job.stop_reason, StopReason)
     assert f"{job.state}, {job.stop_reason}" == "paused, bored"
     assert not job.state.final and job.state not in set(JobState)
-    assert json.loads(job_json(job))["state"] == "paused"
+    assert json.loads(to_json(job_values(job)))["state"] == "paused"
     with pytest.raises(ValueError):
         JobState("paused")  # nothing was added to the words that are accepted
 
@@ -81,4 +82,4 @@ def test_a_row_that_is_half_understood_is_shown(changes: dict[str, Any], field: 
     assert value == shown
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert json.loads(job_json(job))["prompt"] == prompt_line(job) == "hello"
+        assert json.loads(to_json(job_values(job)))["prompt"] == prompt_line(job) == "hello"

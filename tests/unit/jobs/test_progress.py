@@ -2,14 +2,17 @@
 
 import io
 import re
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 
 import pytest
+from rich.cells import cell_len
 from rich.console import Console
 
 from jobs.batch_status import BatchRecord, BatchStatus, Pace, RowCount, make_status
 from jobs.contract import JobState, StopReason
 from jobs.progress import BatchProgress, describe, duration
+from jobs.terminal import Line
 
 RECORD = BatchRecord("night", "model", datetime.now(UTC), format="jsonl", row_count=1_200)
 
@@ -66,3 +69,47 @@ def test_nothing_is_shown_where_nothing_is_wanted() -> None:
 )
 def test_a_duration_is_as_coarse_as_it_is_long(seconds: float, text: str) -> None:
     assert duration(seconds) == text
+
+
+WHOLE = Line(
+    name="nightly-batch",
+    done=61_240,
+    total=100_000,
+    state="running",
+    failed="12 failed",
+    load="256 running, 38,504 queued",
+    speed="24,310 tokens/s",
+    end="ends in about 27 min",
+    elapsed="0:12:33",
+)
+
+
+def test_a_narrow_terminal_loses_the_speed_then_the_end_and_never_the_count() -> None:
+    fitted = {width: WHOLE.fit(width) for width in range(15, 201)}
+    assert all(cell_len(line) <= width and "61,240/100,000" in line for width, line in fitted.items())
+    assert {"tokens/s", "27 min", "━", "0:12:33", "12 failed"} <= {
+        part for part in ("tokens/s", "27 min", "━", "0:12:33", "12 failed") if part in fitted[200]
+    }
+    narrowest = {
+        part: min(width for width, line in fitted.items() if part in line)
+        for part in ("tokens/s", "27 min", "61,240/100,000")
+    }
+    assert narrowest["tokens/s"] > narrowest["27 min"] > narrowest["61,240/100,000"]
+    assert ("27 min" in fitted[110], "━" in fitted[80], "nightly-batch" in fitted[60]) == (True, True, True)
+
+
+@pytest.mark.parametrize("width", [60, 80, 110, 200])
+def test_the_count_is_on_the_screen_at_any_width(width: int) -> None:
+    screen = io.StringIO()
+    console = Console(file=screen, force_terminal=True, width=width, color_system=None)
+    record = replace(RECORD, name="[/b]\x1b[2J\u202e" + "night" * 20)
+    counts = (DONE, FAILED, RowCount(JobState.RUNNING, None, 198))
+    with BatchProgress(record.name, console=console) as progress:
+        progress.show(make_status(record, counts, Pace(9, 9_000, 9.0), [], datetime.now(UTC)))
+    shown = re.sub(r"\x1b\[\??[\d;]*[A-Za-z]", "", screen.getvalue()).strip()
+    assert "[/b]\\x1b[2J\\u202e" in shown and "1,002/1,200" in shown
+    assert cell_len(shown) <= width
+
+
+def test_a_terminal_without_unicode_gets_a_bar_of_ascii() -> None:
+    assert WHOLE.fit(60, ascii_only=True).isascii()

@@ -81,10 +81,10 @@ def test_every_field_is_read_from_its_variable_and_empty_ones_count_as_absent() 
         ),
         (
             {"NIGHTMILL_SHARD_SIZE": "0"},
-            "NIGHTMILL_SHARD_SIZE: Input should be greater than or equal to 1",
+            "NIGHTMILL_SHARD_SIZE: must be at least 1",
         ),
-        ({"NIGHTMILL_SHARD_SIZE": "many"}, "NIGHTMILL_SHARD_SIZE: Input should be a valid integer"),
-        ({"NIGHTMILL_REFERENCE": "perhaps"}, "NIGHTMILL_REFERENCE: Input should be a valid boolean"),
+        ({"NIGHTMILL_SHARD_SIZE": "many"}, "NIGHTMILL_SHARD_SIZE: must be a whole number"),
+        ({"NIGHTMILL_REFERENCE": "perhaps"}, "NIGHTMILL_REFERENCE: must be true or false"),
     ],
 )
 def test_bad_variables_are_refused_by_name(environ: dict[str, str], message: str) -> None:
@@ -123,3 +123,9 @@ def test_settings_are_frozen_and_refuse_unknown_fields() -> None:
         settings.shard_size = 3
     with pytest.raises(ValueError, match="Extra inputs are not permitted"):
         Settings(shards=3)  # type: ignore[call-arg]
+
+
+def test_every_setting_is_on_its_page() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "settings.md").read_text(encoding="utf-8")
+    for field in Settings.model_fields:
+        assert f"`NIGHTMILL_{field.upper()}`" in page or f"`_{field.upper()}`" in page

@@ -49,22 +49,23 @@ def test_a_time_is_the_next_one_and_has_a_zone(text: str, moment: datetime) -> N
 @pytest.mark.parametrize(
     "text", ["", "six", "25:00", "6", "06", "2026-03-30", "20260330", "-8h", "8", "9e9d", "99999999d"]
 )
-def test_what_is_no_time_is_refused_by_name(text: str) -> None:
-    with pytest.raises(InvalidParameterError, match=r"^deadline: .* is no time; write 06:00"):
+def test_what_is_not_a_time_is_refused_by_name(text: str) -> None:
+    with pytest.raises(InvalidParameterError, match=r"^deadline: .* is not a time; write 06:00"):
         parse_moment("deadline", text, EVENING)
 
 
 def test_a_span_is_a_number_with_a_unit() -> None:
-    spans = {text: parse_span("age", text) for text in ("90s", "30m", "1.5h", " 30d ")}
+    spans = {text: parse_span("age", text) for text in ("90s", "30m", "1.5h", " 30d ", "8w")}
     assert spans == {
         "90s": timedelta(seconds=90),
         "30m": timedelta(minutes=30),
         "1.5h": timedelta(minutes=90),
         " 30d ": timedelta(days=30),
+        "8w": timedelta(weeks=8),
     }
     for text in ("", "30", "d", "-3d", "06:00", "999999999999d"):
         with pytest.raises(
-            InvalidParameterError, match=r"^age: .* is no span of time; write a number and s, m,"
+            InvalidParameterError, match=r"^age: .* is not a duration; write a number and s, m, h, d or w"
         ):
             parse_span("age", text)
 

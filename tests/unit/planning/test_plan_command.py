@@ -98,7 +98,7 @@ def test_rows_that_do_not_fit_end_with_four(plan: Plan, tmp_path: Path) -> None:
     ("arguments", "said"),
     [
         (["none.jsonl"], "none.jsonl: there is no such file"),
-        (["{}", "--deadline", "six"], "--deadline: 'six' is no time"),
+        (["{}", "--deadline", "six"], "--deadline: 'six' is not a time"),
         (["{}", "--deadline", "6h", "--no-measure"], "leave out --no-measure"),
         (["{}", "--max-tokens", "0"], "max_tokens: "),
         (["{}", "--model", "none.gguf"], "none.gguf"),

@@ -179,7 +179,7 @@ class Kernels:
     def gather_rows(self, x: int, rows: int, out: int, count: int, width: int, itemsize: int = 4) -> None:
         """out[r] = x[rows[r]] for rows of `width` items; zeros where rows[r] is negative."""
         if width * itemsize % 16:
-            raise RunnerError(f"rows of {width} items of {itemsize} bytes are no multiple of 16 bytes")
+            raise RunnerError(f"rows of {width} items of {itemsize} bytes are not a multiple of 16 bytes")
         chunks = width * itemsize // 16
         _launch(
             count, self._gather_rows, (_blocks(count * chunks), 1, 1), _BLOCK, x, rows, out, count, chunks
@@ -283,7 +283,7 @@ class Kernels:
     def swiglu(self, gate_up: int, out: int, count: int, ffn_width: int) -> None:
         """silu(gate) * up of gate_up (T, 2 F) half -> out (T, F) half."""
         if ffn_width % 8:
-            raise RunnerError(f"an FFN width of {ffn_width} is no multiple of 8")
+            raise RunnerError(f"an FFN width of {ffn_width} is not a multiple of 8")
         grid = (_blocks(count * ffn_width // 8), 1, 1)
         _launch(count, self._swiglu, grid, _BLOCK, gate_up, out, count, ffn_width)
 

@@ -1,0 +1,153 @@
+"""URLs of databases and brokers: checked, shown without their secrets, and kept out of foreign messages.
+
+A URL is understood by the grammar here or it is refused, and what is refused is not shown at all: whoever
+forgets to encode a / in a password must not find half of it in a log.
+"""
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from urllib.parse import unquote, unquote_plus
+
+UNREADABLE = "a URL that cannot be parsed"
+_HIDDEN = "***"
+_ENCODE = "where all of a password but letters, digits and - . _ ~ is percent-encoded, as / in %2F"
+_WORD = r"[!$-.0-9;<=>A-Z\\^_`a-z{|}~]"  # of ASCII, what stands in a user name as it is
+_HOST = r"(?P<host>\[[0-9A-Fa-f:.]+\]|[^\s:@/?#\[\]]*)(?::(?P<port>\d{1,5}))?"
+_REST = r"(?P<path>/[^\s?#@]*)?(?:\?(?P<query>[^\s#@]*))?"
+_SERVER = re.compile(
+    rf"(?P<scheme>[a-z]+(?:\+[a-z0-9_]+)?)://"
+    rf"(?:(?P<user>{_WORD}*)(?P<password>:(?:{_WORD}|:)*)?@)?{_HOST}{_REST}"
+)
+# SQLAlchemy takes a password to its @, whatever is in it, and a file's name may hold anything.
+_POSTGRES = re.compile(
+    rf"(?P<scheme>postgres(?:ql)?(?:\+[a-z0-9_]+)?)://"
+    rf"(?:(?P<user>[^\s:@/?#]*)(?P<password>:[^@]*)?@)?{_HOST}{_REST}"
+)
+_FILE = re.compile(r"(?P<scheme>sqlite(?:\+[a-z0-9_]+)?)://(?P<path>/[^?]*)?(?:\?(?P<query>.*))?")
+_TCP_QUERY = re.compile(r"ssl_[a-z_]+")
+# Names in a query whose values everybody may see; others, and names without a value, may be secrets.
+_OPEN_BROKER = frozenset({"virtual_host", "ssl_cert_reqs", "ssl_check_hostname"})
+_OPEN_FILE = frozenset({"mode", "uri", "cache", "timeout", "immutable", "nolock", "vfs"})
+_OPEN_SERVER = frozenset({"host", "port", "sslmode", "connect_timeout", "target_session_attrs", "keepalives"})
+_KNOWN = frozenset(
+    {"password", "passfile", "options", "user", "dbname", "application_name", "sslkey", "sslcert"}
+)
+_OPEN = _OPEN_BROKER | _OPEN_FILE | _OPEN_SERVER
+_SHORT_SECRET = 4
+
+
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    scheme: str
+    user: str | None
+    password: str | None  # with its colon
+    host: str
+    port: str
+    path: str
+    query: tuple[tuple[str, str | None], ...]
+
+    def shown(self) -> str:
+        """The URL, without what may be secret."""
+        who = ""
+        if self.password is not None:
+            who = f"{self.user}:{_HIDDEN}@"
+        elif self.user is not None:
+            who = f"{self.user if self.scheme.startswith('postgres') else _HIDDEN}@"
+        port = f":{self.port}" if self.port else ""
+        items = [
+            f"{name}={value}" if name in _OPEN and value is not None else _HIDDEN
+            for name, value in self.query
+        ]
+        query = "?" + "&".join(items) if items else ""
+        return f"{self.scheme}://{who}{self.host}{port}{self.path}{query}"
+
+    def secrets(self) -> Iterable[str]:
+        """What `shown` hides."""
+        if self.password is not None:
+            yield self.password[1:]
+        elif self.user is not None and not self.scheme.startswith("postgres"):
+            yield self.user
+        for name, value in self.query:
+            if name not in _OPEN:
+                yield value or ""
+            if name not in _OPEN | _KNOWN:
+                yield name
+
+
+def shown_url(url: str) -> str:
+    """The URL for people: what may be secret is hidden, and what cannot be parsed is not shown at all."""
+    parts = _parse(url)
+    return UNREADABLE if parts is None else parts.shown()
+
+
+def check_broker_url(url: str) -> None:
+    """Raise ValueError, which says nothing of the URL's content, unless it is one of a Redis."""
+    if not url.startswith(("redis://", "rediss://", "redis+socket://")):
+        raise ValueError("must start with redis://, rediss:// or redis+socket://")
+    parts = _parse(url)
+    if parts is None:
+        raise ValueError(f"is not a URL; expected e.g. redis://:password@host:6379/0, {_ENCODE}")
+    if parts.user and not parts.password:
+        raise ValueError("names a user and no password; expected e.g. redis://:password@host:6379/0")
+    names = {name for name, _ in parts.query}
+    if parts.scheme == "redis+socket":
+        if names - {"virtual_host"}:
+            raise ValueError("may have nothing but virtual_host=NUMBER, the database, after its ?")
+        return
+    if not re.fullmatch(r"/?\d*", parts.path):
+        raise ValueError("must end with the number of a database, as in redis://:password@host:6379/0")
+    if not all(map(_TCP_QUERY.fullmatch, names)):
+        raise ValueError("may have nothing but ssl_... settings after its ?")
+
+
+def check_database_url(url: str) -> None:
+    """Raise ValueError, which says nothing of the URL's content, unless it is one of a known database."""
+    parts = _parse(url)
+    if parts is None:
+        example = "postgresql+psycopg://user:password@host/nightmill"
+        raise ValueError(f"is not a database URL; expected e.g. {example}, {_ENCODE}")
+    backend = parts.scheme.partition("+")[0]
+    if backend == "postgres":
+        raise ValueError("begins with postgres://: write postgresql:// in its place")
+    if backend not in ("sqlite", "postgresql"):
+        raise ValueError(f"names {backend!r}; Nightmill speaks sqlite and postgresql")
+    if backend == "sqlite" and not {name for name, _ in parts.query} <= _OPEN_FILE:
+        raise ValueError(f"may have nothing but {', '.join(sorted(_OPEN_FILE))} after its ?")
+
+
+def scrubbed(text: str, *urls: str | None) -> str:
+    """`text`, often of a foreign error, without the URLs and their secrets, encoded or not."""
+    for url in urls:
+        if url is None:
+            continue
+        parts = _parse(url)
+        text = text.replace(url, shown_url(url))
+        if parts is None:
+            continue
+        found = {way for one in parts.secrets() for way in (one, unquote(one), unquote_plus(one))}
+        found |= {repr(one)[1:-1] for one in found} | {one.replace("'", "''") for one in found}
+        for secret in sorted(found - {""}, key=len, reverse=True):
+            pattern = re.escape(secret)
+            if len(secret) < _SHORT_SECRET:  # as a word only, or it would be seen by what it leaves out
+                pattern = rf"(?<!\w){pattern}(?!\w)"
+            text = re.sub(pattern, _HIDDEN, text)
+    return text
+
+
+def _parse(url: str) -> _Parts | None:
+    grammar = _FILE if url.startswith("sqlite") else _POSTGRES if url.startswith("postgres") else _SERVER
+    match = grammar.fullmatch(url)
+    found = {} if match is None else match.groupdict()
+    if not found or int(found.get("port") or 0) > 65535:
+        return None
+    items = [item.partition("=") for item in (found["query"] or "").split("&") if item]
+    return _Parts(
+        found["scheme"],
+        found.get("user"),
+        found.get("password"),
+        found.get("host") or "",
+        found.get("port") or "",
+        found["path"] or "",
+        tuple((name, value if equals else None) for name, equals, value in items),
+    )

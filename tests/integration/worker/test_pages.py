@@ -1,0 +1,153 @@
+"""Every block of code in README and docs is run as it stands, or says on its page why it is not.
+
+One folder, one database, one Redis and one worker for all pages, in the order in which a newcomer reads them:
+so no page is in the way of the next.
+"""
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from sqlalchemy import text
+
+import jobs
+from jobs.cli import main
+from jobs.client import Client
+from jobs.settings import Settings
+from tests.pages import ALL, PAGES, ROOT
+from tests.servers import start_redis, worker_env
+from worker.loading import demo_model
+from worker.process import running_worker
+
+RUN = {"sh", "python", "sql"}
+SHOWN = {"text", "jsonl", "ini"}
+"""What is there to be looked at. Blocks with further words (rows, errors) are held against the code by
+tests/unit/batchfile/test_docs.py, the lines for cron by tests/integration/jobs/test_docs.py."""
+NOT_RUN = [
+    "make demo                      # installs into .venv, then writes haiku through the whole path",
+    "pip install -e '.[worker,embedded,cuda]'       # takes minutes",
+    "nightmill worker --model qwen2.5-0.5b-instruct-q8_0.gguf",
+    "export NIGHTMILL_BROKER_URL=redis://redis.example:6379/0",
+    "nightmill worker --model qwen2.5-0.5b-instruct-q8_0.gguf            # on the machine with the GPU",
+    "nightmill batch watch tonight                     # follows it; exits like `nightmill run`",
+    "celery -A nightly beat & celery -A nightly worker",
+    'pg_dump --format=custom --file=nightmill.dump "$DATABASE_URL"',
+]
+ROWS = (
+    '{"custom_id": "q-1", "prompt": "1", "max_tokens": 4}\n{"prompt": 2}\n{"prompt": "3", "max_tokens": 4}\n'
+)
+
+
+def test_what_is_not_run_is_listed_here_and_says_why_on_its_page() -> None:
+    left_out = [block for block in ALL if block.reason is not None]
+    assert [block.text.splitlines()[0] for block in left_out] == NOT_RUN
+    assert all(block.kind in RUN and len(block.reason or "") > 20 for block in left_out)
+
+
+def test_every_block_is_of_a_kind_that_is_checked() -> None:
+    assert {path.name for path in (ROOT / "docs").glob("*.md")} | {"README.md"} == {
+        path.name for path in PAGES
+    }
+    for block in ALL:
+        kind, *words = block.kind.split()
+        assert kind in RUN or kind in SHOWN or words or kind == "crontab", str(block)
+    for path in PAGES:
+        page = re.sub(r"^```.*?^```$", "", path.read_text(encoding="utf-8"), flags=re.M | re.S)
+        assert not re.search(r"\n\n(    |\t)\S", page), (
+            f"{path}: an indented block, which nothing checks: fence it"
+        )
+        assert page.count("```") == 0, path
+
+
+_FINE = (0, 3)  # 3: some rows have failed, and one of the rows is bad
+
+
+class Reader:
+    """A newcomer who types in what the pages say."""
+
+    def __init__(self, folder: Path, settings: Settings, client: Client) -> None:
+        self.folder = folder
+        self.client = client
+        self.names: dict[str, Any] = {"__name__": "typed_in"}
+        self.environment = worker_env(settings)
+        self.environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+
+    def sh(self, source: str) -> None:
+        """In a shell that stops at the first error; `nightmill` alone in this process, which is quicker."""
+        commands = [shlex.split(line, comments=True) for line in source.splitlines()]
+        if all(command[:1] == ["nightmill"] and "&&" not in command for command in commands):
+            for _, *arguments in commands:
+                result = CliRunner().invoke(main, arguments)
+                assert result.exit_code in _FINE, (arguments, result.output, result.exception)
+            return
+        done = subprocess.run(
+            ["bash", "-euc", source],
+            cwd=self.folder,
+            env=self.environment,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        assert done.returncode in _FINE, f"{source}\n{done.stdout}\n{done.stderr}"
+        assert "Traceback" not in done.stdout + done.stderr
+
+    def python(self, source: str) -> None:
+        """In an interpreter that stays open from block to block of a page."""
+        exec(source, self.names)
+
+    def sql(self, source: str) -> None:
+        """On the database of all the others."""
+        with self.client.database.read() as connection:
+            connection.execute(text(source)).all()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a file of prompts, and a model by the name that the pages use."""
+    path = tmp_path_factory.mktemp("newcomer")
+    shutil.copy(demo_model(), path / "qwen2.5-0.5b-instruct-q8_0.gguf")
+    (path / "prompts.jsonl").write_text(ROWS)
+    return path
+
+
+@pytest.fixture(scope="module")
+def served(folder: Path, session_directory: Path, sqlite_template: Path) -> Iterator[tuple[Settings, Client]]:
+    """A database, a Redis and a worker for all pages."""
+    database = folder / "nightmill.db"
+    shutil.copy(sqlite_template, database)
+    with start_redis(session_directory / "pages-redis") as server:
+        settings = Settings(
+            data_dir=folder / "data",
+            database_url=f"sqlite:///{database}",
+            broker_url=server.url,
+            model=folder / "qwen2.5-0.5b-instruct-q8_0.gguf",
+            reference=True,
+        )
+        with Client(settings) as client, running_worker(client, folder / "worker.log"):
+            yield settings.model_copy(update={"model": None}), client
+
+
+@pytest.mark.parametrize("path", PAGES[:4], ids=lambda path: path.name)
+def test_a_page_does_what_it_says(
+    path: Path, folder: Path, served: tuple[Settings, Client], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader = Reader(folder, *served)
+    monkeypatch.chdir(folder)
+    for name, value in reader.environment.items():
+        monkeypatch.setenv(name, value)
+    jobs.default_client.cache_clear()
+    chosen = [
+        block for block in ALL if block.page == path.name and block.kind in RUN and block.reason is None
+    ]
+    assert chosen
+    for block in chosen:
+        getattr(reader, block.kind)(block.text)
