@@ -7,9 +7,6 @@ BIN := $(VENV)/bin
 PIP_FLAGS := --quiet --disable-pip-version-check
 SHELL := /bin/bash
 
-<<<<<<< HEAD
-.PHONY: help demo test campaign check format gpu-test parity bench build clean
-=======
 COMMA := ,
 
 # An older Python would only fail later: pip looks for versions of packages that suit it, for minutes.
@@ -18,8 +15,7 @@ define new_enough
 	{ echo 'Nightmill needs Python 3.11 or newer$(if $(1),$(COMMA) and $(1) is not): $(2)' >&2; exit 1; }
 endef
 
-.PHONY: help demo test check format gpu-test parity bench build clean
->>>>>>> main
+.PHONY: help demo test campaign check format gpu-test parity bench build clean
 
 help: ## Say what there is to make
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
