@@ -25,8 +25,8 @@ from jobs.client import Client
 from jobs.contract import JobState
 from jobs.store import Selection
 from tools.demo_corpus import topics, words
-from worker.commands import running_worker
 from worker.loading import demo_model
+from worker.process import running_worker
 
 HERE = Path(__file__).resolve().parent
 

@@ -11,11 +11,11 @@ import numpy as np
 import worker.app
 import worker.engine_process
 from jobs.settings import Settings
-from worker.commands import worker as worker_command
 from worker.engine.engine import Engine
 from worker.loading import OpenModel, max_sequences
 from worker.model.tokenizer import TextStream
 from worker.runners.base import SampledTokens, StepBatch
+from worker.serving import worker as worker_command
 
 SEQUENCES = 512  # unless --max-sequences says more
 CONTEXT = 1024

@@ -65,7 +65,7 @@ def timed_worker() -> None:
     """The instant worker, with every claim and every write timed into the file that LOAD_TIMES names."""
     import worker.app
     from jobs.claims import Claims
-    from worker.commands import worker as worker_command
+    from worker.serving import worker as worker_command
 
     times: list[tuple[str, float, float, int]] = []
     lock = threading.Lock()

@@ -27,10 +27,10 @@ from jobs.client import Client
 from jobs.contract import GenerationParams
 from jobs.settings import Settings
 from tools.demo_corpus import topics, words
-from worker.commands import running_worker
 from worker.engine.request import Request
 from worker.garbage import QuietCollector
 from worker.loading import build_engine, load_model, max_sequences
+from worker.process import running_worker
 
 
 def main() -> None:

@@ -27,8 +27,8 @@ from jobs.batchfile import InputFile
 from jobs.client import Client
 from jobs.settings import Settings
 from tests.servers import start_postgres, start_redis
-from worker.commands import running_worker
 from worker.loading import demo_model
+from worker.process import running_worker
 
 
 def main() -> None:

@@ -13,11 +13,11 @@ import worker.app
 import worker.engine_process
 from benchmarks.instant_worker import InstantRunner
 from jobs.settings import Settings
-from worker.commands import worker as worker_command
 from worker.engine.engine import Engine
 from worker.loading import OpenModel, max_sequences
 from worker.model.tokenizer import TextStream
 from worker.runners.base import StepBatch
+from worker.serving import worker as worker_command
 
 POISON = 666
 SETTLE_SECONDS, SLOW_STEP_SECONDS = 0.5, 0.25

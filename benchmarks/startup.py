@@ -16,7 +16,7 @@ from tempfile import TemporaryDirectory
 from jobs.client import Client
 from jobs.settings import Settings
 from tests.servers import start_redis
-from worker.commands import running_worker
+from worker.process import running_worker
 
 
 def main() -> None:

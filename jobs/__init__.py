@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
     from sqlalchemy.orm import Session
 
-    from jobs.announcing import DeliveryDelayedWarning
     from jobs.batch_status import BatchState, BatchStatus
     from jobs.batches import Batch, BatchSettings, BatchSource
     from jobs.batchfile.frames import Prompts
@@ -33,6 +32,7 @@ if TYPE_CHECKING:
         BatchNotFoundError,
         BrokerError,
         DatabaseError,
+        DeliveryDelayedWarning,
         IdempotencyConflictError,
         InvalidParameterError,
         InvalidPromptError,
@@ -103,12 +103,11 @@ __all__ = [
 # Where the names above are, by module. They are imported when they are first used: SQLAlchemy and Celery take
 # most of a second, which a program pays when it has something to enqueue, and the engine's process never.
 _HOMES = {
-    "announcing": ("DeliveryDelayedWarning",),
     "batch_status": ("BatchState", "BatchStatus"),
     "batches": ("Batch", "BatchSettings"),
     "client": ("Client",),
     "contract": ("FINAL_STATES", "GenerationParams", "Job", "JobState", "StopReason"),
-    "errors": tuple(name for name in __all__ if name.endswith("Error")),
+    "errors": tuple(name for name in __all__ if name.endswith(("Error", "Warning"))),
     "ids": ("JobIds",),
     "requests": ("JobSettings",),
     "settings": ("Settings",),

@@ -6,15 +6,11 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 from jobs.broker import Broker
-from jobs.errors import BrokerError, DatabaseError
+from jobs.errors import BrokerError, DatabaseError, DeliveryDelayedWarning
 from jobs.store import Store
 
 Groups = Mapping[tuple[str | None, int], Sequence[str]]
 """(model, priority) -> ids of jobs."""
-
-
-class DeliveryDelayedWarning(UserWarning):
-    """Jobs are safe in the database, but the broker did not take their message: a worker will fetch them."""
 
 
 class Announcer:

@@ -33,10 +33,18 @@ class Group(click.Group):
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the list."""
-        commands = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]
-        rows = [(name, one.get_short_help_str(_SENTENCE)) for name, one in commands if one and not one.hidden]
         with formatter.section("Commands"):
-            formatter.write_dl(rows)
+            formatter.write_dl(self.sentences(ctx))
+
+    def sentences(self, ctx: click.Context) -> list[tuple[str, str]]:
+        """Names, and the first sentence of each command's help."""
+        commands = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]
+        return [(name, first_sentence(one)) for name, one in commands if one and not one.hidden]
+
+
+def first_sentence(command: click.Command) -> str:
+    """Of its help."""
+    return command.get_short_help_str(_SENTENCE)
 
 
 def parameter_options(command: Command) -> Command:

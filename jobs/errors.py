@@ -150,3 +150,7 @@ class PromptTooLongError(NightmillError):
 
 class RunnerError(NightmillError):
     """The runner failed; the jobs in flight are handed back to the queue."""
+
+
+class DeliveryDelayedWarning(UserWarning):
+    """Jobs are safe in the database, but the broker did not take their message: a worker will fetch them."""

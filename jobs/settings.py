@@ -6,14 +6,16 @@ import os
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
-from sqlalchemy.engine import URL, make_url
 
 from jobs.errors import SettingsError
 from jobs.sentences import sentence
 from jobs.urls import check_broker_url, check_database_url, scrubbed, shown_url
+
+if TYPE_CHECKING:
+    from sqlalchemy.engine import URL
 
 PREFIX = "NIGHTMILL_"
 # Variables that the test-suite and container images read; they are no settings of a client or a worker.
@@ -130,8 +132,10 @@ class Settings(BaseModel):
             ) from None
 
     @cached_property
-    def resolved_database_url(self) -> URL:
+    def resolved_database_url(self) -> "URL":
         """The database to use, with the driver that Nightmill is tested with filled in."""
+        from sqlalchemy.engine import URL, make_url  # a quarter of a second, which an engine need not wait
+
         if self.database_url is None:
             return URL.create("sqlite", database=str(self.data_dir.absolute() / "nightmill.db"))
         url = make_url(self.database_url)

@@ -4,12 +4,12 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 from threadpoolctl import threadpool_limits
 
-from jobs.claims import Claim
 from jobs.contract import Prompt
 from jobs.errors import ChatTemplateError, NightmillError, SettingsError
 from jobs.settings import Settings
@@ -23,6 +23,9 @@ from worker.model.vocabulary import Vocabulary
 from worker.runners.base import Runner
 from worker.runners.gpu.device import device_count
 from worker.runners.reference import ReferenceRunner, choose_kv_blocks
+
+if TYPE_CHECKING:
+    from jobs.claims import Claim
 
 # The reference runner is bound by arithmetic: more sequences or longer chunks only use more memory.
 REFERENCE_MAX_SEQUENCES = 32
@@ -56,7 +59,7 @@ class LoadedModel(OpenModel):
     tokenizer: Tokenizer
     chat: ChatTemplate | str  # or why there is none
 
-    def tokenize_all(self, claims: Sequence[Claim]) -> list[tuple[int, ...] | NightmillError]:
+    def tokenize_all(self, claims: Sequence["Claim"]) -> list[tuple[int, ...] | NightmillError]:
         """For each claimed job its token ids, or why it has none: a ChatTemplateError, InvalidPromptError.
 
         Raises RunnerError where the process that renders chats cannot be started, which is no job's fault.
@@ -97,7 +100,7 @@ class LoadedModel(OpenModel):
             self.chat.close()
 
 
-def _prompt_of(claim: Claim) -> Prompt:
+def _prompt_of(claim: "Claim") -> Prompt:
     if claim.messages is None:
         return claim.prompt or ""
     return claim.messages if isinstance(claim.messages, list) else [claim.messages]  # which is no chat
@@ -250,22 +253,25 @@ def build_engine(settings: Settings, model: OpenModel) -> Engine:
             gpu_memory=settings.gpu_memory, context=context, max_tokens=token_budget, gpu=gpu,
         )  # fmt: skip
     vocabulary = model.vocabulary
-    engine = Engine(
-        runner,
-        text_stream=lambda: TextStream(vocabulary, strip_space=False),  # an answer continues its prompt
-        eos_ids=vocabulary.eos_ids,
-        context_length=context,
-        model_context=model.config.context_length,
-        max_sequences=sequences,
-        token_budget=token_budget,
-        prefix_sharing=settings.prefix_sharing,
-    )
+
+    def engine() -> Engine:
+        return Engine(
+            runner,
+            text_stream=lambda: TextStream(vocabulary, strip_space=False),  # an answer continues its prompt
+            eos_ids=vocabulary.eos_ids,
+            context_length=context,
+            model_context=model.config.context_length,
+            max_sequences=sequences,
+            token_budget=token_budget,
+            prefix_sharing=settings.prefix_sharing,
+        )
+
     try:
-        probe(engine, model.config.vocab)
+        probe(engine(), model.config.vocab)  # by an engine of its own, which counts for itself
     except BaseException:
-        engine.close()
+        runner.close()
         raise
-    return engine
+    return engine()
 
 
 def _reference_runner(model: OpenModel, *, sequences: int, context: int) -> ReferenceRunner:

@@ -17,8 +17,8 @@ from jobs.contract import JobState, StopReason
 from jobs.settings import Settings
 from tests.servers import REFERENCE
 from tools.demo_corpus import held_out_pairs
-from worker.commands import running_worker
 from worker.loading import demo_model
+from worker.process import running_worker
 
 PATIENCE = 180.0
 REQUIRED = 0.9

@@ -4,9 +4,9 @@ import sys
 
 import worker.app
 from worker import engine_process
-from worker.commands import worker as worker_command
 from worker.runners.base import StepBatch
 from worker.runners.gpu.runner import CudaRunner
+from worker.serving import worker as worker_command
 
 WILD = 0x10
 STEPS = 20

@@ -7,8 +7,8 @@ from jobs.client import Client
 from jobs.contract import JobState, StopReason
 from jobs.settings import Settings
 from tests.servers import wait_until
-from worker.commands import running_worker
 from worker.loading import demo_model
+from worker.process import running_worker
 
 PATIENCE = 180.0
 FAULTY = (sys.executable, str(Path(__file__).parent / "faulty_worker.py"))

@@ -12,8 +12,8 @@ import pytest
 from jobs.client import Client
 from jobs.settings import Settings
 from tests.servers import REFERENCE
-from worker.commands import running_worker
 from worker.loading import demo_model
+from worker.process import running_worker
 
 StartWorker = Callable[..., AbstractContextManager[Popen[bytes]]]
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import worker.app
 from jobs.settings import Settings
 from worker import engine_process
-from worker.commands import worker as worker_command
 from worker.engine.engine import Engine
 from worker.loading import OpenModel, ReportingFile, build_engine
+from worker.serving import worker as worker_command
 
 
 def build_slowly(settings: Settings, model: OpenModel) -> Engine:

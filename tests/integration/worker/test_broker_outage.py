@@ -9,8 +9,8 @@ from jobs.client import Client
 from jobs.contract import JobState
 from jobs.settings import Settings
 from tests.servers import REFERENCE, RedisServer, wait_until
-from worker.commands import running_worker
 from worker.loading import demo_model
+from worker.process import running_worker
 
 PATIENCE = 120.0
 

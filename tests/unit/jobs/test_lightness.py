@@ -24,7 +24,8 @@ def _loaded_by(statement: str) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    "statement", ["import jobs; jobs.Client", "import jobs.cli", "import jobs.claims, jobs.broker"]
+    "statement",
+    ["import jobs; jobs.Client", "import jobs.job_cli, jobs.batch_cli", "import jobs.claims, jobs.broker"],
 )
 def test_the_client_loads_no_part_of_the_worker(statement: str) -> None:
     loaded = _loaded_by(statement)
@@ -34,6 +35,11 @@ def test_the_client_loads_no_part_of_the_worker(statement: str) -> None:
 
 def test_what_enqueues_later_pays_for_the_database_later() -> None:
     assert _loaded_by("import jobs") & (HEAVY | {"sqlalchemy", "celery", "pydantic", "rich"}) == set()
+
+
+def test_the_engines_process_loads_no_database_and_no_broker() -> None:
+    heavy = {"sqlalchemy", "celery", "kombu", "redis", "rich"}
+    assert _loaded_by("import worker.engine_process") & heavy == set()
 
 
 def test_every_public_name_is_there() -> None:

@@ -10,10 +10,10 @@ from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import settings as effort
 from hypothesis import strategies as st
+from jobs.cli import main
 from sqlalchemy.exc import OperationalError
 
 from jobs.broker import Broker
-from jobs.cli import main
 from jobs.database import Database
 from jobs.errors import NightmillError, SettingsError
 from jobs.printable import PrintableRecords

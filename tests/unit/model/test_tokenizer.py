@@ -1,6 +1,7 @@
 """Ids match the models' own tokenizers, decoding never halves a character, text never becomes control."""
 
 import tracemalloc
+import unicodedata
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -108,7 +109,7 @@ CONTROLISH = st.lists(
 def test_text_never_yields_a_special_token(either: Tokenizer, text: str) -> None:
     ids = either.encode(text, add_bos=False)
     assert not set(ids) & set(either.markers.values())
-    assert either.decode(ids) == text
+    assert either.decode(ids) in (text, unicodedata.normalize("NFC", text))  # the latter for Qwen's
 
 
 def test_special_text_is_recognised_on_request(either: Tokenizer) -> None:

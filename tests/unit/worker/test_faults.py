@@ -61,7 +61,15 @@ def refused_claim(bench: Bench, victim: str, patch: Patch) -> None:
 
 
 def in_fill(bench: Bench, victim: str, patch: Patch) -> None:
-    fail_once(bench.service.in_flight, "fill", patch)
+    """After its work: else the end of the worker would wait for the claim that seems under way."""
+    fill = bench.service.in_flight.fill
+
+    def faulty(*arguments: Any) -> None:
+        patch.undo()
+        fill(*arguments)
+        raise odd()
+
+    patch.setattr(bench.service.in_flight, "fill", faulty)
 
 
 def in_tokenizer(bench: Bench, victim: str, patch: Patch) -> None:

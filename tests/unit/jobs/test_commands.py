@@ -1,0 +1,43 @@
+"""The table of commands, which `nightmill --help` shows without importing them."""
+
+import subprocess
+import sys
+
+import click
+import pytest
+
+from jobs.cli import main
+from jobs.cli_options import first_sentence
+from tests.servers import clean_environment
+
+HEAVY = {"sqlalchemy", "celery", "redis", "pydantic", "rich", "alembic", "numpy", "tokenizers"}
+
+
+def test_each_command_is_where_the_table_says_and_does_what_it_says() -> None:
+    context = click.Context(main)
+    listed = main.sentences(context)
+    assert {"enqueue", "batch", "run", "worker", "demo"} <= {name for name, _ in listed}
+    for name, says in listed:
+        command = main.get_command(context, name)
+        assert command is not None
+        assert command.name == name
+        assert first_sentence(command) == says
+
+
+def test_an_unknown_command_is_none() -> None:
+    assert main.get_command(click.Context(main), "enqeue") is None
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"]])
+def test_help_loads_nothing_heavy(arguments: list[str]) -> None:
+    program = (
+        "import sys, jobs.cli\n"
+        f"try: jobs.cli.main({arguments})\n"
+        "except SystemExit: print('loaded:', *sorted({name.partition('.')[0] for name in sys.modules}))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=clean_environment(), capture_output=True, text=True, check=True
+    )
+    shown, _, loaded = done.stdout.rpartition("loaded:")
+    assert "version" in shown or "Commands:" in shown
+    assert set(loaded.split()) & HEAVY == set()
