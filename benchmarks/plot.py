@@ -21,7 +21,7 @@ from benchmarks.scaling import ANSWER, PROMPT, Point
 # Sequences and output tokens/s, each with the best of its settings on an H200 (RESULTS.md). One sequence is
 # of 128 -> 256 tokens, the 4,096 are of 64..512 -> 64..256 (hollow markers), the others of PROMPT -> ANSWER.
 PEERS = {
-    "vLLM 0.24, output": [(1, 542), (256, 33_300), (1024, 34_500), (4096, 24_400)],
+    "vLLM 0.24, output": [(1, 667), (256, 40_300), (1024, 34_500), (4096, 24_400)],
     "llama.cpp, output": [(1, 746), (256, 19_500)],
 }
 OTHER_LENGTHS = (1, 4096)
