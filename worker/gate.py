@@ -91,6 +91,8 @@ class _GatedClient(redis.Redis):
         """Read an answer off the wire."""
         try:
             answer = super().parse_response(connection, command_name, **options)  # type: ignore[no-untyped-call]
+        except redis.exceptions.NoScriptError:
+            raise  # the client then sends the script itself
         except redis.exceptions.ResponseError:
             time.sleep(_REFUSED_SECONDS)  # Celery would connect anew at once, for as long as it is refused
             raise

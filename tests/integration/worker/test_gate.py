@@ -189,6 +189,25 @@ def test_what_a_worker_of_an_earlier_version_left_unacknowledged_comes_through_t
         assert client.hlen("unacked") == 0 == client.zcard("unacked_index")
 
 
+def test_only_a_redis_that_refuses_commands_is_asked_more_slowly(
+    sqlite_settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A script that Redis does not know yet is no refusal: each worker's first lock begins with one."""
+    assert sqlite_settings.broker_url is not None
+    pauses: list[float] = []
+    monkeypatch.setattr("worker.gate.time.sleep", pauses.append)
+    with redis.Redis.from_url(sqlite_settings.broker_url) as client, consumer(sqlite_settings) as taken:
+        client.script_flush()
+        gated = taken[0].default_channel.client
+        with gated.lock("anything", timeout=5):
+            pass
+        assert pauses == []
+        client.set("text", "no list")
+        with pytest.raises(redis.exceptions.ResponseError):
+            gated.lpush("text", "x")
+        assert len(pauses) == 1
+
+
 @on_sqlite
 def test_a_worker_outlives_whatever_lies_in_its_queues_and_goes_on_to_the_jobs(
     jobs_client: Client, start_worker: StartWorker, tmp_path: Path
