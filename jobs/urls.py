@@ -19,10 +19,11 @@ _SERVER = re.compile(
     rf"(?P<scheme>[a-z]+(?:\+[a-z0-9_]+)?)://"
     rf"(?:(?P<user>{_WORD}*)(?P<password>:(?:{_WORD}|:)*)?@)?{_HOST}{_REST}"
 )
-# SQLAlchemy takes a password to its @, whatever is in it, and a file's name may hold anything.
+# SQLAlchemy takes a password to the @, whatever is in it: also a port, a path, and a query that has an @.
+# So what ends a host elsewhere must be encoded in a password. A file's name may hold anything.
 _POSTGRES = re.compile(
     rf"(?P<scheme>postgres(?:ql)?(?:\+[a-z0-9_]+)?)://"
-    rf"(?:(?P<user>[^\s:@/?#]*)(?P<password>:[^@]*)?@)?{_HOST}{_REST}"
+    rf"(?:(?P<user>[^\s:@/?#]*)(?P<password>:[^\s@/?#]*)?@)?{_HOST}{_REST}"
 )
 _FILE = re.compile(r"(?P<scheme>sqlite(?:\+[a-z0-9_]+)?)://(?P<path>/[^?]*)?(?:\?(?P<query>.*))?")
 _TCP_QUERY = re.compile(r"ssl_[a-z_]+")
