@@ -9,10 +9,10 @@ from pathlib import Path
 import click
 import pytest
 from click.testing import CliRunner, Result
-from jobs.cli import main
 
 from jobs.batch_cli import batch
 from jobs.claims import Claims, Outcome
+from jobs.cli import main
 from jobs.client import Client
 from jobs.contract import StopReason
 from jobs.settings import Settings

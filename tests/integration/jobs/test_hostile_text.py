@@ -13,9 +13,9 @@ from threading import Thread
 import click
 import pytest
 from click.testing import CliRunner, Result
-from jobs.cli import main
 
 from jobs.claims import Claims, Outcome
+from jobs.cli import main
 from jobs.client import Client
 from jobs.contract import StopReason
 from jobs.settings import Settings

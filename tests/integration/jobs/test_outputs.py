@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
-from jobs.cli import main
 
 from jobs.batches import Batch
 from jobs.batchfile import Destination, FileFormat, InputFile
 from jobs.claims import Claims
+from jobs.cli import main
 from jobs.client import Client
 from jobs.errors import BatchFileError
 from jobs.result_files import destinations, vet

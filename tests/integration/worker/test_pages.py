@@ -16,10 +16,10 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from jobs.cli import main
 from sqlalchemy import text
 
 import jobs
+from jobs.cli import main
 from jobs.client import Client
 from jobs.settings import Settings
 from tests.pages import ALL, PAGES, ROOT

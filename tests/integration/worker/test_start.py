@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from jobs.cli import main
 
+from jobs.cli import main
 from jobs.client import Client
 from jobs.contract import JobState
 from jobs.settings import Settings

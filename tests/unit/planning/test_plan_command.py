@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
-from jobs.cli import main
 
 from jobs.claims import Claims
+from jobs.cli import main
 from jobs.client import Client
 from jobs.errors import RunnerError
 from jobs.settings import Settings

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from jobs.cli import main
 
 from jobs.batch_store import BatchStore
 from jobs.batches import Batch
+from jobs.cli import main
 from jobs.client import Client
 from jobs.errors import BatchConflictError, BatchFileError
 from jobs.settings import Settings
