@@ -68,9 +68,17 @@ format: $(VENV)/dev.stamp ## Put the code into shape
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-gpu-test: $(VENV)/gpu.stamp ## Run the tests of the CUDA runner, and those of workers with it, on this machine's GPU
+gpu-test: $(VENV)/gpu.stamp ## Run the tests of the CUDA runner; with MODEL=file.gguf (0.5B or more), of workers with it, too
 	$(BIN)/python -m pytest tests/gpu
-	NIGHTMILL_TEST_RUNNER=cuda $(BIN)/python -m pytest tests/acceptance tests/integration/worker
+	NIGHTMILL_TEST_RUNNER=cuda $(BIN)/python -m pytest tests/acceptance
+ifdef MODEL
+	NIGHTMILL_TEST_RUNNER=cuda NIGHTMILL_TEST_MODEL=$(abspath $(MODEL)) NIGHTMILL_TEST_LONG=8000 \
+		$(BIN)/python -m pytest tests/integration/worker
+else
+	@echo 'Not run: tests/integration/worker. They interrupt jobs, which a GPU finishes too soon with the bundled model:' >&2
+	@echo 'make gpu-test MODEL=file.gguf, of 0.5B or more.' >&2
+	@exit 1
+endif
 
 parity: $(VENV)/dev.stamp ## Compare the reference runner with PyTorch and transformers (installs them)
 	$(BIN)/pip install $(PIP_FLAGS) 'torch>=2.6,<3' 'transformers>=4.50,<6'

@@ -1,8 +1,9 @@
 """Compile every CUDA kernel as the launchers do, for the architectures supported; part of `make check`.
 
 Needs nvcc and no GPU. Where nvcc is not installed it says so and succeeds: the kernels are then compiled
-by whoever has it. What was compiled without a complaint is remembered in build/kernels, and compiled again
-only where the file, something that it includes, its options or nvcc have changed.
+by whoever has it. What was compiled without a complaint is kept in build/kernels, as a worker's cache of
+cubins (tests use it), and compiled again only where the file, something that it includes, its options or
+nvcc have changed.
 """
 
 import os
@@ -18,11 +19,11 @@ from pathlib import Path
 from worker.model.config import ModelConfig, RopeStyle
 from worker.model.gguf_file import GgufFile
 from worker.runners.gpu.catalogue import sources_for
-from worker.runners.gpu.compiler import cubin_key
+from worker.runners.gpu.compiler import COMMON_OPTIONS, cubin_name
 from worker.runners.gpu.sources import Source, source_of
 
 ROOT = Path(__file__).resolve().parent.parent
-DONE = ROOT / "build" / "kernels"
+DONE = ROOT / "build" / "kernels" / "nightmill" / "cubins"  # a worker's, with XDG_CACHE_HOME=build/kernels
 HOPPER = "sm_90a"
 ARCHITECTURES = ("sm_80", HOPPER, "sm_100")
 ELSEWHERE = ("gemv",)  # files that are not among those of a runner
@@ -60,17 +61,18 @@ def every_source() -> Iterator[tuple[Path, tuple[str, ...], str]]:
 
 def compile_one(nvcc: str, version: str, source: Path, options: tuple[str, ...], architecture: str) -> str:
     """What nvcc said of one kernel, warnings included; empty where it is content."""
-    done = DONE / cubin_key(source, options, architecture, version)
+    options = (*COMMON_OPTIONS, *options)
+    done = DONE / cubin_name(source, options, architecture, version)
     if done.exists():
         return ""
-    with tempfile.TemporaryDirectory() as directory:
-        command = [nvcc, "-cubin", f"-arch={architecture}", "-std=c++17", *options]
-        command += ["-o", f"{directory}/kernel.cubin", str(source)]
+    DONE.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=DONE) as directory:
+        cubin = Path(directory, "kernel.cubin")
+        command = [nvcc, "-cubin", f"-arch={architecture}", *options, "-o", str(cubin), str(source)]
         compiled = subprocess.run(command, capture_output=True, text=True, check=False)
-    if compiled.returncode == 0 and not compiled.stderr.strip():
-        done.parent.mkdir(parents=True, exist_ok=True)
-        done.touch()
-        return ""
+        if compiled.returncode == 0 and not compiled.stderr.strip():
+            cubin.replace(done)
+            return ""
     return f"{source.name} {' '.join(options)} for {architecture}:\n{compiled.stdout}{compiled.stderr}"
 
 

@@ -2,7 +2,6 @@
 
 import json
 import os
-import random
 import signal
 import subprocess
 import sys
@@ -84,11 +83,6 @@ def rows(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def contents(path: Path) -> list[tuple[Any, ...]]:
-    """The rows of a result file, without what differs between two runs: the ids."""
-    return [tuple(value for key, value in row.items() if key != "id") for row in rows(path)]
-
-
 def worker_pids(client: Client) -> list[int]:
     """Processes of workers that say that they live, and do."""
     live = [row["pid"] for row in client.store.workers() if row["state"] in ("starting", "ready", "draining")]
@@ -144,63 +138,30 @@ def test_a_second_run_does_nothing_twice_and_says_the_same(
     assert len(jobs_client.store.workers()) == 1  # nothing was left to do, so no second one was started
 
 
-def kill(client: Client, process: "subprocess.Popen[str]", what: str) -> None:
-    pids = worker_pids(client)
-    if what in ("worker", "both"):
-        for pid in pids:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-    if what in ("client", "both"):
-        process.kill()
-        process.wait()
+def kill(client: Client, process: "subprocess.Popen[str]") -> None:
+    """End a run and its worker at once, neither of which can do anything about it."""
+    for pid in worker_pids(client):
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    process.kill()
+    process.wait()
 
 
-@on_sqlite  # on both databases, and longer, it is a part of the campaign
-def test_killed_at_random_moments_the_result_is_the_undisturbed_one(
+@on_sqlite  # killed at random moments, and more of it, the command is a part of the campaign
+def test_results_are_on_disk_while_it_runs_and_a_torn_line_is_repaired(
     own_settings: Settings, run: Run, redis_server: RedisServer, prompts: Path, tmp_path: Path
 ) -> None:
-    draw = random.Random(1)
-    settings = own_settings.model_copy(update={"drain_seconds": 0.5})
-    with Client(settings) as client:
-        for what in draw.sample(["client", "worker", "both"], 3):
-            process = run(prompts, settings=settings)
-            before = done(client)
-            wait_until(
-                lambda: process.poll() is not None or done(client) >= before + draw.randrange(1, 5),  # noqa: B023
-                PATIENCE,
-            )
-            time.sleep(draw.random() / 4)
-            kill(client, process, what)
-            redis_server.stop()
-            redis_server.start()
-            redis_server.flush()
-            if what == "worker":  # the command starts another by itself, and is then killed too
-                time.sleep(draw.random())
-                kill(client, process, "client")
-        process = run(prompts, settings=settings)
-        said, progress = process.communicate(timeout=PATIENCE)
-        assert process.returncode == 3, said + progress
-        disturbed = contents(tmp_path / "out.jsonl"), contents(tmp_path / "out.errors.jsonl")
-        (batch,) = batches(client)
-        assert max(job.attempt for job in batch.results()) > 1  # something was interrupted
-        batch.delete()
-        undisturbed = run(prompts, "--overwrite", settings=settings)
-        assert undisturbed.wait(PATIENCE) == 3
-        assert (contents(tmp_path / "out.jsonl"), contents(tmp_path / "out.errors.jsonl")) == disturbed
-        assert len(disturbed[0]) == ROWS - len(BAD)
-
-
-@on_sqlite
-def test_results_are_on_disk_while_it_runs_and_a_torn_line_is_repaired(
-    quick: Settings, jobs_client: Client, run: Run, prompts: Path, tmp_path: Path
-) -> None:
     output = tmp_path / "out.jsonl"
-    process = run(prompts)
+    process = run(prompts, settings=own_settings)
     wait_until(lambda: output.exists() and len(output.read_bytes().splitlines()) >= 3, PATIENCE)
-    kill(jobs_client, process, "both")
+    with Client(own_settings) as client:
+        kill(client, process)
     there = [line for line in output.read_text().splitlines(keepends=True) if line.endswith("\n")]
     output.write_text("".join(there) + '{"custom_id": "row-9", "te')
-    process = run(prompts)
+    redis_server.stop()
+    redis_server.start()
+    redis_server.flush()
+    process = run(prompts, settings=own_settings)
     wait_until(lambda: len(output.read_text().splitlines()) > len(there) + 3, PATIENCE)
     assert len({row["id"] for row in rows(output)}) == len(rows(output))
     assert output.read_text().startswith("".join(there))

@@ -31,7 +31,8 @@ from worker.runners.gpu.hopper import Kind
 from worker.runners.gpu.kernels import Kernels
 from worker.runners.gpu.runner import CudaRunner
 
-MODEL = Path(__file__).parents[3] / "models" / "nightmill-demo.gguf"
+ROOT = Path(__file__).parents[3]
+MODEL = ROOT / "models" / "nightmill-demo.gguf"
 HOPPER, AMPERE = (9, 0), (8, 0)
 SLOTS, CONTEXT = 48, 128
 ANYWHERE = {"embed", "gather_tokens", "gather_rows", "rms_norm_1", "sample", "sample_filtered", "library"}
@@ -51,10 +52,10 @@ def record(capability: tuple[int, int], patch: pytest.MonkeyPatch, cubins: Path)
 
 
 @pytest.fixture(scope="session")
-def cubins(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With the kernels of the bundled model in it: one test process compiles them, the others wait for it."""
-    directory = tmp_path_factory.getbasetemp().parent / "cubins"
-    directory.mkdir(exist_ok=True)
+def cubins() -> Path:
+    """With the bundled model's kernels in it: those of `make check`, or one test process compiles them."""
+    directory = ROOT / "build" / "kernels"
+    directory.mkdir(parents=True, exist_ok=True)
     if nvcc_is_there():
         config = ModelConfig.from_gguf(GgufFile.open(MODEL))
         with (directory / "lock").open("w") as lock:

@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 Report = Callable[[str], None]
 _INCLUDE = re.compile(rb'^[ \t]*#[ \t]*include[ \t]*"([^"]+)"', re.MULTILINE)
 _FORMAT = b"1"  # change it to make every cached cubin stale
-_COMMON_OPTIONS = ("-O3", "-std=c++17", "-lineinfo")
+COMMON_OPTIONS = ("-O3", "-std=c++17", "-lineinfo")
 _SHOWN_LINES = 40
 
 
@@ -107,9 +107,9 @@ def compile_kernels(
     Raises CompilerMissingError, or KernelCompileError with the compiler's lines.
     """
     nvcc = find_nvcc()
-    options = (*_COMMON_OPTIONS, *options)
+    options = (*COMMON_OPTIONS, *options)
     directory = directory or cache_directory()
-    cached = directory / f"{source.stem}-{cubin_key(source, options, arch, compiler_version(nvcc))}.cubin"
+    cached = directory / cubin_name(source, options, arch, compiler_version(nvcc))
     try:
         return cached.read_bytes()
     except OSError:
@@ -129,13 +129,13 @@ def compile_all(
         return list(pool.map(lambda job: compile_kernels(job[0], job[1], arch, report=report), sources))
 
 
-def cubin_key(source: Path, options: Sequence[str], arch: str, version: str) -> str:
-    """Names all that the machine code of a file depends on; `version`: of nvcc."""
+def cubin_name(source: Path, options: Sequence[str], arch: str, version: str) -> str:
+    """A file's name with a digest of all that its machine code depends on; `version`: of nvcc."""
     digest = hashlib.sha256()
     parts = [_FORMAT, arch.encode(), version.encode(), *(option.encode() for option in options)]
     for part in (*parts, *_texts(source)):
         digest.update(len(part).to_bytes(8, "little") + part)
-    return digest.hexdigest()[:32]
+    return f"{source.stem}-{digest.hexdigest()[:32]}.cubin"
 
 
 def _texts(source: Path) -> list[bytes]:
