@@ -52,7 +52,7 @@ def save(connection: Connection, worker_id: str, group: Sequence[SavedTokens], n
 
 
 def find(connection: Connection, job_ids: Iterable[str]) -> dict[str, SavedTokens]:
-    """What was saved of these jobs, by job id; what is no list of tokens was not saved."""
+    """What was saved of these jobs, by job id; bytes that are not a whole list of tokens are left out."""
     rows = connection.execute(select(PartialRow.__table__).where(PartialRow.job_id.in_(list(job_ids))))
     return {
         row.job_id: SavedTokens(row.job_id, row.attempt, row.fingerprint, _unpack(row.tokens))

@@ -136,7 +136,7 @@ class EngineStep(bootsteps.StartStopStep):
             with heart.while_loading(settings.heartbeat_seconds) as tell:
                 model = load_model(settings)
                 self.service = self._wait_for_engine(settings, model, engine, tell)
-        except BaseException:
+        except BaseException:  # a load that is interrupted, too, is no longer shown as a worker
             with suppress(NightmillError):  # what happened first is what matters
                 self.claims.withdraw()
             raise

@@ -268,7 +268,7 @@ def build_engine(settings: Settings, model: OpenModel) -> Engine:
 
     try:
         probe(engine(), model.config.vocab)  # by an engine of its own, which counts for itself
-    except BaseException:
+    except BaseException:  # Ctrl-C too must not leave memory of the GPU behind
         runner.close()
         raise
     return engine()

@@ -138,7 +138,7 @@ class Destination:
         try:
             yield file
             file.close()
-        except BaseException:
+        except BaseException:  # Ctrl-C too must not leave a partial file behind
             file.discard()
             raise
         with self._errors():

@@ -77,7 +77,7 @@ def _value(name: str, value: Any) -> Any:
 
 
 def read_ids(path: Path, columns: Mapping[str, str]) -> Iterator[str] | None:
-    """The values of the column `id`; None where this is no Parquet file of exactly these columns."""
+    """The values of the column `id`; None where this is not a Parquet file of exactly these columns."""
     arrow, parquet = _pyarrow()
     try:
         with parquet.ParquetFile(path) as file:

@@ -23,7 +23,10 @@ def sample(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     ("answer", "found"),
     [
         ({"outcome": "accepted", "said": "", "seconds": 0.2, "mib": 3.0}, []),
-        ({"outcome": "refused", "said": "ModelFileError: is no GGUF", "seconds": 0.2, "mib": 3.0}, []),
+        (
+            {"outcome": "refused", "said": "ModelFileError: is not a GGUF file", "seconds": 0.2, "mib": 3.0},
+            [],
+        ),
         ({"outcome": "refused", "said": "ModelFileError", "seconds": 9.0, "mib": 3.0}, ["model-slow"]),
         ({"outcome": "accepted", "said": "", "seconds": 0.2, "mib": 900.0}, ["model-large"]),
         ({"outcome": "traceback", "said": "KeyError", "seconds": 0.2, "mib": 3.0}, ["model-traceback"]),

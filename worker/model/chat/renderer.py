@@ -164,7 +164,7 @@ class Renderer:
             kind, data = child.receive(limits.answer_bytes, limits.wall_seconds + 4 * limits.compile_seconds)
             if kind != _TEXT:
                 raise self._error(kind, data)
-        except BaseException:
+        except BaseException:  # Ctrl-C too must not leave the process behind
             child.close()
             raise
         return child
