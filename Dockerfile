@@ -11,6 +11,7 @@ RUN python3 -m venv /opt/nightmill
 ENV PATH=/opt/nightmill/bin:$PATH PYTHONUNBUFFERED=1 NIGHTMILL_DATA_DIR=/data
 WORKDIR /src
 COPY pyproject.toml README.md LICENSE ./
+COPY src src
 COPY jobs jobs
 COPY worker worker
 COPY cuda cuda

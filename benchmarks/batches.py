@@ -23,12 +23,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.servers import durable_client
-from jobs.client import Client
-from jobs.contract import JobState
-from jobs.settings import Settings
+from nightmill.jobs.client import Client
+from nightmill.jobs.contract import JobState
+from nightmill.jobs.settings import Settings
+from nightmill.worker.commands.process import running_worker
+from nightmill.worker.link.loading import demo_model
 from tests.servers import worker_env
-from worker.loading import demo_model
-from worker.process import running_worker
 
 HERE = Path(__file__).resolve().parent
 EVERY = 100  # one bad row in so many
@@ -160,7 +160,7 @@ def nightmill(settings: Settings, *arguments: str) -> tuple[float, float]:
     """Run a command; returns (seconds, peak resident MiB)."""
     began = time.perf_counter()
     process = subprocess.Popen(
-        [sys.executable, "-m", "jobs", *arguments], env=worker_env(settings), stdout=subprocess.DEVNULL
+        [sys.executable, "-m", "nightmill", *arguments], env=worker_env(settings), stdout=subprocess.DEVNULL
     )
     _, code, usage = os.wait4(process.pid, 0)
     assert code == 0, (arguments, code)

@@ -19,14 +19,14 @@ from typing import Any
 
 import numpy as np
 
-from jobs.contract import GenerationParams
-from worker.model.config import ModelConfig
-from worker.model.gguf_file import GgufFile
-from worker.runners.base import Admission, StepBatch
-from worker.runners.gpu.graphs import Graph
-from worker.runners.gpu.kv_cache import PAGE
-from worker.runners.gpu.runner import CudaRunner
-from worker.runners.gpu.steps import StepShape
+from nightmill.jobs.contract import GenerationParams
+from nightmill.worker.model.config import ModelConfig
+from nightmill.worker.model.gguf_file import GgufFile
+from nightmill.worker.runners.base import Admission, StepBatch
+from nightmill.worker.runners.gpu.graphs import Graph
+from nightmill.worker.runners.gpu.kv_cache import PAGE
+from nightmill.worker.runners.gpu.runner import CudaRunner
+from nightmill.worker.runners.gpu.steps import StepShape
 
 PROMPT = 1024  # tokens of each sequence in the prefill step
 REPLAYS = 9

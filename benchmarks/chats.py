@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from worker.model.chat import ChatTemplate
-from worker.model.gguf_file import GgufFile
-from worker.model.tokenizer import Tokenizer
+from nightmill.worker.model.chat import ChatTemplate
+from nightmill.worker.model.gguf_file import GgufFile
+from nightmill.worker.model.tokenizer import Tokenizer
 
 SHARD = 64
 SYLLABLES = "mi la ru ten sor ka ne vol dra chi pe ston gar il ma wen do qua ber lin tor os".split()  # noqa: SIM905 - a list of them is harder to read

@@ -21,12 +21,12 @@ from typing import Any
 import psutil
 
 from benchmarks.servers import durable_client
-from jobs.client import Client
-from jobs.contract import JobState
-from jobs.store import Selection
+from nightmill.jobs.client import Client
+from nightmill.jobs.contract import JobState
+from nightmill.jobs.sql.jobs import Selection
+from nightmill.worker.commands.process import running_worker
+from nightmill.worker.link.loading import demo_model
 from tools.demo_corpus import topics, words
-from worker.loading import demo_model
-from worker.process import running_worker
 
 HERE = Path(__file__).resolve().parent
 

@@ -13,14 +13,14 @@ import time
 
 import psutil
 
-from jobs.contract import GenerationParams
-from worker.engine.engine import Engine
-from worker.engine.request import Request
-from worker.loading import demo_model
-from worker.model.config import ModelConfig
-from worker.model.gguf_file import GgufFile
-from worker.model.tokenizer import Tokenizer
-from worker.runners.gpu.runner import CudaRunner
+from nightmill.jobs.contract import GenerationParams
+from nightmill.worker.engine.engine import Engine
+from nightmill.worker.engine.request import Request
+from nightmill.worker.link.loading import demo_model
+from nightmill.worker.model.config import ModelConfig
+from nightmill.worker.model.gguf_file import GgufFile
+from nightmill.worker.model.tokenizer import Tokenizer
+from nightmill.worker.runners.gpu.runner import CudaRunner
 
 SLOTS = 16
 CONTEXT = 512

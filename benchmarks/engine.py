@@ -14,13 +14,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jobs.contract import GenerationParams
-from worker.engine.engine import Engine
-from worker.engine.request import Request
-from worker.garbage import QuietCollector
-from worker.model.config import ModelConfig
-from worker.model.gguf_file import GgufFile
-from worker.runners.gpu.runner import CudaRunner
+from nightmill.jobs.contract import GenerationParams
+from nightmill.worker.engine.engine import Engine
+from nightmill.worker.engine.request import Request
+from nightmill.worker.link.garbage import QuietCollector
+from nightmill.worker.model.config import ModelConfig
+from nightmill.worker.model.gguf_file import GgufFile
+from nightmill.worker.runners.gpu.runner import CudaRunner
 
 
 @dataclass(frozen=True)

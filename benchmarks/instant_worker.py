@@ -8,14 +8,14 @@ from collections import deque
 
 import numpy as np
 
-import worker.app
-import worker.engine_process
-from jobs.settings import Settings
-from worker.engine.engine import Engine
-from worker.loading import OpenModel, max_sequences
-from worker.model.tokenizer import TextStream
-from worker.runners.base import SampledTokens, StepBatch
-from worker.serving import worker as worker_command
+import nightmill.worker.app
+import nightmill.worker.link.process
+from nightmill.jobs.settings import Settings
+from nightmill.worker.commands.serving import worker as worker_command
+from nightmill.worker.engine.engine import Engine
+from nightmill.worker.link.loading import OpenModel, max_sequences
+from nightmill.worker.model.tokenizer import TextStream
+from nightmill.worker.runners.base import SampledTokens, StepBatch
 
 SEQUENCES = 512  # unless --max-sequences says more
 CONTEXT = 1024
@@ -61,7 +61,7 @@ def build_engine(settings: Settings, model: OpenModel) -> Engine:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["engine"]:  # started by the worker, below
-        worker.engine_process.build_engine = build_engine
-        sys.exit(worker.engine_process.main())
-    worker.app.ENGINE_COMMAND = (sys.executable, __file__, "engine")
+        nightmill.worker.link.process.build_engine = build_engine
+        sys.exit(nightmill.worker.link.process.main())
+    nightmill.worker.app.ENGINE_COMMAND = (sys.executable, __file__, "engine")
     worker_command.main(["--max-sequences", str(SEQUENCES), *sys.argv[1:]])

@@ -18,10 +18,10 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from worker.model.config import ModelConfig, RopeScaling, RopeStyle, rope_frequencies
-from worker.runners.gpu.device import Device
-from worker.runners.gpu.graphs import Graph
-from worker.runners.gpu.kernels import Kernels
+from nightmill.worker.model.config import ModelConfig, RopeScaling, RopeStyle, rope_frequencies
+from nightmill.worker.runners.gpu.device import Device
+from nightmill.worker.runners.gpu.graphs import Graph
+from nightmill.worker.runners.gpu.kernels import Kernels
 
 SMALL = ModelConfig(
     architecture="qwen2",

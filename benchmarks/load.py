@@ -26,11 +26,11 @@ import psycopg
 
 from benchmarks import instant_worker
 from benchmarks.end_to_end import prompts
-from jobs.client import Client
-from jobs.settings import Settings
+from nightmill.jobs.client import Client
+from nightmill.jobs.settings import Settings
+from nightmill.worker.link.loading import demo_model
 from tests.campaign.world import PostgresControl
 from tests.servers import start_postgres, start_redis, wait_until, worker_env
-from worker.loading import demo_model
 
 FIRST_GUESS = 2_500  # rows a second and worker, for the number of rows to queue beforehand
 MOST = 12_000  # and of all workers together
@@ -63,9 +63,9 @@ def main() -> None:
 
 def timed_worker() -> None:
     """The instant worker, with every claim and every write timed into the file that LOAD_TIMES names."""
-    import worker.app
-    from jobs.claims import Claims
-    from worker.serving import worker as worker_command
+    import nightmill.worker.app
+    from nightmill.jobs.sql.claims import Claims
+    from nightmill.worker.commands.serving import worker as worker_command
 
     times: list[tuple[str, float, float, int]] = []
     lock = threading.Lock()
@@ -94,7 +94,7 @@ def timed_worker() -> None:
                 file.flush()
 
     threading.Thread(target=flush, daemon=True).start()
-    worker.app.ENGINE_COMMAND = (sys.executable, instant_worker.__file__, "engine")  # type: ignore[attr-defined]
+    nightmill.worker.app.ENGINE_COMMAND = (sys.executable, instant_worker.__file__, "engine")  # type: ignore[attr-defined]
     worker_command.main(["--max-sequences", str(instant_worker.SEQUENCES), *sys.argv[2:]])
 
 

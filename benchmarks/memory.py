@@ -23,10 +23,10 @@ from benchmarks.engine import WORKLOADS
 from benchmarks.nightly import prompts
 from benchmarks.scheduling import VOCAB, NoRunner, NoText
 from benchmarks.servers import durable_client
-from worker.engine.engine import Engine
-from worker.loading import demo_model
-from worker.process import running_worker
-from worker.runners.base import StepBatch
+from nightmill.worker.commands.process import running_worker
+from nightmill.worker.engine.engine import Engine
+from nightmill.worker.link.loading import demo_model
+from nightmill.worker.runners.base import StepBatch
 
 WORDS, TOKENS = (50, 200), (400, 500)  # so long that thousands are running before the first ends
 

@@ -21,16 +21,16 @@ from typing import Any
 
 from sqlalchemy import Connection, event, insert, text
 
-from jobs.batch_status import BatchRecord
-from jobs.claims import Claims
-from jobs.client import Client
-from jobs.contract import GenerationParams, JobState
-from jobs.ids import IdSource
-from jobs.prune import Prune
-from jobs.requests import Options, build_row
-from jobs.settings import Settings
-from jobs.store import JOBS, chunked
-from jobs.sweep import Sweep
+from nightmill.jobs.batch_status import BatchRecord
+from nightmill.jobs.client import Client
+from nightmill.jobs.contract import GenerationParams, JobState
+from nightmill.jobs.ids import IdSource
+from nightmill.jobs.requests import Options, build_row
+from nightmill.jobs.settings import Settings
+from nightmill.jobs.sql.claims import Claims
+from nightmill.jobs.sql.jobs import JOBS, chunked
+from nightmill.jobs.sql.prune import Prune
+from nightmill.jobs.sql.sweep import Sweep
 from tests.servers import start_postgres
 
 LIVE = "tonight"  # the batch that is being worked on: half of all rows

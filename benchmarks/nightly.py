@@ -23,14 +23,14 @@ import psutil
 
 from benchmarks.end_to_end import PeakMemory
 from benchmarks.servers import durable_client
-from jobs.client import Client
-from jobs.contract import GenerationParams
-from jobs.settings import Settings
+from nightmill.jobs.client import Client
+from nightmill.jobs.contract import GenerationParams
+from nightmill.jobs.settings import Settings
+from nightmill.worker.commands.process import running_worker
+from nightmill.worker.engine.request import Request
+from nightmill.worker.link.garbage import QuietCollector
+from nightmill.worker.link.loading import build_engine, load_model, max_sequences
 from tools.demo_corpus import topics, words
-from worker.engine.request import Request
-from worker.garbage import QuietCollector
-from worker.loading import build_engine, load_model, max_sequences
-from worker.process import running_worker
 
 
 def main() -> None:

@@ -23,12 +23,12 @@ from typing import Any, Self
 import psutil
 
 from benchmarks.end_to_end import prompts
-from jobs.batchfile import InputFile
-from jobs.client import Client
-from jobs.settings import Settings
+from nightmill.jobs.client import Client
+from nightmill.jobs.formats import InputFile
+from nightmill.jobs.settings import Settings
+from nightmill.worker.commands.process import running_worker
+from nightmill.worker.link.loading import demo_model
 from tests.servers import start_postgres, start_redis
-from worker.loading import demo_model
-from worker.process import running_worker
 
 
 def main() -> None:
@@ -76,7 +76,7 @@ def write_file(path: Path, rows: int, seed: int) -> Path:
 
 def planned(file: Path, worker_options: list[str]) -> dict[str, Any]:
     """What the command says, in a process of its own as a user runs it."""
-    command = [sys.executable, "-m", "jobs", "plan", str(file), "--model", str(demo_model()), "--json"]
+    command = [sys.executable, "-m", "nightmill", "plan", str(file), "--model", str(demo_model()), "--json"]
     began = time.perf_counter()
     done = subprocess.run([*command, *worker_options], capture_output=True, text=True, check=True)
     plan = json.loads(done.stdout)

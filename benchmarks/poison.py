@@ -18,11 +18,11 @@ from typing import Any
 
 from benchmarks.poisoned_worker import POISON, TOKENS
 from benchmarks.servers import durable_client
-from jobs.client import Client
-from jobs.contract import JobState
-from jobs.store import Selection
-from worker.loading import demo_model
-from worker.process import WorkerProcess
+from nightmill.jobs.client import Client
+from nightmill.jobs.contract import JobState
+from nightmill.jobs.sql.jobs import Selection
+from nightmill.worker.commands.process import WorkerProcess
+from nightmill.worker.link.loading import demo_model
 
 BATCH = "poison"
 WORKER = (sys.executable, "-m", "benchmarks.poisoned_worker")

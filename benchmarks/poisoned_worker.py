@@ -9,15 +9,15 @@ import signal
 import sys
 import time
 
-import worker.app
-import worker.engine_process
+import nightmill.worker.app
+import nightmill.worker.link.process
 from benchmarks.instant_worker import InstantRunner
-from jobs.settings import Settings
-from worker.engine.engine import Engine
-from worker.loading import OpenModel, max_sequences
-from worker.model.tokenizer import TextStream
-from worker.runners.base import StepBatch
-from worker.serving import worker as worker_command
+from nightmill.jobs.settings import Settings
+from nightmill.worker.commands.serving import worker as worker_command
+from nightmill.worker.engine.engine import Engine
+from nightmill.worker.link.loading import OpenModel, max_sequences
+from nightmill.worker.model.tokenizer import TextStream
+from nightmill.worker.runners.base import StepBatch
 
 POISON = 666
 SETTLE_SECONDS, SLOW_STEP_SECONDS = 0.5, 0.25
@@ -60,7 +60,7 @@ def build_engine(settings: Settings, model: OpenModel) -> Engine:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["engine"]:  # started by the worker, below
-        worker.engine_process.build_engine = build_engine
-        sys.exit(worker.engine_process.main())
-    worker.app.ENGINE_COMMAND = (sys.executable, __file__, "engine")
+        nightmill.worker.link.process.build_engine = build_engine
+        sys.exit(nightmill.worker.link.process.main())
+    nightmill.worker.app.ENGINE_COMMAND = (sys.executable, __file__, "engine")
     worker_command.main(sys.argv[1:])

@@ -21,15 +21,15 @@ from pydantic import BaseModel, ConfigDict, PositiveFloat, PositiveInt
 
 from benchmarks.budget import BYTES_PER_S, FLOPS
 from benchmarks.engine import NoText
-from jobs.contract import GenerationParams
-from worker.engine.engine import Engine
-from worker.engine.request import Request
-from worker.garbage import QuietCollector
-from worker.model.config import ModelConfig, expected_tensors
-from worker.model.gguf_file import GgufFile
-from worker.runners.base import Runner
-from worker.runners.gpu.kv_cache import PAGE, page_bytes
-from worker.runners.gpu.runner import CudaRunner
+from nightmill.jobs.contract import GenerationParams
+from nightmill.worker.engine.engine import Engine
+from nightmill.worker.engine.request import Request
+from nightmill.worker.link.garbage import QuietCollector
+from nightmill.worker.model.config import ModelConfig, expected_tensors
+from nightmill.worker.model.gguf_file import GgufFile
+from nightmill.worker.runners.base import Runner
+from nightmill.worker.runners.gpu.kv_cache import PAGE, page_bytes
+from nightmill.worker.runners.gpu.runner import CudaRunner
 
 SEQUENCES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 PROMPT, ANSWER = 512, 256

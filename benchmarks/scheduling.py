@@ -15,10 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from jobs.contract import GenerationParams
-from worker.engine.engine import Engine
-from worker.engine.request import Request
-from worker.runners.base import SampledTokens, StepBatch
+from nightmill.jobs.contract import GenerationParams
+from nightmill.worker.engine.engine import Engine
+from nightmill.worker.engine.request import Request
+from nightmill.worker.runners.base import SampledTokens, StepBatch
 
 PROMPT, ANSWER, VOCAB = 256, 512, 32_000
 

@@ -6,8 +6,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from jobs.client import Client
-from jobs.settings import Settings
+from nightmill.jobs.client import Client
+from nightmill.jobs.settings import Settings
 from tests.servers import start_postgres, start_redis
 
 

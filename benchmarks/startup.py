@@ -13,10 +13,10 @@ import time
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from jobs.client import Client
-from jobs.settings import Settings
+from nightmill.jobs.client import Client
+from nightmill.jobs.settings import Settings
+from nightmill.worker.commands.process import running_worker
 from tests.servers import start_redis
-from worker.process import running_worker
 
 
 def main() -> None:

@@ -1,6 +1,6 @@
 """Nightmill's client: enqueue prompts, find text and stop reasons.
 
-    import jobs
+    from nightmill import jobs
     job_id = jobs.enqueue("Write a haiku about rain", max_tokens=64, temperature=0.8, seed=7)
     jobs.wait(job_id, timeout=60)
     print(jobs.get(job_id).text)
@@ -21,12 +21,11 @@ if TYPE_CHECKING:
 
     from sqlalchemy.orm import Session
 
-    from jobs.batch_status import BatchState, BatchStatus
-    from jobs.batches import Batch, BatchSettings, BatchSource
-    from jobs.batchfile.frames import Prompts
-    from jobs.client import Client
-    from jobs.contract import FINAL_STATES, GenerationParams, Job, JobState, Prompt, StopReason
-    from jobs.errors import (
+    from nightmill.jobs.batch_status import BatchState, BatchStatus
+    from nightmill.jobs.batches.batch import Batch, BatchSettings, BatchSource
+    from nightmill.jobs.client import Client
+    from nightmill.jobs.contract import FINAL_STATES, GenerationParams, Job, JobState, Prompt, StopReason
+    from nightmill.jobs.errors import (
         BatchConflictError,
         BatchFileError,
         BatchNotFoundError,
@@ -44,10 +43,11 @@ if TYPE_CHECKING:
         UnknownModelError,
         WaitTimeoutError,
     )
-    from jobs.ids import JobIds
-    from jobs.requests import JobSettings
-    from jobs.settings import Settings
-    from jobs.waiting import Order
+    from nightmill.jobs.formats.frames import Prompts
+    from nightmill.jobs.ids import JobIds
+    from nightmill.jobs.requests import JobSettings
+    from nightmill.jobs.settings import Settings
+    from nightmill.jobs.waiting import Order
 
 __all__ = [
     # the main path
@@ -104,7 +104,7 @@ __all__ = [
 # most of a second, which a program pays when it has something to enqueue, and the engine's process never.
 _HOMES = {
     "batch_status": ("BatchState", "BatchStatus"),
-    "batches": ("Batch", "BatchSettings"),
+    "batches.batch": ("Batch", "BatchSettings"),
     "client": ("Client",),
     "contract": ("FINAL_STATES", "GenerationParams", "Job", "JobState", "StopReason"),
     "errors": tuple(name for name in __all__ if name.endswith(("Error", "Warning"))),
@@ -116,7 +116,7 @@ _HOME = {name: f"{__name__}.{module}" for module, names in _HOMES.items() for na
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:  # submodules among them: `from jobs import store` goes on to import that
+    if name not in _HOME:  # submodules among them: `from nightmill.jobs import client` goes on to import that
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = globals()[name] = getattr(import_module(_HOME[name]), name)
     return value
@@ -129,7 +129,7 @@ def __dir__() -> list[str]:
 @cache
 def default_client() -> Client:
     """The client that the functions of this module use, made from the environment."""
-    from jobs.client import Client
+    from nightmill.jobs.client import Client
 
     return Client()
 

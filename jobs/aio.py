@@ -1,6 +1,6 @@
 """The functions of `jobs` for asyncio: SQL runs in threads, and no thread is held while a job is waited for.
 
-    from jobs import aio
+    from nightmill.jobs import aio
 
     job_id = await aio.enqueue("Write a haiku about rain", max_tokens=64)
     await aio.wait(job_id, timeout=60)
@@ -20,12 +20,12 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterat
 from functools import wraps
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
-import jobs as _jobs
-from jobs.contract import Job
-from jobs.errors import InvalidParameterError
+from nightmill import jobs as _jobs
+from nightmill.jobs.contract import Job
+from nightmill.jobs.errors import InvalidParameterError
 
 if TYPE_CHECKING:
-    from jobs.waiting import Order
+    from nightmill.jobs.waiting import Order
 
 __all__ = [
     "enqueue",

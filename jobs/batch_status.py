@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from enum import StrEnum
 
-from jobs.contract import JobState, StopReason
+from nightmill.jobs.contract import JobState, StopReason
 
 _NUMBER = re.compile(r"\d[\d,.]*")
 

@@ -9,25 +9,21 @@ from typing import TYPE_CHECKING, Any, Self, Unpack
 
 from sqlalchemy import event
 
-from jobs import inserting
-from jobs.announcing import Announcer
-from jobs.batch_store import BatchStore
-from jobs.batches import Batch, Batches, BatchSettings, BatchSource
-from jobs.batchfile.frames import Prompts, items_of
-from jobs.broker import Broker
-from jobs.contract import GenerationParams, Job, JobState, Prompt
-from jobs.database import Clock, Database
-from jobs.errors import (
-    InvalidParameterError,
-    InvalidRequestError,
-    UnknownModelError,
-)
-from jobs.grouping import characters, grouped
-from jobs.ids import IdSource, JobIds
-from jobs.requests import OPTIONS, PARAMETERS, JobSettings, Options, build_row, deadline_moment
-from jobs.settings import Settings
-from jobs.store import Selection, Store
-from jobs.waiting import Order, Waiting
+from nightmill.jobs.batches.batch import Batch, Batches, BatchSettings, BatchSource
+from nightmill.jobs.batches.grouping import characters, grouped
+from nightmill.jobs.contract import GenerationParams, Job, JobState, Prompt
+from nightmill.jobs.errors import InvalidParameterError, InvalidRequestError, UnknownModelError
+from nightmill.jobs.formats.frames import Prompts, items_of
+from nightmill.jobs.ids import IdSource, JobIds
+from nightmill.jobs.messages.announcing import Announcer
+from nightmill.jobs.messages.broker import Broker
+from nightmill.jobs.requests import OPTIONS, PARAMETERS, JobSettings, Options, build_row, deadline_moment
+from nightmill.jobs.settings import Settings
+from nightmill.jobs.sql import inserting
+from nightmill.jobs.sql.batches import BatchStore
+from nightmill.jobs.sql.database import Clock, Database
+from nightmill.jobs.sql.jobs import Selection, Store
+from nightmill.jobs.waiting import Order, Waiting
 
 if TYPE_CHECKING:
     from sqlalchemy.orm import Session

@@ -9,8 +9,8 @@ from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from jobs.errors import InvalidParameterError
-from jobs.sentences import sentence
+from nightmill.jobs.errors import InvalidParameterError
+from nightmill.jobs.sentences import sentence
 
 MAX_SEED = 2**63 - 1  # seeds live in a signed 64-bit SQL column
 

@@ -27,9 +27,9 @@ NightmillError
 ├── PromptTooLongError               the prompt leaves no room in the context
 └── RunnerError                      the arithmetic failed; the jobs in flight are handed back
 
-Foreign errors are mapped at one border each: SQLAlchemy's in `jobs.store`, redis's and kombu's in
-`jobs.broker`, `gguf`'s in `worker.model.gguf_file`, Jinja's in `worker.model.chat`. The docstring of a
-class is its default message.
+Foreign errors are mapped at one border each: SQLAlchemy's in `jobs.sql.database`, redis's and kombu's in
+`jobs.messages.broker`, `gguf`'s in `worker.model.gguf_file`, Jinja's in `worker.model.chat`. The docstring of
+a class is its default message.
 """
 
 import inspect

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import overload
 
-from jobs.forking import Forkable
+from nightmill.jobs.forking import Forkable
 
 
 class IdSource(Forkable):

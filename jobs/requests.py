@@ -11,9 +11,9 @@ from typing import Any, Literal, TypedDict
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from jobs.contract import MAX_SEED, GenerationParams, JobState, JsonObject, Prompt, unstorable
-from jobs.errors import InvalidParameterError, InvalidPromptError
-from jobs.sentences import sentence
+from nightmill.jobs.contract import MAX_SEED, GenerationParams, JobState, JsonObject, Prompt, unstorable
+from nightmill.jobs.errors import InvalidParameterError, InvalidPromptError
+from nightmill.jobs.sentences import sentence
 
 
 class JobSettings(TypedDict, total=False):

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from jobs.errors import SettingsError
-from jobs.sentences import sentence
-from jobs.urls import check_broker_url, check_database_url, scrubbed, shown_url
+from nightmill.jobs.errors import SettingsError
+from nightmill.jobs.sentences import sentence
+from nightmill.jobs.urls import check_broker_url, check_database_url, scrubbed, shown_url
 
 if TYPE_CHECKING:
     from sqlalchemy.engine import URL

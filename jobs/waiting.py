@@ -9,10 +9,10 @@ from collections.abc import Generator, Iterable, Iterator, Sequence
 from datetime import datetime, timedelta
 from typing import Literal
 
-from jobs.contract import Job
-from jobs.errors import InvalidParameterError, JobNotFoundError, WaitTimeoutError
-from jobs.ids import JobIds
-from jobs.store import CHUNK, Selection, Store, chunked
+from nightmill.jobs.contract import Job
+from nightmill.jobs.errors import InvalidParameterError, JobNotFoundError, WaitTimeoutError
+from nightmill.jobs.ids import JobIds
+from nightmill.jobs.sql.jobs import CHUNK, Selection, Store, chunked
 
 Order = Literal["enqueued", "finished"]
 

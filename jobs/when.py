@@ -3,7 +3,7 @@
 import re
 from datetime import datetime, time, timedelta
 
-from jobs.errors import InvalidParameterError
+from nightmill.jobs.errors import InvalidParameterError
 
 _CLOCK = re.compile(r"\d{1,2}:\d{2}(:\d{2})?")
 _SPAN = re.compile(r"\+?(\d+(?:\.\d+)?)\s*([smhdw])")

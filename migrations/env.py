@@ -2,9 +2,9 @@
 
 from alembic import context
 
-from jobs.database import Database
-from jobs.settings import Settings
-from jobs.tables import Base
+from nightmill.jobs.settings import Settings
+from nightmill.jobs.sql.database import Database
+from nightmill.jobs.sql.tables import Base
 
 
 def run(connection: object) -> None:

@@ -16,10 +16,10 @@ import pytest
 import redis
 from sqlalchemy.engine import make_url
 
-import jobs
-from jobs.client import Client
-from jobs.database import Database
-from jobs.settings import FOREIGN_PREFIXES, PREFIX, Settings
+from nightmill import jobs
+from nightmill.jobs.client import Client
+from nightmill.jobs.settings import FOREIGN_PREFIXES, PREFIX, Settings
+from nightmill.jobs.sql.database import Database
 from tests.servers import (
     Clock,
     PostgresServer,

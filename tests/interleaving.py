@@ -6,7 +6,7 @@ from typing import Any
 
 from sqlalchemy import event, text
 
-from jobs.database import Database
+from nightmill.jobs.sql.database import Database
 from tests.servers import wait_until
 
 

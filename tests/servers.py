@@ -28,7 +28,7 @@ from redis.retry import Retry
 from sqlalchemy import create_engine, text
 from sqlalchemy.engine import URL, make_url
 
-from jobs.settings import PREFIX, Settings
+from nightmill.jobs.settings import PREFIX, Settings
 
 START_SECONDS = 20.0
 REFERENCE = os.environ.get("NIGHTMILL_TEST_RUNNER", "reference") == "reference"

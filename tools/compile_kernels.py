@@ -16,11 +16,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
-from worker.model.config import ModelConfig, RopeStyle
-from worker.model.gguf_file import GgufFile
-from worker.runners.gpu.catalogue import sources_for
-from worker.runners.gpu.compiler import COMMON_OPTIONS, cubin_name
-from worker.runners.gpu.sources import Source, source_of
+from nightmill.worker.model.config import ModelConfig, RopeStyle
+from nightmill.worker.model.gguf_file import GgufFile
+from nightmill.worker.runners.gpu.catalogue import sources_for
+from nightmill.worker.runners.gpu.compiler import COMMON_OPTIONS, cubin_name
+from nightmill.worker.runners.gpu.sources import Source, source_of
 
 ROOT = Path(__file__).resolve().parent.parent
 DONE = ROOT / "build" / "kernels" / "nightmill" / "cubins"  # a worker's, with XDG_CACHE_HOME=build/kernels

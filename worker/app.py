@@ -1,4 +1,4 @@
-"""Celery's entry point: `celery -A worker.app worker --pool=threads --model FILE`.
+"""Celery's entry point: `celery -A nightmill.worker.app worker --pool=threads --model FILE`.
 
 `nightmill worker` starts exactly this. A bootstep of the *worker* builds the engine before the consumer
 takes its first message (bootsteps of the consumer would run again at every reconnect).
@@ -17,20 +17,15 @@ from celery import Celery, bootsteps, signals
 from celery.concurrency.thread import TaskPool
 from celery.worker import state as celery_state
 
-from jobs.broker import Broker, make_app, queue_name, resolve_broker_url
-from jobs.claims import Claims
-from jobs.database import Database
-from jobs.errors import NightmillError
-from jobs.printable import PrintableRecords
-from jobs.settings import Settings
-from jobs.terminal import echo
-from worker import tasks
-from worker.engine_link import ENGINE_COMMAND, EngineLink, launch_engine
-from worker.gate import GatedAMQP
-from worker.heart import LOADING, Heart
-from worker.housekeeper import Housekeeper
-from worker.last_resort import END_SECONDS, LastResort
-from worker.loading import (
+from nightmill.jobs.commands.terminal import echo
+from nightmill.jobs.errors import NightmillError
+from nightmill.jobs.messages.broker import Broker, make_app, queue_name, resolve_broker_url
+from nightmill.jobs.printable import PrintableRecords
+from nightmill.jobs.settings import Settings
+from nightmill.jobs.sql.claims import Claims
+from nightmill.jobs.sql.database import Database
+from nightmill.worker.link.link import ENGINE_COMMAND, EngineLink, launch_engine
+from nightmill.worker.link.loading import (
     LoadedModel,
     capacity,
     describe,
@@ -39,8 +34,13 @@ from worker.loading import (
     load_model,
     served_name,
 )
-from worker.options import merge_options, worker_id_option, worker_options
-from worker.service import Service
+from nightmill.worker.options import merge_options, worker_id_option, worker_options
+from nightmill.worker.service import tasks
+from nightmill.worker.service.gate import GatedAMQP
+from nightmill.worker.service.heart import LOADING, Heart
+from nightmill.worker.service.housekeeper import Housekeeper
+from nightmill.worker.service.last_resort import END_SECONDS, LastResort
+from nightmill.worker.service.shards import Service
 
 log = logging.getLogger("nightmill.worker")
 

@@ -6,9 +6,9 @@ from typing import Any
 import click
 from pydantic import ValidationError
 
-from jobs.errors import MissingExtraError, SettingsError
-from jobs.sentences import sentence
-from jobs.settings import Settings
+from nightmill.jobs.errors import MissingExtraError, SettingsError
+from nightmill.jobs.sentences import sentence
+from nightmill.jobs.settings import Settings
 
 
 def worker_options() -> list[click.Option]:

@@ -2,17 +2,17 @@
 
 from pathlib import Path
 
-from jobs.contract import GenerationParams
+from nightmill.jobs.contract import GenerationParams
+from nightmill.worker.engine.engine import Engine, EngineStats
+from nightmill.worker.engine.request import Completion, Request
+from nightmill.worker.link.loading import BLOCK_SIZE, demo_model
+from nightmill.worker.model.chat import ChatTemplate
+from nightmill.worker.model.config import ModelConfig
+from nightmill.worker.model.gguf_file import GgufFile
+from nightmill.worker.model.tokenizer import Tokenizer
+from nightmill.worker.runners.reference import ReferenceRunner
 from tests.ggufs import write_model
 from tools.demo_corpus import held_out_pairs
-from worker.engine.engine import Engine, EngineStats
-from worker.engine.request import Completion, Request
-from worker.loading import BLOCK_SIZE, demo_model
-from worker.model.chat import ChatTemplate
-from worker.model.config import ModelConfig
-from worker.model.gguf_file import GgufFile
-from worker.model.tokenizer import Tokenizer
-from worker.runners.reference import ReferenceRunner
 
 KINDS: list[dict[str, object]] = [
     {"temperature": 0.0},

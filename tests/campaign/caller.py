@@ -9,8 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from jobs.client import Client
-from jobs.errors import BrokerError, DatabaseError, DatabaseUnreachableError, NightmillError
+from nightmill.jobs.client import Client
+from nightmill.jobs.errors import BrokerError, DatabaseError, DatabaseUnreachableError, NightmillError
 from tests.campaign.ledger import Ledger, Promise
 from tests.campaign.report import Report
 from tests.campaign.texts import SAMPLING, answer

@@ -6,8 +6,8 @@ import random
 import sys
 from typing import Any
 
-from jobs.client import Client
-from jobs.errors import NightmillError
+from nightmill.jobs.client import Client
+from nightmill.jobs.errors import NightmillError
 
 CHILDREN, JOBS = 4, 6
 

@@ -12,8 +12,8 @@ from datetime import timedelta
 
 import redis
 
-from jobs.errors import InvalidRequestError, InvalidTransitionError, JobNotFoundError
-from jobs.prune import Prune
+from nightmill.jobs.errors import InvalidRequestError, InvalidTransitionError, JobNotFoundError
+from nightmill.jobs.sql.prune import Prune
 from tests.campaign import forged, hostile
 from tests.campaign.caller import Caller
 from tests.campaign.ledger import Ledger, Promise

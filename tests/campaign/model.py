@@ -4,9 +4,9 @@ from pathlib import Path
 
 from gguf import TokenType
 
+from nightmill.worker.model.vocabulary import byte_alphabet
 from tests.campaign.texts import CONTEXT
 from tests.ggufs import CONTROL, TestVocabulary, write_model
-from worker.model.vocabulary import byte_alphabet
 
 # Its numbers come from a variable: Jinja computes what is constant when it compiles, for everybody's chats.
 TEMPLATE = """\

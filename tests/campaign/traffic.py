@@ -4,7 +4,7 @@ import random
 import threading
 from datetime import timedelta
 
-from jobs.errors import InvalidRequestError, InvalidTransitionError, JobNotFoundError
+from nightmill.jobs.errors import InvalidRequestError, InvalidTransitionError, JobNotFoundError
 from tests.campaign.caller import Caller
 from tests.campaign.ledger import Ledger
 from tests.campaign.report import Report

@@ -18,17 +18,17 @@ from typing import Any
 
 import numpy as np
 
-import jobs.database
-import worker.app
-import worker.engine_process
-import worker.keeper
-import worker.process
-from jobs.settings import Settings
+import nightmill.jobs.sql.database
+import nightmill.worker.app
+import nightmill.worker.commands.keeper
+import nightmill.worker.commands.process
+import nightmill.worker.link.process
+from nightmill.jobs.settings import Settings
+from nightmill.worker.engine.engine import Engine
+from nightmill.worker.link.loading import OpenModel, max_sequences
+from nightmill.worker.model.tokenizer import TextStream
+from nightmill.worker.runners.base import NOT_A_NUMBER, Admission, SampledTokens, StepBatch
 from tests.campaign.texts import CONTEXT, SAMPLING, checksum, draw
-from worker.engine.engine import Engine
-from worker.loading import OpenModel, max_sequences
-from worker.model.tokenizer import TextStream
-from worker.runners.base import NOT_A_NUMBER, Admission, SampledTokens, StepBatch
 
 OURS = (sys.executable, "-m", "tests.campaign.worker")
 POISONS = {
@@ -126,7 +126,7 @@ class _SteppedDatetime(datetime):
         return datetime.fromtimestamp(time.time() + _wrong_by(), tz)
 
 
-class _OurWorker(worker.process.WorkerProcess):
+class _OurWorker(nightmill.worker.commands.process.WorkerProcess):
     """The worker that `nightmill run` starts."""
 
     def __init__(self, *args: Any, **more: Any) -> None:
@@ -136,14 +136,14 @@ class _OurWorker(worker.process.WorkerProcess):
 def main() -> int:
     """Be an engine, or a command of `nightmill` whose engines are ours."""
     if sys.argv[1:2] == ["engine"]:
-        worker.engine_process.build_engine = build_engine
-        return worker.engine_process.main()
-    jobs.database.datetime = _SteppedDatetime  # type: ignore[attr-defined,misc]
-    worker.app.ENGINE_COMMAND = (*OURS, "engine")  # type: ignore[attr-defined]
-    worker.keeper.WorkerProcess = _OurWorker  # type: ignore[attr-defined]
-    from jobs.cli import main as nightmill
+        nightmill.worker.link.process.build_engine = build_engine
+        return nightmill.worker.link.process.main()
+    nightmill.jobs.sql.database.datetime = _SteppedDatetime  # type: ignore[attr-defined,misc]
+    nightmill.worker.app.ENGINE_COMMAND = (*OURS, "engine")  # type: ignore[attr-defined]
+    nightmill.worker.commands.keeper.WorkerProcess = _OurWorker  # type: ignore[attr-defined]
+    from nightmill.jobs.commands.main import main as run_command
 
-    nightmill()
+    run_command()
     return 0
 
 

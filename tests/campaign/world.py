@@ -18,8 +18,8 @@ from sqlalchemy import create_engine, text
 from sqlalchemy.engine import Engine
 from sqlalchemy.exc import OperationalError
 
-from jobs.client import Client
-from jobs.settings import Settings
+from nightmill.jobs.client import Client
+from nightmill.jobs.settings import Settings
 from tests.campaign import history, model
 from tests.campaign.plan import STALE
 from tests.servers import PostgresServer, RedisServer, start_postgres, start_redis, wait_until, worker_env

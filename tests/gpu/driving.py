@@ -7,14 +7,14 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from jobs.contract import GenerationParams
-from worker.engine.engine import Engine
-from worker.engine.request import Request
-from worker.model.config import ModelConfig
-from worker.model.gguf_file import GgufFile
-from worker.runners.base import Admission, Runner, StepBatch
-from worker.runners.gpu.runner import CudaRunner
-from worker.runners.reference import ReferenceRunner
+from nightmill.jobs.contract import GenerationParams
+from nightmill.worker.engine.engine import Engine
+from nightmill.worker.engine.request import Request
+from nightmill.worker.model.config import ModelConfig
+from nightmill.worker.model.gguf_file import GgufFile
+from nightmill.worker.runners.base import Admission, Runner, StepBatch
+from nightmill.worker.runners.gpu.runner import CudaRunner
+from nightmill.worker.runners.reference import ReferenceRunner
 
 BLOCK = 16
 GREEDY = GenerationParams(temperature=0.0)

@@ -2,11 +2,11 @@
 
 import sys
 
-import worker.app
-from worker import engine_process
-from worker.runners.base import StepBatch
-from worker.runners.gpu.runner import CudaRunner
-from worker.serving import worker as worker_command
+import nightmill.worker.app
+from nightmill.worker.commands.serving import worker as worker_command
+from nightmill.worker.link import process as engine_process
+from nightmill.worker.runners.base import StepBatch
+from nightmill.worker.runners.gpu.runner import CudaRunner
 
 WILD = 0x10
 STEPS = 20
@@ -28,5 +28,5 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["engine"]:  # started by the worker, below
         CudaRunner.launch = launch_and_fail  # type: ignore[method-assign]
         sys.exit(engine_process.main())
-    worker.app.ENGINE_COMMAND = (sys.executable, __file__, "engine")
+    nightmill.worker.app.ENGINE_COMMAND = (sys.executable, __file__, "engine")
     worker_command.main()

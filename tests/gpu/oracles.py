@@ -6,11 +6,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from worker.model.config import ModelConfig, RopeScaling, RopeStyle
-from worker.runners import reference_ops as ops
-from worker.runners.gpu.kv_cache import PAGE
-from worker.runners.philox import token_words, uniform
-from worker.runners.sampling import SamplingRows, filter_rows, gumbel, penalise
+from nightmill.worker.model.config import ModelConfig, RopeScaling, RopeStyle
+from nightmill.worker.runners import reference_ops as ops
+from nightmill.worker.runners.gpu.kv_cache import PAGE
+from nightmill.worker.runners.philox import token_words, uniform
+from nightmill.worker.runners.sampling import SamplingRows, filter_rows, gumbel, penalise
 
 Array = npt.NDArray[Any]
 EXACT = 1e-6  # NMSE allowed to a kernel whose result is rounded to half once (the rounding alone: 8e-8)

@@ -11,14 +11,14 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from jobs.contract import GenerationParams
+from nightmill.jobs.contract import GenerationParams
+from nightmill.worker.engine.engine import Engine
+from nightmill.worker.engine.request import Request
+from nightmill.worker.model.config import ModelConfig
+from nightmill.worker.model.gguf_file import GgufFile
+from nightmill.worker.runners.gpu.runner import CudaRunner
 from tests.ggufs import write_model
 from tests.gpu.driving import BLOCK, Chunk, Cuda, NoText, Pages, generate, logits_of
-from worker.engine.engine import Engine
-from worker.engine.request import Request
-from worker.model.config import ModelConfig
-from worker.model.gguf_file import GgufFile
-from worker.runners.gpu.runner import CudaRunner
 
 LONGEST = 1100
 CONTEXT = 1536

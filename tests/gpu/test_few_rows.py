@@ -5,15 +5,15 @@ from typing import Any
 import numpy as np
 import pytest
 
+from nightmill.worker.model.config import ModelConfig, RopeStyle, rope_frequencies
+from nightmill.worker.runners.gpu.device import Device
+from nightmill.worker.runners.gpu.few_rows import MAX_ROWS, FewRows
+from nightmill.worker.runners.gpu.gemm import Gemm
+from nightmill.worker.runners.gpu.hopper import is_hopper
+from nightmill.worker.runners.gpu.kernels import Kernels
+from nightmill.worker.runners.gpu.steps import StepInputs
+from nightmill.worker.runners.gpu.weights import LayerWeights
 from tests.gpu.oracles import PAGE, make_config
-from worker.model.config import ModelConfig, RopeStyle, rope_frequencies
-from worker.runners.gpu.device import Device
-from worker.runners.gpu.few_rows import MAX_ROWS, FewRows
-from worker.runners.gpu.gemm import Gemm
-from worker.runners.gpu.hopper import is_hopper
-from worker.runners.gpu.kernels import Kernels
-from worker.runners.gpu.steps import StepInputs
-from worker.runners.gpu.weights import LayerWeights
 
 CONTEXT = 4096
 MODELS = {

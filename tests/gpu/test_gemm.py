@@ -7,13 +7,13 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from nightmill.worker.runners.gpu.device import Device
+from nightmill.worker.runners.gpu.gemm import Gemm, padded_rows
+from nightmill.worker.runners.gpu.hopper import TILES, HopperProducts, Kind, Tile, first_sum, is_hopper
+from nightmill.worker.runners.gpu.kernels import Kernels
+from nightmill.worker.runners.gpu.split import SPLIT_TILES, HopperSplit, SplitTile, split_tiles
 from tests.gpu.comparing import nmse
 from tests.gpu.oracles import make_config
-from worker.runners.gpu.device import Device
-from worker.runners.gpu.gemm import Gemm, padded_rows
-from worker.runners.gpu.hopper import TILES, HopperProducts, Kind, Tile, first_sum, is_hopper
-from worker.runners.gpu.kernels import Kernels
-from worker.runners.gpu.split import SPLIT_TILES, HopperSplit, SplitTile, split_tiles
 
 LIMIT = 5e-5
 ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 63, 65, 257, 1000)

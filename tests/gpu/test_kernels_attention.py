@@ -5,7 +5,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.gpu.oracles import (
+from nightmill.worker.runners.gpu.decode import decode_pieces
+from nightmill.worker.runners.gpu.device import Device
+from nightmill.worker.runners.gpu.graphs import Graph
+from nightmill.worker.runners.gpu.kernels import Kernels
+from tests.gpu.oracles import (  # fmt: skip
     ATTENTION,
     LONG,
     SHAPES,
@@ -16,11 +20,7 @@ from tests.gpu.oracles import (
     make_config,
     make_paged,
     make_queries,
-)  # fmt: skip
-from worker.runners.gpu.decode import decode_pieces
-from worker.runners.gpu.device import Device
-from worker.runners.gpu.graphs import Graph
-from worker.runners.gpu.kernels import Kernels
+)
 
 BORDERS = [1, 2, 15, 16, 17, 63, 64, 65, 255, 256, 257, 511, 513, 1000]
 

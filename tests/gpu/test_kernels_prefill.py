@@ -5,7 +5,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.gpu.oracles import (
+from nightmill.worker.runners.gpu.device import Device
+from nightmill.worker.runners.gpu.kernels import Kernels
+from tests.gpu.oracles import (  # fmt: skip
     ATTENTION,
     LONG,
     SHAPES,
@@ -16,9 +18,7 @@ from tests.gpu.oracles import (
     make_config,
     make_paged,
     make_queries,
-)  # fmt: skip
-from worker.runners.gpu.device import Device
-from worker.runners.gpu.kernels import Kernels
+)
 
 
 def run_prefill(

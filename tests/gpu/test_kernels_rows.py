@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 
+from nightmill.worker.model.config import RopeStyle, rope_frequencies
+from nightmill.worker.runners import reference_ops as ops
+from nightmill.worker.runners.gpu.device import Device
+from nightmill.worker.runners.gpu.kernels import Kernels
 from tests.gpu.oracles import EXACT, PAGE, assert_close, make_config
-from worker.model.config import RopeStyle, rope_frequencies
-from worker.runners import reference_ops as ops
-from worker.runners.gpu.device import Device
-from worker.runners.gpu.kernels import Kernels
 
 ROWS = (1, 7, 63, 65, 1000)
 

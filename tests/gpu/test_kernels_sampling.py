@@ -10,11 +10,11 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
+from nightmill.worker.runners.base import NOT_A_NUMBER
+from nightmill.worker.runners.gpu.device import Device
+from nightmill.worker.runners.gpu.kernels import Kernels
+from nightmill.worker.runners.sampling import SamplingRows, penalise, sample
 from tests.gpu.oracles import NEAR_TIE, make_config, noisy_scores
-from worker.runners.base import NOT_A_NUMBER
-from worker.runners.gpu.device import Device
-from worker.runners.gpu.kernels import Kernels
-from worker.runners.sampling import SamplingRows, penalise, sample
 
 Change = Callable[[np.random.Generator, SamplingRows], None]
 

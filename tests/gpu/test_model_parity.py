@@ -9,11 +9,11 @@ import numpy.typing as npt
 import pytest
 from gguf import GGMLQuantizationType
 
+from nightmill.worker.model.config import ModelConfig
+from nightmill.worker.model.gguf_file import GgufFile
 from tests.ggufs import byte_vocabulary, write_model
 from tests.gpu.comparing import compare_logits
 from tests.gpu.driving import BLOCK, Chunk, Cuda, Pages, logits_of
-from worker.model.config import ModelConfig
-from worker.model.gguf_file import GgufFile
 
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2.5-0.5b": (

@@ -13,16 +13,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jobs.contract import GenerationParams, StopReason
+from nightmill.jobs.contract import GenerationParams, StopReason
+from nightmill.worker.engine.engine import Engine
+from nightmill.worker.engine.request import Completion, Request
+from nightmill.worker.engine.scheduler import Scheduler
+from nightmill.worker.model.config import ModelConfig
+from nightmill.worker.model.gguf_file import GgufFile
+from nightmill.worker.runners.base import FROM_SLOT, NOT_A_NUMBER, Admission
+from nightmill.worker.runners.gpu.runner import CudaRunner
 from tests.ggufs import byte_vocabulary, write_model
 from tests.gpu.driving import BLOCK, Chunk, Cuda, NoText, Pages, logits_of
-from worker.engine.engine import Engine
-from worker.engine.request import Completion, Request
-from worker.engine.scheduler import Scheduler
-from worker.model.config import ModelConfig
-from worker.model.gguf_file import GgufFile
-from worker.runners.base import FROM_SLOT, NOT_A_NUMBER, Admission
-from worker.runners.gpu.runner import CudaRunner
 
 VOCAB = len(byte_vocabulary().tokens)
 POISON = 65

@@ -3,13 +3,13 @@
 import numpy as np
 import pytest
 
+from nightmill.worker.model.config import ModelConfig
+from nightmill.worker.runners.gpu.device import Device
+from nightmill.worker.runners.gpu.gemm import padded_rows
+from nightmill.worker.runners.gpu.hopper import QKV_TILES, HopperQkv, Tile, is_hopper
+from nightmill.worker.runners.gpu.qkv import Qkv
 from tests.gpu.oracles import PAGE, make_config
 from tests.gpu.test_few_rows import CONTEXT, MODELS, Bench, inputs_of
-from worker.model.config import ModelConfig
-from worker.runners.gpu.device import Device
-from worker.runners.gpu.gemm import padded_rows
-from worker.runners.gpu.hopper import QKV_TILES, HopperQkv, Tile, is_hopper
-from worker.runners.gpu.qkv import Qkv
 
 SOME_MODELS = MODELS | {"no-bias": {"qkv_bias": False}}
 WHOLE_HEADS = [

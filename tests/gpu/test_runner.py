@@ -9,19 +9,19 @@ import numpy.typing as npt
 import psutil
 import pytest
 
-from jobs.contract import GenerationParams
-from jobs.errors import RunnerError
+from nightmill.jobs.contract import GenerationParams
+from nightmill.jobs.errors import RunnerError
+from nightmill.worker.engine.request import Request
+from nightmill.worker.link.loading import demo_model
+from nightmill.worker.model.chat import ChatTemplate
+from nightmill.worker.model.config import ModelConfig
+from nightmill.worker.model.gguf_file import GgufFile
+from nightmill.worker.model.tokenizer import Tokenizer
+from nightmill.worker.runners.gpu.device import DeviceMemoryError
+from nightmill.worker.runners.gpu.runner import CudaRunner
 from tests.gpu.comparing import compare_logits, nmse
 from tests.gpu.driving import BLOCK, Chunk, Cuda, Pages, Reference, generate, logits_of
 from tools.demo_corpus import held_out_pairs
-from worker.engine.request import Request
-from worker.loading import demo_model
-from worker.model.chat import ChatTemplate
-from worker.model.config import ModelConfig
-from worker.model.gguf_file import GgufFile
-from worker.model.tokenizer import Tokenizer
-from worker.runners.gpu.device import DeviceMemoryError
-from worker.runners.gpu.runner import CudaRunner
 
 PROMPTS = 200
 CONTEXT = 512

@@ -4,15 +4,15 @@ from contextlib import closing
 
 import pytest
 
-from jobs.contract import GenerationParams
+from nightmill.jobs.contract import GenerationParams
+from nightmill.worker.engine.engine import Engine, EngineStats
+from nightmill.worker.engine.request import Request
+from nightmill.worker.link.loading import demo_model
+from nightmill.worker.model.config import ModelConfig
+from nightmill.worker.model.gguf_file import GgufFile
+from nightmill.worker.model.tokenizer import Tokenizer
+from nightmill.worker.runners.gpu.runner import CudaRunner
 from tests.gpu.driving import NoText
-from worker.engine.engine import Engine, EngineStats
-from worker.engine.request import Request
-from worker.loading import demo_model
-from worker.model.config import ModelConfig
-from worker.model.gguf_file import GgufFile
-from worker.model.tokenizer import Tokenizer
-from worker.runners.gpu.runner import CudaRunner
 
 CONTEXT = 512
 ROWS = 64

@@ -9,12 +9,12 @@ import pytest
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 
-from jobs.errors import ModelFileError
+from nightmill.jobs.errors import ModelFileError
+from nightmill.worker.model.config import ModelConfig
+from nightmill.worker.model.gguf_file import GgufFile
+from nightmill.worker.runners.gpu.device import Device
+from nightmill.worker.runners.gpu.weights import SUPPORTED, Dequantizer, load_weights, weight_bytes
 from tests.ggufs import write_model
-from worker.model.config import ModelConfig
-from worker.model.gguf_file import GgufFile
-from worker.runners.gpu.device import Device
-from worker.runners.gpu.weights import SUPPORTED, Dequantizer, load_weights, weight_bytes
 
 Kind = GGMLQuantizationType
 # Where a block keeps its half-precision scales; random bytes there would be NaN or huge.

@@ -3,12 +3,12 @@
 import sys
 from pathlib import Path
 
-from jobs.client import Client
-from jobs.contract import JobState, StopReason
-from jobs.settings import Settings
+from nightmill.jobs.client import Client
+from nightmill.jobs.contract import JobState, StopReason
+from nightmill.jobs.settings import Settings
+from nightmill.worker.commands.process import running_worker
+from nightmill.worker.link.loading import demo_model
 from tests.servers import wait_until
-from worker.loading import demo_model
-from worker.process import running_worker
 
 PATIENCE = 180.0
 FAULTY = (sys.executable, str(Path(__file__).parent / "faulty_worker.py"))

@@ -11,13 +11,13 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from jobs.contract import GenerationParams
+from nightmill.jobs.contract import GenerationParams
+from nightmill.worker.engine.engine import Engine
+from nightmill.worker.engine.request import Request
+from nightmill.worker.model.config import ModelConfig
+from nightmill.worker.model.gguf_file import GgufFile
+from nightmill.worker.runners.reference import ReferenceRunner
 from tests.ggufs import byte_vocabulary, write_model
-from worker.engine.engine import Engine
-from worker.engine.request import Request
-from worker.model.config import ModelConfig
-from worker.model.gguf_file import GgufFile
-from worker.runners.reference import ReferenceRunner
 
 pytestmark = pytest.mark.parity
 

@@ -7,9 +7,9 @@ import pytest
 
 from benchmarks import plot, scaling
 from benchmarks.scaling import Point
+from nightmill.worker.model.config import ModelConfig, RopeScaling, RopeStyle
+from nightmill.worker.runners.base import SampledTokens
 from tests.unit.engine.scripted import Clock, ScriptedRunner
-from worker.model.config import ModelConfig, RopeScaling, RopeStyle
-from worker.runners.base import SampledTokens
 
 QWEN = ModelConfig(
     architecture="qwen2", name="Qwen2.5-0.5B", layers=24, width=896, heads=14, kv_heads=2, head_dim=64,

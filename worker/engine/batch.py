@@ -4,9 +4,9 @@ from itertools import compress
 
 import numpy as np
 
-from worker.engine.request import Sequence
-from worker.engine.scheduler import Chunk, StepPlan
-from worker.runners.base import FROM_SLOT, Admission, IntArray, StepBatch
+from nightmill.worker.engine.request import Sequence
+from nightmill.worker.engine.scheduler import Chunk, StepPlan
+from nightmill.worker.runners.base import FROM_SLOT, Admission, IntArray, StepBatch
 
 
 class BatchBuilder:

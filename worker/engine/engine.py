@@ -10,16 +10,16 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from jobs.contract import StopReason
-from jobs.errors import RunnerError
-from worker.engine.batch import BatchBuilder
-from worker.engine.kv_cache import BlockPool, CacheIntegrityError
-from worker.engine.limits import Limits
-from worker.engine.request import Completion, Partial, Progress, Request, Sequence, SequenceState
-from worker.engine.scheduler import Scheduler, StepPlan
-from worker.engine.sharing import PrefixGroups
-from worker.engine.stops import NewTextStream, TextWatch, decode, reason_to_stop
-from worker.runners.base import NOT_A_NUMBER, Runner, SampledTokens
+from nightmill.jobs.contract import StopReason
+from nightmill.jobs.errors import RunnerError
+from nightmill.worker.engine.batch import BatchBuilder
+from nightmill.worker.engine.kv_cache import BlockPool, CacheIntegrityError
+from nightmill.worker.engine.limits import Limits
+from nightmill.worker.engine.request import Completion, Partial, Progress, Request, Sequence, SequenceState
+from nightmill.worker.engine.scheduler import Scheduler, StepPlan
+from nightmill.worker.engine.sharing import PrefixGroups
+from nightmill.worker.engine.stops import NewTextStream, TextWatch, decode, reason_to_stop
+from nightmill.worker.runners.base import NOT_A_NUMBER, Runner, SampledTokens
 
 _NO_NUMBERS = (
     "the model's output for this prompt is not a number: what it computes is too large for half precision, "

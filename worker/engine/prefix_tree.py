@@ -11,7 +11,7 @@ releases its last page first, the pool evicts leaves first: what is in the tree 
 from array import array
 from collections.abc import Sequence
 
-from worker.engine.kv_cache import BlockPool, CacheIntegrityError
+from nightmill.worker.engine.kv_cache import BlockPool, CacheIntegrityError
 
 _TOKEN_BYTES = array("i").itemsize
 

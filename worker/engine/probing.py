@@ -4,10 +4,10 @@ A row whose output is not a number fails its own job (`NOT_A_NUMBER`). Of a dama
 and a night would end as failed in minutes.
 """
 
-from jobs.contract import GenerationParams, StopReason
-from jobs.errors import ModelFileError
-from worker.engine.engine import Engine
-from worker.engine.request import Request
+from nightmill.jobs.contract import GenerationParams, StopReason
+from nightmill.jobs.errors import ModelFileError
+from nightmill.worker.engine.engine import Engine
+from nightmill.worker.engine.request import Request
 
 PROMPTS, TOKENS = 4, 4
 

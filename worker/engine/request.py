@@ -3,9 +3,9 @@
 from dataclasses import dataclass, field
 from enum import Enum
 
-from jobs.contract import GenerationParams, StopReason
-from worker.engine.prefix_tree import PrefixNode
-from worker.engine.stops import TextWatch
+from nightmill.jobs.contract import GenerationParams, StopReason
+from nightmill.worker.engine.prefix_tree import PrefixNode
+from nightmill.worker.engine.stops import TextWatch
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,10 +20,10 @@ from bisect import bisect_left, insort
 from collections import deque
 from dataclasses import dataclass
 
-from worker.engine.kv_cache import BlockPool, CacheIntegrityError
-from worker.engine.prefix_tree import PrefixNode
-from worker.engine.request import Sequence, SequenceState
-from worker.engine.sharing import PrefixSharing
+from nightmill.worker.engine.kv_cache import BlockPool, CacheIntegrityError
+from nightmill.worker.engine.prefix_tree import PrefixNode
+from nightmill.worker.engine.request import Sequence, SequenceState
+from nightmill.worker.engine.sharing import PrefixSharing
 
 Rank = tuple[int, int, int]
 

@@ -16,9 +16,9 @@ any. So the one to blame is found out, and nobody else fails.
 from collections import OrderedDict
 from collections.abc import Iterable
 
-from worker.engine.kv_cache import BlockPool, CacheIntegrityError
-from worker.engine.prefix_tree import PrefixNode, PrefixTree, page_keys
-from worker.engine.request import Sequence, SequenceState
+from nightmill.worker.engine.kv_cache import BlockPool, CacheIntegrityError
+from nightmill.worker.engine.prefix_tree import PrefixNode, PrefixTree, page_keys
+from nightmill.worker.engine.request import Sequence, SequenceState
 
 GROUP_TOKENS = 64
 """Prompts that begin with the same so many tokens are a group."""

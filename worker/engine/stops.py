@@ -7,7 +7,7 @@ Deadline and cancellation are looked at between steps.
 from collections.abc import Callable
 from typing import Protocol
 
-from jobs.contract import GenerationParams, StopReason
+from nightmill.jobs.contract import GenerationParams, StopReason
 
 
 class TextStream(Protocol):

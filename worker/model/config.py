@@ -10,9 +10,9 @@ from typing import Final, Literal, Self, cast
 import numpy as np
 import numpy.typing as npt
 
-from worker.model import rope
-from worker.model.gguf_file import GgufFile
-from worker.model.rope import RopeScaling, RopeStyle
+from nightmill.worker.model import rope
+from nightmill.worker.model.gguf_file import GgufFile
+from nightmill.worker.model.rope import RopeScaling, RopeStyle
 
 __all__ = ["ModelConfig", "RopeScaling", "RopeStyle", "expected_tensors", "rope_frequencies"]
 

@@ -20,8 +20,8 @@ import numpy.typing as npt
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
 from gguf.quants import dequantize
 
-from jobs.errors import ModelFileError
-from worker.model.gguf_header import SCALAR_FORMATS, HeaderWalk, TensorInfo, Value
+from nightmill.jobs.errors import ModelFileError
+from nightmill.worker.model.gguf_header import SCALAR_FORMATS, HeaderWalk, TensorInfo, Value
 
 __all__ = ["GgufFile", "TensorInfo"]
 

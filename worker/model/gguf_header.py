@@ -14,7 +14,7 @@ from typing import Final, NoReturn
 from gguf import GGMLQuantizationType, GGUFValueType
 from gguf.constants import GGML_QUANT_SIZES
 
-from jobs.errors import ModelFileError
+from nightmill.jobs.errors import ModelFileError
 
 MAX_KEYS: Final = 1 << 16
 MAX_TENSORS: Final = 1 << 20

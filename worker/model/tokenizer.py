@@ -12,9 +12,9 @@ from typing import Any, Final, Self
 import tokenizers
 from tokenizers import models, normalizers, pre_tokenizers
 
-from jobs.errors import InvalidPromptError, ModelFileError
-from worker.model.gguf_file import GgufFile
-from worker.model.vocabulary import Vocabulary, byte_alphabet
+from nightmill.jobs.errors import InvalidPromptError, ModelFileError
+from nightmill.worker.model.gguf_file import GgufFile
+from nightmill.worker.model.vocabulary import Vocabulary, byte_alphabet
 
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"  # the GPT-2 release
 _CL100K = (  # OpenAI's cl100k, with the digits each model groups

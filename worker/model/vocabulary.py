@@ -13,7 +13,7 @@ from typing import Final, Self
 
 from gguf import TokenType
 
-from worker.model.gguf_file import GgufFile
+from nightmill.worker.model.gguf_file import GgufFile
 
 END_OF_TURN: Final = frozenset(
     {

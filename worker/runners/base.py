@@ -26,7 +26,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from jobs.contract import GenerationParams
+from nightmill.jobs.contract import GenerationParams
 
 IntArray = npt.NDArray[np.int32]
 

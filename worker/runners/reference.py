@@ -14,12 +14,12 @@ import numpy as np
 import numpy.typing as npt
 from threadpoolctl import threadpool_info
 
-from jobs.errors import RunnerError
-from worker.model.config import ModelConfig, RopeStyle, rope_frequencies
-from worker.model.gguf_file import GgufFile
-from worker.runners import reference_ops as ops
-from worker.runners.base import FROM_SLOT, NOT_A_NUMBER, Admission, SampledTokens, StepBatch
-from worker.runners.sampling import SamplingRows, sample
+from nightmill.jobs.errors import RunnerError
+from nightmill.worker.model.config import ModelConfig, RopeStyle, rope_frequencies
+from nightmill.worker.model.gguf_file import GgufFile
+from nightmill.worker.runners import reference_ops as ops
+from nightmill.worker.runners.base import FROM_SLOT, NOT_A_NUMBER, Admission, SampledTokens, StepBatch
+from nightmill.worker.runners.sampling import SamplingRows, sample
 
 FloatArray = npt.NDArray[np.float32]
 Trace = Callable[[str, npt.NDArray[Any]], None]

@@ -32,8 +32,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from worker.runners.base import NOT_A_NUMBER
-from worker.runners.philox import token_words, uniform
+from nightmill.worker.runners.base import NOT_A_NUMBER
+from nightmill.worker.runners.philox import token_words, uniform
 
 FloatArray = npt.NDArray[np.float32]
 IntArray = npt.NDArray[np.int32]

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-import jobs
-from jobs import aio
-from jobs.claims import Claims
-from jobs.client import Client
-from jobs.errors import InvalidParameterError, JobNotFoundError, WaitTimeoutError
-from jobs.settings import Settings
+from nightmill import jobs
+from nightmill.jobs import aio
+from nightmill.jobs.client import Client
+from nightmill.jobs.errors import InvalidParameterError, JobNotFoundError, WaitTimeoutError
+from nightmill.jobs.settings import Settings
+from nightmill.jobs.sql.claims import Claims
 from tests.integration.jobs.batches.rows import finish
 from tests.servers import worker_env
 

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from jobs.claims import Claims, Outcome
-from jobs.cli import main
-from jobs.client import Client
-from jobs.contract import StopReason
-from jobs.settings import Settings
-from jobs.sweep import Sweep
+from nightmill.jobs.client import Client
+from nightmill.jobs.commands.main import main
+from nightmill.jobs.contract import StopReason
+from nightmill.jobs.settings import Settings
+from nightmill.jobs.sql.claims import Claims, Outcome
+from nightmill.jobs.sql.sweep import Sweep
 from tests.servers import worker_env
 
 Run = Callable[..., Result]

@@ -8,13 +8,13 @@ from datetime import timedelta
 
 import pytest
 
-from jobs.claims import Claims, Outcome
-from jobs.client import Client
-from jobs.contract import JobState, StopReason
-from jobs.database import Database
-from jobs.settings import Settings
-from jobs.store import Selection
-from jobs.sweep import Sweep
+from nightmill.jobs.client import Client
+from nightmill.jobs.contract import JobState, StopReason
+from nightmill.jobs.settings import Settings
+from nightmill.jobs.sql.claims import Claims, Outcome
+from nightmill.jobs.sql.database import Database
+from nightmill.jobs.sql.jobs import Selection
+from nightmill.jobs.sql.sweep import Sweep
 from tests.servers import Clock
 
 JOBS = 300
@@ -346,7 +346,7 @@ def test_many_jobs_for_later_do_not_hide_one_that_is_due(client: Client, clock: 
 def test_everything_late_expires_also_where_it_takes_several_transactions(
     client: Client, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("jobs.sweep.GROUP", 3)
+    monkeypatch.setattr("nightmill.jobs.sql.sweep.GROUP", 3)
     client.enqueue_many(["x"] * 10, deadline=timedelta(seconds=1))
     kept = client.enqueue("y", deadline=timedelta(seconds=2))
     clock.advance(1)

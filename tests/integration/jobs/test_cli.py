@@ -10,13 +10,13 @@ import click
 import pytest
 from click.testing import CliRunner, Result
 
-from jobs.batch_cli import batch
-from jobs.claims import Claims, Outcome
-from jobs.cli import main
-from jobs.client import Client
-from jobs.contract import StopReason
-from jobs.settings import Settings
-from jobs.tables import SCHEMA_REVISION
+from nightmill.jobs.client import Client
+from nightmill.jobs.commands.batches import batch
+from nightmill.jobs.commands.main import main
+from nightmill.jobs.contract import StopReason
+from nightmill.jobs.settings import Settings
+from nightmill.jobs.sql.claims import Claims, Outcome
+from nightmill.jobs.sql.tables import SCHEMA_REVISION
 from tests.servers import free_port, worker_env
 
 Run = Callable[..., Result]

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 from sqlalchemy import event, text, update
 
-from jobs.claims import Claims
-from jobs.client import Client
-from jobs.database import Database
-from jobs.errors import DatabaseBusyError
-from jobs.retrying import retried
-from jobs.settings import Settings
-from jobs.sweep import Sweep
-from jobs.tables import JobRow
+from nightmill.jobs.client import Client
+from nightmill.jobs.errors import DatabaseBusyError
+from nightmill.jobs.settings import Settings
+from nightmill.jobs.sql.claims import Claims
+from nightmill.jobs.sql.database import Database
+from nightmill.jobs.sql.retrying import retried
+from nightmill.jobs.sql.sweep import Sweep
+from nightmill.jobs.sql.tables import JobRow
 from tests.interleaving import before, wait_until_one_is_blocked
 from tests.servers import Clock
 
@@ -35,7 +35,7 @@ def test_rescuing_two_workers_and_cancelling_their_batch_do_not_wait_in_a_circle
     postgres_client: Client, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first worker has the second job: the cancellation holds the first one, and waits for the second."""
-    monkeypatch.setattr("jobs.retrying.RETRY_SECONDS", 0.0)  # a deadlock would be an error
+    monkeypatch.setattr("nightmill.jobs.sql.retrying.RETRY_SECONDS", 0.0)  # a deadlock would be an error
     first, second = postgres_client.enqueue_many(["prompt"] * 2, batch="b")
     for worker, job_id in (("a" * 32, second), ("b" * 32, first)):
         claims = Claims(postgres_client.database, worker)
@@ -108,11 +108,11 @@ def test_a_sqlite_that_another_program_has_locked_is_tried_again(
         if len(pauses) == 2:
             holder.execute("ROLLBACK")
 
-    monkeypatch.setattr("jobs.retrying.time.sleep", pause)
+    monkeypatch.setattr("nightmill.jobs.sql.retrying.time.sleep", pause)
     assert sqlite_client.get(sqlite_client.enqueue("prompt")).prompt == "prompt"
     assert len(pauses) == 2
     holder.execute("BEGIN IMMEDIATE")
-    monkeypatch.setattr("jobs.retrying.RETRY_SECONDS", 0.0)
+    monkeypatch.setattr("nightmill.jobs.sql.retrying.RETRY_SECONDS", 0.0)
     with pytest.raises(DatabaseBusyError, match="is busy: database is locked"):
         sqlite_client.enqueue("prompt")
     holder.close()
@@ -129,7 +129,7 @@ def set_clock(monkeypatch: pytest.MonkeyPatch, step: timedelta) -> None:
         def now(cls, tz: tzinfo | None = None) -> Any:
             return datetime.now(tz) + step
 
-    monkeypatch.setattr("jobs.database.datetime", Stepped)
+    monkeypatch.setattr("nightmill.jobs.sql.database.datetime", Stepped)
 
 
 @pytest.mark.parametrize("hours", [1, -1])

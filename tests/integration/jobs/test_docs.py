@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from sqlalchemy import text
 
-from jobs.claims import Claims, Outcome
-from jobs.client import Client
-from jobs.contract import StopReason
-from jobs.settings import Settings
+from nightmill.jobs.client import Client
+from nightmill.jobs.contract import StopReason
+from nightmill.jobs.settings import Settings
+from nightmill.jobs.sql.claims import Claims, Outcome
 from tests.servers import worker_env
 
 DOCS = Path(__file__).parents[3] / "docs"
@@ -64,7 +64,7 @@ def cron(line: str, tmp_path: Path, settings: Settings) -> "subprocess.Completed
     )
     for theirs, ours in (
         ("/etc/nightmill.env.sh", str(exports)),
-        ("/opt/nightmill/bin/nightmill", f"{sys.executable} -m jobs"),
+        ("/opt/nightmill/bin/nightmill", f"{sys.executable} -m nightmill"),
         ("/srv/", f"{tmp_path}/"),
         ("/var/log/", f"{tmp_path}/"),
         ("\\%", "%"),

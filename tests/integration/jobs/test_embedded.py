@@ -14,11 +14,11 @@ from typing import Any
 import psutil  # type: ignore[import-untyped]
 import pytest
 
-from jobs import embedded
-from jobs.client import Client
-from jobs.embedded import EmbeddedRedis
-from jobs.errors import BrokerUnreachableError, MissingExtraError
-from jobs.settings import Settings
+from nightmill.jobs.client import Client
+from nightmill.jobs.errors import BrokerUnreachableError, MissingExtraError
+from nightmill.jobs.messages import embedded
+from nightmill.jobs.messages.embedded import EmbeddedRedis
+from nightmill.jobs.settings import Settings
 from tests.servers import wait_until, worker_env
 
 
@@ -184,7 +184,7 @@ def test_a_silent_server_is_waited_for(
 def test_a_data_directory_with_a_long_path_gets_a_private_socket_elsewhere(
     redis_of: Any, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("jobs.embedded.tempfile.gettempdir", lambda: str(directory))
+    monkeypatch.setattr("nightmill.jobs.messages.embedded.tempfile.gettempdir", lambda: str(directory))
     long = directory / ("deep" * 30)
     server = redis_of(long)
     assert server.socket.is_relative_to(directory)
@@ -233,7 +233,7 @@ def test_programs_one_after_the_other_share_rows_and_messages(redis_of: Any, dir
     """The starter is gone when the second program comes: nothing may hang on it."""
     settings = Settings(data_dir=directory / "data")
     redis_of(settings.data_dir)
-    program = "import jobs; print(jobs.enqueue('hello'))"
+    program = "from nightmill import jobs; print(jobs.enqueue('hello'))"
     ids = [
         subprocess.run(
             [sys.executable, "-c", program],

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from jobs.claims import Claims
-from jobs.client import Client
-from jobs.contract import JobState
-from jobs.errors import (
+from nightmill.jobs.batches.grouping import ROWS_PER_TRANSACTION
+from nightmill.jobs.client import Client
+from nightmill.jobs.contract import JobState
+from nightmill.jobs.errors import (
     IdempotencyConflictError,
     InvalidParameterError,
     InvalidPromptError,
@@ -21,10 +21,10 @@ from jobs.errors import (
     JobNotFoundError,
     UnknownModelError,
 )
-from jobs.grouping import ROWS_PER_TRANSACTION
-from jobs.settings import Settings
-from jobs.store import Selection
-from jobs.sweep import Sweep
+from nightmill.jobs.settings import Settings
+from nightmill.jobs.sql.claims import Claims
+from nightmill.jobs.sql.jobs import Selection
+from nightmill.jobs.sql.sweep import Sweep
 from tests.servers import Clock
 
 
@@ -126,7 +126,7 @@ def test_work_begins_while_the_iterable_is_still_read(sqlite_client: Client) -> 
 def test_large_prompts_are_committed_in_smaller_groups(
     sqlite_client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("jobs.grouping.CHARACTERS_PER_TRANSACTION", 1000)
+    monkeypatch.setattr("nightmill.jobs.batches.grouping.CHARACTERS_PER_TRANSACTION", 1000)
 
     def prompts() -> Iterator[str]:
         for number in range(5):

@@ -9,9 +9,9 @@ from typing import NoReturn
 import psutil  # type: ignore[import-untyped]
 import pytest
 
-from jobs.client import Client
-from jobs.forking import Turnstile
-from jobs.settings import Settings
+from nightmill.jobs.client import Client
+from nightmill.jobs.forking import Turnstile
+from nightmill.jobs.settings import Settings
 
 CHILDREN = 6
 EACH = 30
@@ -137,7 +137,7 @@ def test_children_draw_other_ids_than_their_parent_also_where_its_clock_went_bac
     """Ids then count on from the last one, which parent and children have in common."""
     with Client(sqlite_settings) as client:
         client._ids.draw()
-        monkeypatch.setattr("jobs.ids.time.time_ns", lambda: 1)
+        monkeypatch.setattr("nightmill.jobs.ids.time.time_ns", lambda: 1)
         drawn = [client._ids.draw, *[lambda: client._ids.draw()] * 2]
         ids = [said_by(*fork(lambda draw=draw: [draw()]))[0] for draw in drawn]  # type: ignore[misc]
         ids.append(client._ids.draw())

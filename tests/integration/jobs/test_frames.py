@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from jobs.claims import Claims
-from jobs.client import Client
-from jobs.contract import StopReason
-from jobs.errors import InvalidRequestError, MissingExtraError
+from nightmill.jobs.client import Client
+from nightmill.jobs.contract import StopReason
+from nightmill.jobs.errors import InvalidRequestError, MissingExtraError
+from nightmill.jobs.sql.claims import Claims
 from tests.integration.jobs.batches.rows import finish, jobs_of
 
 pyarrow = pytest.importorskip("pyarrow")

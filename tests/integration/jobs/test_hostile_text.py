@@ -14,11 +14,11 @@ import click
 import pytest
 from click.testing import CliRunner, Result
 
-from jobs.claims import Claims, Outcome
-from jobs.cli import main
-from jobs.client import Client
-from jobs.contract import StopReason
-from jobs.settings import Settings
+from nightmill.jobs.client import Client
+from nightmill.jobs.commands.main import main
+from nightmill.jobs.contract import StopReason
+from nightmill.jobs.settings import Settings
+from nightmill.jobs.sql.claims import Claims, Outcome
 from tests.servers import worker_env
 
 HOSTILE = (

@@ -9,9 +9,9 @@ import redis
 from kombu import Consumer, Queue
 from kombu.utils.functional import retry_over_time
 
-from jobs.broker import DEFAULT_QUEUE, TASK, make_app, queue_name
-from jobs.client import Client
-from jobs.settings import Settings
+from nightmill.jobs.client import Client
+from nightmill.jobs.messages.broker import DEFAULT_QUEUE, TASK, make_app, queue_name
+from nightmill.jobs.settings import Settings
 
 
 def _raw(client: Client) -> dict[str, list[bytes]]:

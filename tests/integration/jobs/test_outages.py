@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 from sqlalchemy import select
 
-from jobs.announcing import DeliveryDelayedWarning
-from jobs.broker import Broker
-from jobs.client import Client
-from jobs.contract import JobState
-from jobs.errors import BrokerUnreachableError, DatabaseUnreachableError
-from jobs.settings import Settings
-from jobs.sweep import Sweep
-from jobs.tables import JobRow
+from nightmill.jobs.client import Client
+from nightmill.jobs.contract import JobState
+from nightmill.jobs.errors import BrokerUnreachableError, DatabaseUnreachableError
+from nightmill.jobs.messages.announcing import DeliveryDelayedWarning
+from nightmill.jobs.messages.broker import Broker
+from nightmill.jobs.settings import Settings
+from nightmill.jobs.sql.sweep import Sweep
+from nightmill.jobs.sql.tables import JobRow
 from tests.servers import RedisServer, free_port, start_redis
 
 SECRET = "hunter2"

@@ -7,18 +7,18 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from jobs.batches import Batch
-from jobs.batchfile import Destination, FileFormat, InputFile
-from jobs.claims import Claims
-from jobs.cli import main
-from jobs.client import Client
-from jobs.errors import BatchFileError
-from jobs.result_files import destinations, vet
-from jobs.settings import Settings
-from jobs.streaming import ResultStream
+from nightmill.jobs.batches.batch import Batch
+from nightmill.jobs.batches.result_files import destinations, vet
+from nightmill.jobs.batches.streaming import ResultStream
+from nightmill.jobs.client import Client
+from nightmill.jobs.commands.main import main
+from nightmill.jobs.errors import BatchFileError
+from nightmill.jobs.formats import Destination, FileFormat, InputFile
+from nightmill.jobs.settings import Settings
+from nightmill.jobs.sql.claims import Claims
+from nightmill.worker.link.loading import demo_model
 from tests.integration.jobs.batches.rows import finish
 from tests.servers import worker_env
-from worker.loading import demo_model
 
 Run = Callable[..., Result]
 FOREIGN = b"the only copy of a thesis\n"

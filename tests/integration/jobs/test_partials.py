@@ -5,12 +5,12 @@ from datetime import timedelta
 import pytest
 from sqlalchemy import delete, func, select
 
-from jobs.claims import Claims, Outcome
-from jobs.client import Client
-from jobs.contract import StopReason
-from jobs.partials import SavedTokens
-from jobs.sweep import Sweep
-from jobs.tables import JobRow, PartialRow
+from nightmill.jobs.client import Client
+from nightmill.jobs.contract import StopReason
+from nightmill.jobs.sql.claims import Claims, Outcome
+from nightmill.jobs.sql.partials import SavedTokens
+from nightmill.jobs.sql.sweep import Sweep
+from nightmill.jobs.sql.tables import JobRow, PartialRow
 from tests.servers import Clock
 
 PRINT = "f" * 64

@@ -9,14 +9,19 @@ import pytest
 from sqlalchemy import insert, text, update
 from sqlalchemy.exc import DBAPIError
 
-from jobs.claims import Claims, Outcome
-from jobs.client import Client
-from jobs.contract import JobState, StopReason
-from jobs.errors import DatabaseBusyError, DatabaseError, DatabaseRefusedError, DatabaseUnreachableError
-from jobs.partials import SavedTokens
-from jobs.settings import Settings
-from jobs.store import Selection
-from jobs.tables import JobRow, PartialRow, WorkerRow
+from nightmill.jobs.client import Client
+from nightmill.jobs.contract import JobState, StopReason
+from nightmill.jobs.errors import (
+    DatabaseBusyError,
+    DatabaseError,
+    DatabaseRefusedError,
+    DatabaseUnreachableError,
+)
+from nightmill.jobs.settings import Settings
+from nightmill.jobs.sql.claims import Claims, Outcome
+from nightmill.jobs.sql.jobs import Selection
+from nightmill.jobs.sql.partials import SavedTokens
+from nightmill.jobs.sql.tables import JobRow, PartialRow, WorkerRow
 
 
 @pytest.fixture

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 from sqlalchemy.orm import Session
 
-import jobs
-from jobs.claims import Claims, Outcome
-from jobs.client import Client
-from jobs.contract import JobState, StopReason
-from jobs.errors import InvalidParameterError, JobNotFoundError, WaitTimeoutError
-from jobs.settings import Settings
+from nightmill import jobs
+from nightmill.jobs.client import Client
+from nightmill.jobs.contract import JobState, StopReason
+from nightmill.jobs.errors import InvalidParameterError, JobNotFoundError, WaitTimeoutError
+from nightmill.jobs.settings import Settings
+from nightmill.jobs.sql.claims import Claims, Outcome
 from tests.servers import Clock, worker_env
 
 

@@ -13,11 +13,11 @@ from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
 from sqlalchemy import inspect, text
 
-from jobs.client import Client
-from jobs.database import Database, migrations_dir
-from jobs.errors import DatabaseError, SchemaError
-from jobs.settings import Settings
-from jobs.tables import SCHEMA_REVISION, Base
+from nightmill.jobs.client import Client
+from nightmill.jobs.errors import DatabaseError, SchemaError
+from nightmill.jobs.settings import Settings
+from nightmill.jobs.sql.database import Database, migrations_dir
+from nightmill.jobs.sql.tables import SCHEMA_REVISION, Base
 
 
 @pytest.fixture(params=["sqlite", "postgresql"])
@@ -177,7 +177,7 @@ def test_processes_that_use_a_new_database_at_once_all_succeed(
     url = None if kind == "embedded" else request.getfixturevalue("empty_postgres_url")
     settings = Settings(data_dir=directory / "new" / "data", database_url=url, broker_url=broker_url)
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["jobs.client", "alembic.command"])
+    context.set_forkserver_preload(["nightmill.jobs.client", "alembic.command"])
     count = 4
     barrier, said = context.Barrier(count), context.Queue()
     processes = [context.Process(target=_use_first, args=(settings, barrier, said)) for _ in range(count)]

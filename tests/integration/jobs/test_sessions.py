@@ -5,11 +5,11 @@ from collections.abc import Callable, Iterator
 import pytest
 from sqlalchemy.orm import Session
 
-from jobs.announcing import DeliveryDelayedWarning
-from jobs.client import Client
-from jobs.contract import JobState
-from jobs.errors import IdempotencyConflictError, JobNotFoundError
-from jobs.settings import Settings
+from nightmill.jobs.client import Client
+from nightmill.jobs.contract import JobState
+from nightmill.jobs.errors import IdempotencyConflictError, JobNotFoundError
+from nightmill.jobs.messages.announcing import DeliveryDelayedWarning
+from nightmill.jobs.settings import Settings
 from tests.servers import RedisServer
 
 

@@ -22,19 +22,19 @@ from hypothesis.stateful import (
 )
 from sqlalchemy import delete, select
 
-from jobs import partials
-from jobs.claims import Claim, Claims, Outcome
-from jobs.contract import GenerationParams, JobState, StopReason
-from jobs.database import Database
-from jobs.errors import InvalidTransitionError
-from jobs.ids import IdSource
-from jobs.inserting import add
-from jobs.partials import SavedTokens
-from jobs.requests import Options, build_row
-from jobs.settings import Settings
-from jobs.store import JOBS, Store
-from jobs.sweep import Sweep
-from jobs.tables import BatchRow, JobRow, PartialRow, WorkerRow
+from nightmill.jobs.contract import GenerationParams, JobState, StopReason
+from nightmill.jobs.errors import InvalidTransitionError
+from nightmill.jobs.ids import IdSource
+from nightmill.jobs.requests import Options, build_row
+from nightmill.jobs.settings import Settings
+from nightmill.jobs.sql import partials
+from nightmill.jobs.sql.claims import Claim, Claims, Outcome
+from nightmill.jobs.sql.database import Database
+from nightmill.jobs.sql.inserting import add
+from nightmill.jobs.sql.jobs import JOBS, Store
+from nightmill.jobs.sql.partials import SavedTokens
+from nightmill.jobs.sql.sweep import Sweep
+from nightmill.jobs.sql.tables import BatchRow, JobRow, PartialRow, WorkerRow
 from tests.servers import Clock
 
 QUEUED, RUNNING = JobState.QUEUED, JobState.RUNNING

@@ -14,12 +14,12 @@ from hypothesis import HealthCheck, example, given
 from hypothesis import settings as hypothesis_settings
 from sqlalchemy import delete, text
 
-from jobs.claims import Claim, Claims, Outcome
-from jobs.client import Client
-from jobs.contract import JobState, StopReason
-from jobs.settings import Settings
-from jobs.sweep import Sweep
-from jobs.tables import JobRow
+from nightmill.jobs.client import Client
+from nightmill.jobs.contract import JobState, StopReason
+from nightmill.jobs.settings import Settings
+from nightmill.jobs.sql.claims import Claim, Claims, Outcome
+from nightmill.jobs.sql.sweep import Sweep
+from nightmill.jobs.sql.tables import JobRow
 from tests.servers import Clock
 
 STALE = timedelta(seconds=30)

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from jobs.client import Client
-from jobs.settings import Settings
+from nightmill.jobs.client import Client
+from nightmill.jobs.settings import Settings
+from nightmill.worker.commands.process import running_worker
+from nightmill.worker.link.loading import demo_model
 from tests.servers import REFERENCE
-from worker.loading import demo_model
-from worker.process import running_worker
 
 StartWorker = Callable[..., AbstractContextManager[Popen[bytes]]]
 

@@ -5,12 +5,12 @@ import sys
 import time
 from pathlib import Path
 
-import worker.app
-from jobs.settings import Settings
-from worker import engine_process
-from worker.engine.engine import Engine
-from worker.loading import OpenModel, ReportingFile, build_engine
-from worker.serving import worker as worker_command
+import nightmill.worker.app
+from nightmill.jobs.settings import Settings
+from nightmill.worker.commands.serving import worker as worker_command
+from nightmill.worker.engine.engine import Engine
+from nightmill.worker.link import process as engine_process
+from nightmill.worker.link.loading import OpenModel, ReportingFile, build_engine
 
 
 def build_slowly(settings: Settings, model: OpenModel) -> Engine:
@@ -27,5 +27,5 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["engine"]:  # started by the worker, below
         engine_process.build_engine = build_slowly
         sys.exit(engine_process.main())
-    worker.app.ENGINE_COMMAND = (sys.executable, __file__, "engine")
+    nightmill.worker.app.ENGINE_COMMAND = (sys.executable, __file__, "engine")
     worker_command.main()

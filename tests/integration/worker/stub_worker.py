@@ -3,9 +3,9 @@
 import os
 import sys
 
-from jobs.claims import Claims
-from jobs.database import Database
-from jobs.settings import Settings
+from nightmill.jobs.settings import Settings
+from nightmill.jobs.sql.claims import Claims
+from nightmill.jobs.sql.database import Database
 
 if __name__ == "__main__":
     state, code = os.environ["STUB_WORKER_DEATH"].split()

@@ -4,13 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from jobs.announcing import DeliveryDelayedWarning
-from jobs.client import Client
-from jobs.contract import JobState
-from jobs.settings import Settings
+from nightmill.jobs.client import Client
+from nightmill.jobs.contract import JobState
+from nightmill.jobs.messages.announcing import DeliveryDelayedWarning
+from nightmill.jobs.settings import Settings
+from nightmill.worker.commands.process import running_worker
+from nightmill.worker.link.loading import demo_model
 from tests.servers import REFERENCE, RedisServer, wait_until
-from worker.loading import demo_model
-from worker.process import running_worker
 
 PATIENCE = 120.0
 

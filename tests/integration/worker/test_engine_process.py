@@ -6,11 +6,11 @@ from typing import Any
 
 import psutil  # type: ignore[import-untyped]
 
-from jobs.client import Client
-from jobs.contract import JobState, StopReason
+from nightmill.jobs.client import Client
+from nightmill.jobs.contract import JobState, StopReason
+from nightmill.worker.service.last_resort import END_SECONDS
 from tests.integration.worker.conftest import StartWorker, on_sqlite
 from tests.servers import LONG_TOKENS, wait_until
-from worker.last_resort import END_SECONDS
 
 LONG: dict[str, Any] = {"max_tokens": LONG_TOKENS, "ignore_eos": True, "temperature": 0.8}
 PATIENCE = 120.0
@@ -18,7 +18,7 @@ PATIENCE = 120.0
 
 def engine_of(pid: int) -> psutil.Process:
     """The engine's process of a worker."""
-    (child,) = [p for p in psutil.Process(pid).children() if "worker.engine_process" in p.cmdline()]
+    (child,) = [p for p in psutil.Process(pid).children() if "nightmill.worker.link.process" in p.cmdline()]
     return child
 
 

@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from jobs.claims import Claims
-from jobs.client import Client
-from jobs.contract import JobState
-from jobs.errors import NightmillError
+from nightmill.jobs.client import Client
+from nightmill.jobs.contract import JobState
+from nightmill.jobs.errors import NightmillError
+from nightmill.jobs.sql.claims import Claims
+from nightmill.worker.commands import keeper as module
+from nightmill.worker.commands.keeper import WorkerKeeper
+from nightmill.worker.commands.process import WorkerProcess
 from tests.integration.worker.conftest import on_sqlite
 from tests.servers import wait_until
-from worker import keeper as module
-from worker.keeper import WorkerKeeper
-from worker.process import WorkerProcess
 
 STUB = [sys.executable, str(Path(__file__).with_name("stub_worker.py"))]
 MODEL = "nightmill-demo"

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from jobs.client import Client
-from jobs.contract import Job, JobState, StopReason
+from nightmill.jobs.client import Client
+from nightmill.jobs.contract import Job, JobState, StopReason
 from tests.integration.worker.conftest import StartWorker, on_postgresql, on_sqlite
 from tests.servers import LONG_TOKENS, wait_until
 

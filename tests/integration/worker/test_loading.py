@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from jobs.client import Client
-from jobs.errors import NightmillError
-from jobs.sweep import Sweep
+from nightmill.jobs.client import Client
+from nightmill.jobs.errors import NightmillError
+from nightmill.jobs.sql.sweep import Sweep
+from nightmill.worker.commands.keeper import WorkerKeeper
+from nightmill.worker.commands.process import WorkerProcess
 from tests.integration.worker.conftest import on_sqlite
 from tests.servers import wait_until
-from worker.keeper import WorkerKeeper
-from worker.process import WorkerProcess
 
 SLOW = [sys.executable, str(Path(__file__).with_name("slow_worker.py"))]
 PATIENCE = 120.0

@@ -18,14 +18,14 @@ import pytest
 from click.testing import CliRunner
 from sqlalchemy import text
 
-import jobs
-from jobs.cli import main
-from jobs.client import Client
-from jobs.settings import Settings
+from nightmill import jobs
+from nightmill.jobs.client import Client
+from nightmill.jobs.commands.main import main
+from nightmill.jobs.settings import Settings
+from nightmill.worker.commands.process import running_worker
+from nightmill.worker.link.loading import demo_model
 from tests.pages import ALL, PAGES, ROOT
 from tests.servers import start_redis, worker_env
-from worker.loading import demo_model
-from worker.process import running_worker
 
 RUN = {"sh", "python", "sql"}
 SHOWN = {"text", "jsonl", "ini"}

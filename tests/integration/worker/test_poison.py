@@ -5,10 +5,10 @@ import time
 from pathlib import Path
 
 from benchmarks.poisoned_worker import POISON, TOKENS
-from jobs.client import Client
-from jobs.contract import JobState
+from nightmill.jobs.client import Client
+from nightmill.jobs.contract import JobState
+from nightmill.worker.commands.process import WorkerProcess
 from tests.integration.worker.conftest import on_postgresql
-from worker.process import WorkerProcess
 
 COMMAND = (sys.executable, "-m", "benchmarks.poisoned_worker")
 PATIENCE = 120.0

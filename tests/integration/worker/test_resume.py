@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from sqlalchemy import select
 
-from jobs import partials
-from jobs.client import Client
-from jobs.contract import JobState
-from jobs.tables import PartialRow
+from nightmill.jobs.client import Client
+from nightmill.jobs.contract import JobState
+from nightmill.jobs.sql import partials
+from nightmill.jobs.sql.tables import PartialRow
 from tests.integration.worker.conftest import StartWorker
 from tests.servers import LONG_TOKENS, wait_until
 

@@ -14,13 +14,13 @@ from typing import Any
 import psutil
 import pytest
 
-from jobs.batches import Batch
-from jobs.client import Client
-from jobs.contract import JobState
-from jobs.settings import Settings
+from nightmill.jobs.batches.batch import Batch
+from nightmill.jobs.client import Client
+from nightmill.jobs.contract import JobState
+from nightmill.jobs.settings import Settings
+from nightmill.worker.link.loading import demo_model
 from tests.integration.worker.conftest import StartWorker, on_postgresql, on_sqlite
 from tests.servers import RedisServer, wait_until, worker_env
-from worker.loading import demo_model
 
 PATIENCE = 120.0
 MODEL = "nightmill-demo"
@@ -61,7 +61,7 @@ def run(quick: Settings, tmp_path: Path) -> Iterator[Run]:
     started: list[subprocess.Popen[str]] = []
 
     def start(prompts: Path, *arguments: str, settings: Settings = quick) -> "subprocess.Popen[str]":
-        command = [sys.executable, "-m", "jobs", "run", str(prompts), "-o", str(tmp_path / "out.jsonl")]
+        command = [sys.executable, "-m", "nightmill", "run", str(prompts), "-o", str(tmp_path / "out.jsonl")]
         chosen = worker_env(settings) | {"NIGHTMILL_MAX_SEQUENCES": "8"}
         process = subprocess.Popen(
             [*command, *arguments], env=chosen, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE

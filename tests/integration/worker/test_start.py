@@ -9,16 +9,16 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from jobs.cli import main
-from jobs.client import Client
-from jobs.contract import JobState
-from jobs.settings import Settings
+from nightmill.jobs.client import Client
+from nightmill.jobs.commands.main import main
+from nightmill.jobs.contract import JobState
+from nightmill.jobs.settings import Settings
+from nightmill.worker.link.loading import demo_model
 from tests.ggufs import write_model
 from tests.servers import RedisServer, free_port, wait_until, worker_env
-from worker.loading import demo_model
 
-CELERY = [sys.executable, "-m", "celery", "-A", "worker.app", "worker"]
-NIGHTMILL = [sys.executable, "-m", "jobs", "worker"]
+CELERY = [sys.executable, "-m", "celery", "-A", "nightmill.worker.app", "worker"]
+NIGHTMILL = [sys.executable, "-m", "nightmill", "worker"]
 ROOT = Path(__file__).resolve().parents[3]
 
 
@@ -110,7 +110,7 @@ def test_unknown_setting_is_refused_with_a_suggestion(sqlite_settings: Settings)
 
 
 def test_check_says_what_is_wrong_and_what_to_do(sqlite_settings: Settings) -> None:
-    command = [sys.executable, "-m", "jobs", "check"]
+    command = [sys.executable, "-m", "nightmill", "check"]
     said = refused(
         command, sqlite_settings, broker_url=f"redis://127.0.0.1:{free_port()}/0", model="/nowhere.gguf"
     )
@@ -149,7 +149,7 @@ def test_check_refuses_a_redis_that_evicts_messages(
 def test_demo_runs_the_whole_path_in_a_directory_of_its_own(directory: Path) -> None:
     environment = worker_env(Settings(data_dir=directory))
     done = subprocess.run(
-        [sys.executable, "-m", "jobs", "demo", "-n", "8", "--seed", "3"],
+        [sys.executable, "-m", "nightmill", "demo", "-n", "8", "--seed", "3"],
         env=environment,
         capture_output=True,
         text=True,

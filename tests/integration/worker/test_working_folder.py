@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from jobs.settings import Settings
+from nightmill.jobs.settings import Settings
+from nightmill.worker.link.loading import demo_model
 from tests.servers import worker_env
-from worker.loading import demo_model
 
 NAMES = (
     "click",
@@ -63,7 +63,7 @@ def test_a_whole_run_takes_nothing_from_the_working_folder(folder: Path, sqlite_
         "--workdir",
         "/",
         "-A",
-        "worker.app",
+        "nightmill.worker.app",
         "worker",
         "--help",
     ]

@@ -6,15 +6,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jobs.contract import GenerationParams
+from nightmill.jobs.contract import GenerationParams
+from nightmill.worker.engine.engine import Engine
+from nightmill.worker.engine.request import Completion, Request
+from nightmill.worker.model.gguf_file import GgufFile
+from nightmill.worker.model.tokenizer import Tokenizer
 from tests.campaign import forged, gguf_document, model, mutants, strange_templates, texts
 from tests.campaign.plan import BOTH, ONLY, make_plan
 from tests.campaign.worker import ScriptedRunner
 from tests.ggufs import write_model
-from worker.engine.engine import Engine
-from worker.engine.request import Completion, Request
-from worker.model.gguf_file import GgufFile
-from worker.model.tokenizer import Tokenizer
 
 
 @pytest.mark.parametrize("part", ONLY)

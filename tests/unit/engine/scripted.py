@@ -10,11 +10,11 @@ from hashlib import blake2b
 
 import numpy as np
 
-from jobs.contract import GenerationParams, StopReason
-from jobs.errors import RunnerError
-from worker.engine.engine import Engine
-from worker.engine.request import Completion, Request
-from worker.runners.base import FROM_SLOT, NOT_A_NUMBER, SampledTokens, StepBatch
+from nightmill.jobs.contract import GenerationParams, StopReason
+from nightmill.jobs.errors import RunnerError
+from nightmill.worker.engine.engine import Engine
+from nightmill.worker.engine.request import Completion, Request
+from nightmill.worker.runners.base import FROM_SLOT, NOT_A_NUMBER, SampledTokens, StepBatch
 
 # Two bytes of "é", three of "€" and overlapping words, so that borders fall everywhere.
 PIECES = [

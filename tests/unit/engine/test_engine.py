@@ -2,9 +2,9 @@
 
 import pytest
 
-from jobs.contract import StopReason
-from jobs.errors import RunnerError
-from tests.unit.engine.scripted import (
+from nightmill.jobs.contract import StopReason
+from nightmill.jobs.errors import RunnerError
+from tests.unit.engine.scripted import (  # fmt: skip
     EOS,
     PIECES,
     VOCAB,
@@ -14,7 +14,7 @@ from tests.unit.engine.scripted import (
     make_engine,
     make_request,
     run,
-)  # fmt: skip
+)
 
 DEPTHS = pytest.mark.parametrize("depth", [1, 2, 3])
 

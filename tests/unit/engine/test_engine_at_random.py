@@ -12,9 +12,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from jobs.contract import StopReason
+from nightmill.jobs.contract import StopReason
+from nightmill.worker.engine.request import Completion, Request
 from tests.unit.engine.scripted import VOCAB, Clock, ScriptedRunner, expected, make_engine, make_request
-from worker.engine.request import Completion, Request
 
 CONTEXT = 24
 BEGINNINGS = [(), (1, 2, 3, 4, 5, 6, 7, 8), (1, 2, 3, 4), (1, 2, 9, 9, 9, 9)]

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from worker.engine.kv_cache import BlockPool, CacheIntegrityError
+from nightmill.worker.engine.kv_cache import BlockPool, CacheIntegrityError
 
 
 def test_pages_are_taken_and_given_back() -> None:

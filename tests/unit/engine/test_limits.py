@@ -2,7 +2,7 @@
 
 import pytest
 
-from worker.engine.limits import Limits
+from nightmill.worker.engine.limits import Limits
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,8 @@ from collections.abc import Callable
 
 import pytest
 
-from jobs.contract import StopReason
+from nightmill.jobs.contract import StopReason
+from nightmill.worker.engine.request import Completion, Request
 from tests.unit.engine.scripted import (
     EOS,
     ScriptedRunner,
@@ -15,7 +16,6 @@ from tests.unit.engine.scripted import (
     run,
     text_of,
 )
-from worker.engine.request import Completion, Request
 
 POISON = 9
 SYSTEM = (0, 1, 2, 3, 4, 5, 6, 7, 8, 0, 1, 2)  # three pages of four tokens

@@ -2,8 +2,8 @@
 
 import pytest
 
-from worker.engine.kv_cache import BlockPool, CacheIntegrityError
-from worker.engine.prefix_tree import PrefixNode, PrefixTree, page_keys
+from nightmill.worker.engine.kv_cache import BlockPool, CacheIntegrityError
+from nightmill.worker.engine.prefix_tree import PrefixNode, PrefixTree, page_keys
 
 
 def grow(tree: PrefixTree, pool: BlockPool, tokens: list[int]) -> list[PrefixNode]:

@@ -5,12 +5,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jobs.errors import ModelFileError
-from jobs.settings import Settings
+from nightmill.jobs.errors import ModelFileError
+from nightmill.jobs.settings import Settings
+from nightmill.worker.engine.probing import probe
+from nightmill.worker.link.loading import build_engine, open_model
 from tests.ggufs import write_model
 from tests.unit.engine.scripted import VOCAB, ScriptedRunner, make_engine
-from worker.engine.probing import probe
-from worker.loading import build_engine, open_model
 
 
 def test_a_model_with_one_broken_token_serves() -> None:

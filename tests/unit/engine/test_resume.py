@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jobs.contract import StopReason
+from nightmill.jobs.contract import StopReason
 from tests.unit.engine.scripted import VOCAB, ScriptedRunner, expected, make_engine, make_request, run
 
 SEEDS = st.integers(0, 2**63 - 1)

@@ -2,10 +2,10 @@
 
 import pytest
 
-from jobs.contract import GenerationParams
-from worker.engine.kv_cache import BlockPool
-from worker.engine.request import Request, Sequence, SequenceState
-from worker.engine.scheduler import Scheduler, StepPlan
+from nightmill.jobs.contract import GenerationParams
+from nightmill.worker.engine.kv_cache import BlockPool
+from nightmill.worker.engine.request import Request, Sequence, SequenceState
+from nightmill.worker.engine.scheduler import Scheduler, StepPlan
 
 
 def sequence(order: int, prompt: int, *, priority: int = 5, limit: int = 1000) -> Sequence:

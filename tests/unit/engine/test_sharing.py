@@ -2,14 +2,14 @@
 
 import pytest
 
-from jobs.contract import GenerationParams
+from nightmill.jobs.contract import GenerationParams
+from nightmill.worker.engine.engine import EngineStats
+from nightmill.worker.engine.kv_cache import BlockPool, CacheIntegrityError
+from nightmill.worker.engine.request import Completion, Request, Sequence
+from nightmill.worker.engine.scheduler import Scheduler
+from nightmill.worker.engine.sharing import GROUP_TOKENS, GROUP_WINDOW, PrefixGroups
 from tests.unit.engine.scripted import ScriptedRunner, expected, make_engine, make_request, run
 from tests.unit.engine.test_scheduler import carry_out, shape, step
-from worker.engine.engine import EngineStats
-from worker.engine.kv_cache import BlockPool, CacheIntegrityError
-from worker.engine.request import Completion, Request, Sequence
-from worker.engine.scheduler import Scheduler
-from worker.engine.sharing import GROUP_TOKENS, GROUP_WINDOW, PrefixGroups
 
 SYSTEM = tuple(n % 14 for n in range(40))  # ten pages of four tokens
 

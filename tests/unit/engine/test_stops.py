@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jobs.contract import GenerationParams, StopReason
+from nightmill.jobs.contract import GenerationParams, StopReason
+from nightmill.worker.engine.stops import TextWatch, decode, reason_to_stop
 from tests.unit.engine.scripted import PIECES, PieceStream, first_stop, stable_prefix, text_of
-from worker.engine.stops import TextWatch, decode, reason_to_stop
 
 
 class Letters:

@@ -5,7 +5,7 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from jobs.batch_status import (
+from nightmill.jobs.batch_status import (
     BatchRecord,
     BatchState,
     ErrorGroup,
@@ -14,7 +14,7 @@ from jobs.batch_status import (
     group_errors,
     make_status,
 )
-from jobs.contract import JobState, StopReason
+from nightmill.jobs.contract import JobState, StopReason
 
 NOW = datetime(2026, 1, 1, 22, 0, tzinfo=UTC)
 SUBMITTED = BatchRecord("night", "model", NOW - timedelta(hours=1), format="jsonl", row_count=10)

@@ -4,7 +4,7 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from jobs.sweep import ClockWatch
+from nightmill.jobs.sql.sweep import ClockWatch
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
 STALE = timedelta(seconds=30)

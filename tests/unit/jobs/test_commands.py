@@ -6,8 +6,8 @@ import sys
 import click
 import pytest
 
-from jobs.cli import main
-from jobs.cli_options import first_sentence
+from nightmill.jobs.commands.main import main
+from nightmill.jobs.commands.options import first_sentence
 from tests.servers import clean_environment
 
 HEAVY = {"sqlalchemy", "celery", "redis", "pydantic", "rich", "alembic", "numpy", "tokenizers"}
@@ -31,8 +31,8 @@ def test_an_unknown_command_is_none() -> None:
 @pytest.mark.parametrize("arguments", [["--help"], ["--version"]])
 def test_help_loads_nothing_heavy(arguments: list[str]) -> None:
     program = (
-        "import sys, jobs.cli\n"
-        f"try: jobs.cli.main({arguments})\n"
+        "import sys, nightmill.jobs.commands.main\n"
+        f"try: nightmill.jobs.commands.main.main({arguments})\n"
         "except SystemExit: print('loaded:', *sorted({name.partition('.')[0] for name in sys.modules}))"
     )
     done = subprocess.run(

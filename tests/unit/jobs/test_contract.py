@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jobs.client import split_settings
-from jobs.contract import FINAL_STATES, MAX_SEED, GenerationParams, JobState, StopReason, unstorable
-from jobs.errors import InvalidParameterError, InvalidPromptError, InvalidRequestError
-from jobs.requests import Options, build_row, check_prompt
+from nightmill.jobs.client import split_settings
+from nightmill.jobs.contract import FINAL_STATES, MAX_SEED, GenerationParams, JobState, StopReason, unstorable
+from nightmill.jobs.errors import InvalidParameterError, InvalidPromptError, InvalidRequestError
+from nightmill.jobs.requests import Options, build_row, check_prompt
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 NUL, SURROGATE = "a\x00b", "ab\ud800"

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from jobs.grouping import CHARACTERS_PER_TRANSACTION, characters, grouped
+from nightmill.jobs.batches.grouping import CHARACTERS_PER_TRANSACTION, characters, grouped
 
 HALF = CHARACTERS_PER_TRANSACTION // 2
 

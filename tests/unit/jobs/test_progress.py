@@ -9,10 +9,10 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
-from jobs.batch_status import BatchRecord, BatchStatus, Pace, RowCount, make_status
-from jobs.contract import JobState, StopReason
-from jobs.progress import BatchProgress, describe, duration
-from jobs.terminal import Line
+from nightmill.jobs.batch_status import BatchRecord, BatchStatus, Pace, RowCount, make_status
+from nightmill.jobs.commands.progress import BatchProgress, describe, duration
+from nightmill.jobs.commands.terminal import Line
+from nightmill.jobs.contract import JobState, StopReason
 
 RECORD = BatchRecord("night", "model", datetime.now(UTC), format="jsonl", row_count=1_200)
 

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-import jobs
-from jobs.errors import DatabaseBusyError, DatabaseUnreachableError
-from jobs.retrying import RETRY_SECONDS, retried
+from nightmill import jobs
+from nightmill.jobs.errors import DatabaseBusyError, DatabaseUnreachableError
+from nightmill.jobs.sql.retrying import RETRY_SECONDS, retried
 
 
 class Time:
@@ -28,7 +28,7 @@ class Time:
 @pytest.fixture
 def time(monkeypatch: pytest.MonkeyPatch) -> Time:
     made = Time()
-    monkeypatch.setattr("jobs.retrying.time", made)
+    monkeypatch.setattr("nightmill.jobs.sql.retrying.time", made)
     return made
 
 
@@ -78,7 +78,7 @@ def _writes(function: ast.FunctionDef) -> bool:
 def _writers() -> list[tuple[str, bool]]:
     """(module and function, is it retried?) of everything in `jobs` that opens a writing transaction."""
     found = []
-    for path in sorted(Path(jobs.__file__).parent.glob("*.py")):
+    for path in sorted(Path(jobs.__file__).parent.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.FunctionDef) and _writes(node):
                 decorators = [ast.unparse(decorator) for decorator in node.decorator_list]

@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from jobs.contract import GenerationParams
-from jobs.errors import InvalidParameterError, SettingsError
-from jobs.requests import ChatMessage
-from jobs.sentences import _SENTENCES, sentence
-from jobs.settings import Settings
-from worker.options import merge_options
+from nightmill.jobs.contract import GenerationParams
+from nightmill.jobs.errors import InvalidParameterError, SettingsError
+from nightmill.jobs.requests import ChatMessage
+from nightmill.jobs.sentences import _SENTENCES, sentence
+from nightmill.jobs.settings import Settings
+from nightmill.worker.options import merge_options
 
 MODELS: tuple[type[BaseModel], ...] = (GenerationParams, Settings, ChatMessage)
 WRONG: tuple[Any, ...] = (

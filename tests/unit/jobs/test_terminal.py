@@ -6,7 +6,7 @@ import sys
 import pytest
 from rich.cells import cell_len
 
-from jobs.terminal import echo, echo_json, echo_text, table
+from nightmill.jobs.commands.terminal import echo, echo_json, echo_text, table
 
 ROWS = [
     ("0" * 32, "succeeded", "stop_sequence", 1234, "2026-11-22 22:00:00 CET", "x" * 3000),

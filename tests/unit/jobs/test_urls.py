@@ -12,13 +12,13 @@ from hypothesis import settings as effort
 from hypothesis import strategies as st
 from sqlalchemy.exc import OperationalError
 
-from jobs.broker import Broker
-from jobs.cli import main
-from jobs.database import Database
-from jobs.errors import NightmillError, SettingsError
-from jobs.printable import PrintableRecords
-from jobs.settings import Settings
-from jobs.urls import UNREADABLE, scrubbed, shown_url
+from nightmill.jobs.commands.main import main
+from nightmill.jobs.errors import NightmillError, SettingsError
+from nightmill.jobs.messages.broker import Broker
+from nightmill.jobs.printable import PrintableRecords
+from nightmill.jobs.settings import Settings
+from nightmill.jobs.sql.database import Database
+from nightmill.jobs.urls import UNREADABLE, scrubbed, shown_url
 
 SECRET = "S3C/RET"
 

@@ -6,8 +6,8 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from jobs.errors import InvalidParameterError
-from jobs.when import describe_moment, parse_moment, parse_span
+from nightmill.jobs.errors import InvalidParameterError
+from nightmill.jobs.when import describe_moment, parse_moment, parse_span
 
 EVENING = datetime(2026, 3, 28, 21, 0, tzinfo=UTC)  # 22:00 in Berlin, where clocks go forward that night
 

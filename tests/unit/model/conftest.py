@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from nightmill.worker.model.gguf_file import GgufFile
+from nightmill.worker.model.tokenizer import Tokenizer
 from tests.ggufs import write_model
-from worker.model.gguf_file import GgufFile
-from worker.model.tokenizer import Tokenizer
 
 REPOSITORY = Path(__file__).parents[3]
 

@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jobs.errors import ChatTemplateError, InvalidPromptError
+from nightmill.jobs.errors import ChatTemplateError, InvalidPromptError
+from nightmill.worker.model.chat import ChatTemplate
+from nightmill.worker.model.chat.shield import Prefixes
+from nightmill.worker.model.gguf_file import GgufFile
+from nightmill.worker.model.tokenizer import Tokenizer
 from tests.ggufs import CHATML, CONTROL, byte_vocabulary, sentencepiece_vocabulary, write_model
 from tests.unit.model.conftest import real_tokenizer
-from worker.model.chat import ChatTemplate
-from worker.model.chat.shield import Prefixes
-from worker.model.gguf_file import GgufFile
-from worker.model.tokenizer import Tokenizer
 
 TRIMMING = (
     "{%- for message in messages %}"

@@ -8,10 +8,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jobs.errors import ModelFileError
+from nightmill.jobs.errors import ModelFileError
+from nightmill.worker.model.config import (
+    ModelConfig,
+    RopeScaling,
+    RopeStyle,
+    expected_tensors,
+    rope_frequencies,
+)
+from nightmill.worker.model.gguf_file import GgufFile
 from tests.ggufs import byte_vocabulary, sentencepiece_vocabulary, write_model
-from worker.model.config import ModelConfig, RopeScaling, RopeStyle, expected_tensors, rope_frequencies
-from worker.model.gguf_file import GgufFile
 
 TOKENS = len(byte_vocabulary().tokens)
 

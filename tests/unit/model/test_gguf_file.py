@@ -14,13 +14,13 @@ import pytest
 from gguf import GGMLQuantizationType, GGUFReader
 from gguf.quants import dequantize, quantize
 
-from jobs.errors import ChatTemplateError, ModelFileError
+from nightmill.jobs.errors import ChatTemplateError, ModelFileError
+from nightmill.worker.model.chat import ChatTemplate, template
+from nightmill.worker.model.chat.renderer import Limits, Renderer
+from nightmill.worker.model.config import ModelConfig
+from nightmill.worker.model.gguf_file import GgufFile
+from nightmill.worker.model.tokenizer import Tokenizer
 from tests.ggufs import write_model
-from worker.model.chat import ChatTemplate, template
-from worker.model.chat.renderer import Limits, Renderer
-from worker.model.config import ModelConfig
-from worker.model.gguf_file import GgufFile
-from worker.model.tokenizer import Tokenizer
 
 U32, U64, F32, STRING, ARRAY, BOOL, I32 = 4, 10, 6, 8, 9, 7, 5
 
@@ -369,7 +369,7 @@ def test_quantised_values_stay_close(tmp_path: Path) -> None:
 def test_a_real_vocabulary_is_read_without_waste(vocab_dir: Path) -> None:
     script = (
         "import sys, psutil\n"
-        "from worker.model.gguf_file import GgufFile\n"
+        "from nightmill.worker.model.gguf_file import GgufFile\n"
         "before = psutil.Process().memory_full_info().uss\n"
         "file = GgufFile.open(sys.argv[1])\n"
         "kept = file.strings('tokenizer.ggml.tokens'), file.strings('tokenizer.ggml.merges')\n"

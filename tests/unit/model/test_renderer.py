@@ -17,10 +17,10 @@ from typing import Any
 
 import pytest
 
-from jobs.contract import unstorable
-from jobs.errors import ChatTemplateError, RunnerError
-from worker.model.chat import renderer as module
-from worker.model.chat.renderer import Limits, Renderer
+from nightmill.jobs.contract import unstorable
+from nightmill.jobs.errors import ChatTemplateError, RunnerError
+from nightmill.worker.model.chat import renderer as module
+from nightmill.worker.model.chat.renderer import Limits, Renderer
 
 # Processor time decides, not the clock: so the outcome is the same on a busy machine.
 LIMITS = Limits(memory=96 << 20, compile_seconds=0.4, render_seconds=0.1, answer_bytes=1 << 20)
@@ -209,7 +209,7 @@ def gone(pid: int) -> bool:
 def test_process_ends_when_its_parent_is_killed() -> None:
     script = """
         import time
-        from worker.model.chat.renderer import Limits, Renderer
+        from nightmill.worker.model.chat.renderer import Limits, Renderer
         renderer = Renderer("fine", {}, Limits(), "model.gguf")
         print(renderer.pid, flush=True)
         time.sleep(600)

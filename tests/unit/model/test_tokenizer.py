@@ -12,15 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers.normalizers import NFC
 
-from jobs.errors import InvalidPromptError, ModelFileError
+from nightmill.jobs.errors import InvalidPromptError, ModelFileError
+from nightmill.worker.model import gguf_header
+from nightmill.worker.model.chat.renderer import MAX_SOURCE, Limits
+from nightmill.worker.model.chat.shield import Shield
+from nightmill.worker.model.gguf_file import GgufFile
+from nightmill.worker.model.tokenizer import MAX_SQUARES, Tokenizer
+from nightmill.worker.model.vocabulary import MAX_SPECIAL
 from tests.ggufs import CONTROL, TestVocabulary, byte_vocabulary, sentencepiece_vocabulary, write_model
 from tests.unit.model.conftest import real_tokenizer
-from worker.model import gguf_header
-from worker.model.chat.renderer import MAX_SOURCE, Limits
-from worker.model.chat.shield import Shield
-from worker.model.gguf_file import GgufFile
-from worker.model.tokenizer import MAX_SQUARES, Tokenizer
-from worker.model.vocabulary import MAX_SPECIAL
 
 VOCABULARIES = {"bytes": byte_vocabulary(), "spm": sentencepiece_vocabulary()}
 

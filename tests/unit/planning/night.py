@@ -2,12 +2,12 @@
 
 import random
 
+from nightmill.worker.commands.planning.survey import Survey
+from nightmill.worker.engine.engine import Engine
+from nightmill.worker.engine.limits import Limits
+from nightmill.worker.engine.request import Request
+from nightmill.worker.runners.base import StepBatch
 from tests.unit.engine.scripted import EOS, PieceStream, ScriptedRunner
-from worker.engine.engine import Engine
-from worker.engine.limits import Limits
-from worker.engine.request import Request
-from worker.planning.survey import Survey
-from worker.runners.base import StepBatch
 
 PER_STEP, PER_TOKEN = 0.01, 0.0005
 SLOTS = 8

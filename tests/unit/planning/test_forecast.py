@@ -8,11 +8,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jobs.contract import GenerationParams
+from nightmill.jobs.contract import GenerationParams
+from nightmill.worker.commands.planning.forecast import (
+    draw_lengths,
+    expected_lengths,
+    forecast,
+    pages_needed,
+    play,
+)
+from nightmill.worker.commands.planning.measure import Measurement, Speed, fit, measure, survival_curve
+from nightmill.worker.engine.request import Request
 from tests.unit.planning.night import PER_STEP, PER_TOKEN, SLOTS, surveyed, time_of, timed_engine
-from worker.engine.request import Request
-from worker.planning.forecast import draw_lengths, expected_lengths, forecast, pages_needed, play
-from worker.planning.measure import Measurement, Speed, fit, measure, survival_curve
 
 
 def requests(count: int, *, seed: int = 1, endless: float = 0.2, most: int = 60) -> list[Request]:

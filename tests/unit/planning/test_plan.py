@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from jobs.batchfile import InputFile
-from jobs.contract import Prompt
-from tests.unit.batchfile.files import chat, completion, write_lines
+from nightmill.jobs.contract import Prompt
+from nightmill.jobs.formats import InputFile
+from nightmill.worker.commands.planning.plan import Plan, make_plan
+from nightmill.worker.commands.planning.report import describe_plan
+from tests.unit.formats.files import chat, completion, write_lines
 from tests.unit.planning.night import LIMITS, SLOTS, timed_engine
-from worker.planning.plan import Plan, make_plan
-from worker.planning.report import describe_plan
 
 NOW = datetime(2026, 3, 1, 20, 0, tzinfo=UTC)
 

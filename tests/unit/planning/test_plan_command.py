@@ -7,15 +7,15 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from jobs.claims import Claims
-from jobs.cli import main
-from jobs.client import Client
-from jobs.errors import RunnerError
-from jobs.settings import Settings
+from nightmill.jobs.client import Client
+from nightmill.jobs.commands.main import main
+from nightmill.jobs.errors import RunnerError
+from nightmill.jobs.settings import Settings
+from nightmill.jobs.sql.claims import Claims
+from nightmill.worker.commands.plan import live_workers
+from nightmill.worker.link.loading import demo_model
 from tests.servers import Clock
-from tests.unit.batchfile.files import chat, write_lines
-from worker.loading import demo_model
-from worker.plan_command import live_workers
+from tests.unit.formats.files import chat, write_lines
 
 Plan = Callable[..., Result]
 
@@ -150,7 +150,7 @@ def test_where_the_runner_fails_the_way_around_it_is_named(
     def fail(*_: object) -> None:
         raise RunnerError("no memory is left")
 
-    monkeypatch.setattr("worker.loading.build_engine", fail)
+    monkeypatch.setattr("nightmill.worker.link.loading.build_engine", fail)
     done = plan(str(write_lines(tmp_path / "in.jsonl", haiku(1))))
     assert done.exit_code == 1
     assert "the speed cannot be measured (--no-measure plans without): no memory is left" in done.output

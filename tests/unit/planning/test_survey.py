@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from jobs.batchfile import FileFormat, InputFile
-from jobs.contract import Prompt
-from jobs.errors import ChatTemplateError
-from tests.unit.batchfile.files import chat, completion, write_lines
-from worker.engine.limits import Limits
-from worker.planning.survey import Survey, survey
+from nightmill.jobs.contract import Prompt
+from nightmill.jobs.errors import ChatTemplateError
+from nightmill.jobs.formats import FileFormat, InputFile
+from nightmill.worker.commands.planning.survey import Survey, survey
+from nightmill.worker.engine.limits import Limits
+from tests.unit.formats.files import chat, completion, write_lines
 
 LIMITS = Limits(vocab=256, context=40, block_size=4)
 

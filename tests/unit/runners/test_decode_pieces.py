@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from worker.runners.gpu.decode import Planner, decode_pieces
+from nightmill.worker.runners.gpu.decode import Planner, decode_pieces
 
 SEGMENT = 256
 LENGTHS = st.lists(st.integers(0, 40_000), min_size=1, max_size=80)

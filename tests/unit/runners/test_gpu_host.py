@@ -4,11 +4,11 @@ import sys
 
 import pytest
 
-from worker.runners.gpu.device import NoDeviceError
-from worker.runners.gpu.functions import bindings
-from worker.runners.gpu.gemm import MANY_ROWS, Shortlist, padded_rows
-from worker.runners.gpu.hopper import QKV_TILES, TILES, Kind, Tile, first_sum
-from worker.runners.gpu.split import SPLIT_TILES, SplitTile, split_tiles
+from nightmill.worker.runners.gpu.device import NoDeviceError
+from nightmill.worker.runners.gpu.functions import bindings
+from nightmill.worker.runners.gpu.gemm import MANY_ROWS, Shortlist, padded_rows
+from nightmill.worker.runners.gpu.hopper import QKV_TILES, TILES, Kind, Tile, first_sum
+from nightmill.worker.runners.gpu.split import SPLIT_TILES, SplitTile, split_tiles
 
 SHARED_OF_A_BLOCK = 227 << 10  # on Hopper
 

@@ -12,24 +12,24 @@ import numpy as np
 import pytest
 from annotated_types import Le
 
-from jobs.errors import RunnerError
-from jobs.settings import Settings
+from nightmill.jobs.errors import RunnerError
+from nightmill.jobs.settings import Settings
+from nightmill.worker.model.config import ModelConfig
+from nightmill.worker.model.gguf_file import GgufFile
+from nightmill.worker.runners.base import FROM_SLOT, IntArray, StepBatch
+from nightmill.worker.runners.gpu import compiler
+from nightmill.worker.runners.gpu.catalogue import sources_for
+from nightmill.worker.runners.gpu.compiler import compile_all
+from nightmill.worker.runners.gpu.device import Device
+from nightmill.worker.runners.gpu.few_rows import MAX_ROWS
+from nightmill.worker.runners.gpu.gemm import Gemm, padded_rows
+from nightmill.worker.runners.gpu.hopper import Kind
+from nightmill.worker.runners.gpu.kernels import Kernels
+from nightmill.worker.runners.gpu.runner import CudaRunner
 from tests.ggufs import write_model
 from tests.gpu.driving import Chunk, Pages
 from tests.gpu.oracles import make_config
 from tests.unit.runners.recorded_cuda import RecordedDriver, nvcc_is_there
-from worker.model.config import ModelConfig
-from worker.model.gguf_file import GgufFile
-from worker.runners.base import FROM_SLOT, IntArray, StepBatch
-from worker.runners.gpu import compiler
-from worker.runners.gpu.catalogue import sources_for
-from worker.runners.gpu.compiler import compile_all
-from worker.runners.gpu.device import Device
-from worker.runners.gpu.few_rows import MAX_ROWS
-from worker.runners.gpu.gemm import Gemm, padded_rows
-from worker.runners.gpu.hopper import Kind
-from worker.runners.gpu.kernels import Kernels
-from worker.runners.gpu.runner import CudaRunner
 
 ROOT = Path(__file__).parents[3]
 MODEL = ROOT / "models" / "nightmill-demo.gguf"

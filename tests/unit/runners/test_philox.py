@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from worker.runners.philox import philox4x32, token_words, uniform
+from nightmill.worker.runners.philox import philox4x32, token_words, uniform
 
 
 @pytest.mark.parametrize(

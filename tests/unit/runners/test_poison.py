@@ -7,15 +7,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jobs.contract import GenerationParams, StopReason
+from nightmill.jobs.contract import GenerationParams, StopReason
+from nightmill.worker.engine.engine import Engine, EngineStats
+from nightmill.worker.engine.request import Completion, Request
+from nightmill.worker.engine.scheduler import Scheduler
+from nightmill.worker.model.config import ModelConfig
+from nightmill.worker.model.gguf_file import GgufFile
+from nightmill.worker.runners.base import FROM_SLOT, NOT_A_NUMBER, Admission, StepBatch
+from nightmill.worker.runners.reference import ReferenceRunner
 from tests.ggufs import byte_vocabulary, write_model
-from worker.engine.engine import Engine, EngineStats
-from worker.engine.request import Completion, Request
-from worker.engine.scheduler import Scheduler
-from worker.model.config import ModelConfig
-from worker.model.gguf_file import GgufFile
-from worker.runners.base import FROM_SLOT, NOT_A_NUMBER, Admission, StepBatch
-from worker.runners.reference import ReferenceRunner
 
 VOCAB = len(byte_vocabulary().tokens)
 POISON = 65

@@ -9,17 +9,17 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from jobs.contract import GenerationParams
-from jobs.errors import RunnerError
+from nightmill.jobs.contract import GenerationParams
+from nightmill.jobs.errors import RunnerError
+from nightmill.worker.engine.engine import Engine
+from nightmill.worker.engine.request import Completion, Request
+from nightmill.worker.model.config import ModelConfig, RopeStyle, rope_frequencies
+from nightmill.worker.model.gguf_file import GgufFile
+from nightmill.worker.runners.base import Admission, StepBatch
+from nightmill.worker.runners.philox import token_words, uniform
+from nightmill.worker.runners.reference import ReferenceRunner, choose_kv_blocks
+from nightmill.worker.runners.sampling import gumbel
 from tests.ggufs import byte_vocabulary, write_model
-from worker.engine.engine import Engine
-from worker.engine.request import Completion, Request
-from worker.model.config import ModelConfig, RopeStyle, rope_frequencies
-from worker.model.gguf_file import GgufFile
-from worker.runners.base import Admission, StepBatch
-from worker.runners.philox import token_words, uniform
-from worker.runners.reference import ReferenceRunner, choose_kv_blocks
-from worker.runners.sampling import gumbel
 
 Array = npt.NDArray[np.float32]
 Wide = npt.NDArray[np.float64]

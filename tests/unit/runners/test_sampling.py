@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from worker.runners.philox import token_words, uniform
-from worker.runners.sampling import SamplingRows, filter_rows, gumbel, penalise, sample
+from nightmill.worker.runners.philox import token_words, uniform
+from nightmill.worker.runners.sampling import SamplingRows, filter_rows, gumbel, penalise, sample
 
 NEUTRAL = {
     "temperature": 1.0,

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jobs.contract import GenerationParams
+from nightmill.jobs.contract import GenerationParams
+from nightmill.worker.runners.base import NOT_A_NUMBER
+from nightmill.worker.runners.sampling import penalise, sample
 from tests.unit.runners.test_sampling import rows
-from worker.runners.base import NOT_A_NUMBER
-from worker.runners.sampling import penalise, sample
 
 VOCAB = 13
 LARGEST = float(np.finfo(np.float32).max)

@@ -4,16 +4,16 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-from jobs.claims import Claim, Claims
-from jobs.client import Client
-from jobs.errors import ChatTemplateError, NightmillError, RunnerError
-from jobs.store import Selection
+from nightmill.jobs.client import Client
+from nightmill.jobs.errors import ChatTemplateError, NightmillError, RunnerError
+from nightmill.jobs.sql.claims import Claim, Claims
+from nightmill.jobs.sql.jobs import Selection
+from nightmill.worker.engine.engine import Engine
+from nightmill.worker.runners.base import StepBatch
+from nightmill.worker.service.shards import Service
+from nightmill.worker.service.suspects import SuspectsTurn
 from tests.unit.engine.scripted import EOS, PieceStream, ScriptedRunner
 from tests.unit.worker.threads import engine_in_thread
-from worker.engine.engine import Engine
-from worker.runners.base import StepBatch
-from worker.service import Service
-from worker.suspects import SuspectsTurn
 
 PROMPT = (1, 2, 3)
 

@@ -5,16 +5,16 @@ from multiprocessing import Pipe
 
 import pytest
 
-from jobs.contract import GenerationParams
-from jobs.errors import ModelFileError, RunnerError
+from nightmill.jobs.contract import GenerationParams
+from nightmill.jobs.errors import ModelFileError, RunnerError
+from nightmill.worker.engine.engine import Engine
+from nightmill.worker.engine.request import Completion, Request
+from nightmill.worker.link import link as engine_link
+from nightmill.worker.link.link import EngineLink
+from nightmill.worker.link.messages import Loading
 from tests.servers import wait_until
 from tests.unit.engine.scripted import EOS, PieceStream, ScriptedRunner
 from tests.unit.worker.threads import engine_in_thread
-from worker import engine_link
-from worker.engine.engine import Engine
-from worker.engine.request import Completion, Request
-from worker.engine_link import EngineLink
-from worker.engine_messages import Loading
 
 
 def make_engine() -> Engine:

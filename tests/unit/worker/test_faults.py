@@ -8,20 +8,20 @@ from typing import Any
 import pytest
 from sqlalchemy import update
 
-import worker.service
-from jobs.claims import Claim, Outcome
-from jobs.client import Client
-from jobs.contract import JobState
-from jobs.errors import DatabaseRefusedError, NightmillError
-from jobs.settings import Settings
-from jobs.sweep import Sweep
-from jobs.tables import JobRow
+import nightmill.worker.service.shards
+from nightmill.jobs.client import Client
+from nightmill.jobs.contract import JobState
+from nightmill.jobs.errors import DatabaseRefusedError, NightmillError
+from nightmill.jobs.settings import Settings
+from nightmill.jobs.sql.claims import Claim, Outcome
+from nightmill.jobs.sql.sweep import Sweep
+from nightmill.jobs.sql.tables import JobRow
+from nightmill.worker.engine.request import Completion, Request
+from nightmill.worker.link.loading import load_model
 from tests.ggufs import write_model
 from tests.servers import Clock, wait_until
 from tests.unit.engine.scripted import ScriptedRunner
 from tests.unit.worker.bench import PROMPT, Bench, enqueue, stop
-from worker.engine.request import Completion, Request
-from worker.loading import load_model
 
 ODD = "nobody expected \x00 this"
 Patch = pytest.MonkeyPatch
@@ -100,11 +100,11 @@ def in_request(bench: Bench, victim: str, patch: Patch) -> None:
             raise odd()
         return Request(**fields)
 
-    patch.setattr(worker.service, "Request", faulty)
+    patch.setattr(nightmill.worker.service.shards, "Request", faulty)
 
 
 def in_fingerprint(bench: Bench, victim: str, patch: Patch) -> None:
-    fail_once(worker.service, "fingerprint", patch)
+    fail_once(nightmill.worker.service.shards, "fingerprint", patch)
 
 
 def in_submit(bench: Bench, victim: str, patch: Patch) -> None:

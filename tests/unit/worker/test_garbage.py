@@ -5,8 +5,8 @@ import weakref
 
 import pytest
 
+from nightmill.worker.link.garbage import BUSY_SECONDS, IDLE_SECONDS, QuietCollector
 from tests.unit.engine.scripted import Clock
-from worker.garbage import BUSY_SECONDS, IDLE_SECONDS, QuietCollector
 
 
 class Thing:

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from jobs.claims import Claims
-from jobs.client import Client
-from jobs.errors import DatabaseUnreachableError
+from nightmill.jobs.client import Client
+from nightmill.jobs.errors import DatabaseUnreachableError
+from nightmill.jobs.sql.claims import Claims
+from nightmill.worker.service.heart import LOADING, Heart
 from tests.servers import Clock, wait_until
-from worker.heart import LOADING, Heart
 
 STALE = 30.0
 
@@ -82,7 +82,7 @@ def test_after_a_pause_nobody_is_found_dead_until_all_could_beat_again(claims: C
 
 
 def test_a_worker_never_rescues_its_own_jobs(sqlite_client: Client, claims: Claims, clock: Clock) -> None:
-    from jobs.sweep import Sweep
+    from nightmill.jobs.sql.sweep import Sweep
 
     job_id = sqlite_client.enqueue("prompt")
     assert len(claims.claim([job_id])) == 1

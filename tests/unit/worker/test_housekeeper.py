@@ -6,16 +6,16 @@ from contextlib import suppress
 import pytest
 import redis
 
-from jobs.claims import Claims
-from jobs.contract import JobState
-from jobs.errors import BrokerUnreachableError
-from jobs.settings import Settings
+from nightmill.jobs.contract import JobState
+from nightmill.jobs.errors import BrokerUnreachableError
+from nightmill.jobs.settings import Settings
+from nightmill.jobs.sql.claims import Claims
+from nightmill.worker.service.heart import Heart
+from nightmill.worker.service.housekeeper import DEAF_SECONDS, Housekeeper
+from nightmill.worker.silence import Silence
 from tests.servers import Clock
 from tests.unit.engine.scripted import ScriptedRunner
 from tests.unit.worker.bench import Bench, enqueue, these
-from worker.heart import Heart
-from worker.housekeeper import DEAF_SECONDS, Housekeeper
-from worker.silence import Silence
 
 MODEL = "model"
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from jobs.client import Client
-from jobs.errors import NightmillError
-from worker import keeper
-from worker.keeper import WorkerKeeper
+from nightmill.jobs.client import Client
+from nightmill.jobs.errors import NightmillError
+from nightmill.worker.commands import keeper
+from nightmill.worker.commands.keeper import WorkerKeeper
 
 
 class Dying:

@@ -4,9 +4,9 @@ import threading
 
 import pytest
 
+from nightmill.worker.service import last_resort
+from nightmill.worker.service.last_resort import LastResort
 from tests.servers import wait_until
-from worker import last_resort
-from worker.last_resort import LastResort
 
 
 def test_a_worker_that_does_not_end_is_ended_with_its_engine(monkeypatch: pytest.MonkeyPatch) -> None:

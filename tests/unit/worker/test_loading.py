@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from jobs.claims import Claim
-from jobs.contract import GenerationParams
-from jobs.errors import ChatTemplateError, InvalidPromptError
-from jobs.settings import Settings
+from nightmill.jobs.contract import GenerationParams
+from nightmill.jobs.errors import ChatTemplateError, InvalidPromptError
+from nightmill.jobs.settings import Settings
+from nightmill.jobs.sql.claims import Claim
+from nightmill.worker.link.loading import LoadedModel, load_model
 from tests.ggufs import CHATML, write_model
-from worker.loading import LoadedModel, load_model
 
 
 def loaded(path: Path, template: str | None) -> LoadedModel:

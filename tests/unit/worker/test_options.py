@@ -2,8 +2,8 @@
 
 import pytest
 
-from jobs.settings import Settings
-from worker.options import as_arguments, merge_options
+from nightmill.jobs.settings import Settings
+from nightmill.worker.options import as_arguments, merge_options
 
 
 @pytest.mark.parametrize(

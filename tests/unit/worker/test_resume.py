@@ -4,10 +4,10 @@ from pathlib import Path
 
 import numpy as np
 
-from jobs.partials import SavedTokens
+from nightmill.jobs.sql.partials import SavedTokens
+from nightmill.worker.model.gguf_file import GgufFile
+from nightmill.worker.service.resume import fingerprint, tokens_to_resume
 from tests.ggufs import write_model
-from worker.model.gguf_file import GgufFile
-from worker.resume import fingerprint, tokens_to_resume
 
 
 def digest(path: Path) -> str:

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from jobs.claims import Claims
-from jobs.contract import JobState, StopReason
-from jobs.errors import DatabaseUnreachableError
-from jobs.sweep import Sweep
+from nightmill.jobs.contract import JobState, StopReason
+from nightmill.jobs.errors import DatabaseUnreachableError
+from nightmill.jobs.sql.claims import Claims
+from nightmill.jobs.sql.sweep import Sweep
 from tests.servers import Clock, wait_until
 from tests.unit.engine.scripted import ScriptedRunner
 from tests.unit.worker.bench import PROMPT, Bench, Faulty, Gated, enqueue, these

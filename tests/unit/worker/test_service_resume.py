@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from jobs.contract import JobState
-from jobs.sweep import Sweep
+from nightmill.jobs.contract import JobState
+from nightmill.jobs.sql.sweep import Sweep
 from tests.servers import Clock, wait_until
 from tests.unit.engine.scripted import ScriptedRunner, expected, make_request
 from tests.unit.worker.bench import PROMPT, Bench, Pausing, stop, these

@@ -3,15 +3,15 @@
 import threading
 from collections.abc import Callable, Sequence
 
-from jobs.claims import Claims
-from jobs.client import Client
-from jobs.contract import JobState
-from jobs.errors import RunnerError
+from nightmill.jobs.client import Client
+from nightmill.jobs.contract import JobState
+from nightmill.jobs.errors import RunnerError
+from nightmill.jobs.sql.claims import Claims
+from nightmill.worker.runners.base import StepBatch
+from nightmill.worker.service.suspects import SuspectsTurn
 from tests.servers import wait_until
 from tests.unit.engine.scripted import ScriptedRunner
 from tests.unit.worker.bench import Bench, Gated, enqueue
-from worker.runners.base import StepBatch
-from worker.suspects import SuspectsTurn
 
 POISON = 666  # the seed of a job that breaks the engine
 FOREVER = 1e9

@@ -5,14 +5,14 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from jobs.errors import DatabaseUnreachableError
+from nightmill.jobs.errors import DatabaseUnreachableError
+from nightmill.worker.service.heart import Heart
+from nightmill.worker.service.housekeeper import Housekeeper
+from nightmill.worker.watched import describe, watched_thread
 from tests.servers import wait_until
 from tests.unit.engine.scripted import ScriptedRunner
 from tests.unit.worker.bench import Bench, Gated, enqueue
 from tests.unit.worker.test_suspects import make_suspects
-from worker.heart import Heart
-from worker.housekeeper import Housekeeper
-from worker.watched import describe, watched_thread
 
 
 @pytest.fixture

@@ -4,9 +4,9 @@ import threading
 from collections.abc import Callable
 from multiprocessing import Pipe
 
-from worker.engine.engine import Engine
-from worker.engine_link import EngineLink
-from worker.engine_process import serve
+from nightmill.worker.engine.engine import Engine
+from nightmill.worker.link.link import EngineLink
+from nightmill.worker.link.process import serve
 
 
 class _Thread(threading.Thread):

@@ -1,6 +1,6 @@
 """Chat messages to token ids by the model's own template, which a process apart renders."""
 
-from worker.model.chat.renderer import Limits
-from worker.model.chat.template import ChatTemplate
+from nightmill.worker.model.chat.renderer import Limits
+from nightmill.worker.model.chat.template import ChatTemplate
 
 __all__ = ["ChatTemplate", "Limits"]

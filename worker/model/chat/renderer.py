@@ -24,7 +24,7 @@ from typing import Any, Final
 import jinja2
 import markupsafe
 
-from jobs.errors import ChatTemplateError, RunnerError
+from nightmill.jobs.errors import ChatTemplateError, RunnerError
 
 PROGRAM: Final = Path(__file__).with_name("renderer_process.py")
 MAX_SOURCE: Final = 1 << 20  # characters of a template

@@ -15,11 +15,11 @@ the template too.
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Self
 
-from jobs.errors import ChatTemplateError, NightmillError
-from worker.model.chat.renderer import Limits, Renderer
-from worker.model.chat.shield import Messages, Shield, strings, unused_character
-from worker.model.gguf_file import GgufFile
-from worker.model.tokenizer import Piece, Tokenizer
+from nightmill.jobs.errors import ChatTemplateError, NightmillError
+from nightmill.worker.model.chat.renderer import Limits, Renderer
+from nightmill.worker.model.chat.shield import Messages, Shield, strings, unused_character
+from nightmill.worker.model.gguf_file import GgufFile
+from nightmill.worker.model.tokenizer import Piece, Tokenizer
 
 _KEY = "tokenizer.chat_template"
 

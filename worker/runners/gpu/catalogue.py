@@ -1,11 +1,11 @@
 """All that a runner compiles for a model."""
 
-from worker.model.config import ModelConfig
-from worker.runners.gpu.few_rows import FewRows
-from worker.runners.gpu.hopper import HopperQkv, gemm_sources, qkv_source
-from worker.runners.gpu.kernels import Kernels
-from worker.runners.gpu.sources import Source, source_of
-from worker.runners.gpu.split import split_source
+from nightmill.worker.model.config import ModelConfig
+from nightmill.worker.runners.gpu.few_rows import FewRows
+from nightmill.worker.runners.gpu.hopper import HopperQkv, gemm_sources, qkv_source
+from nightmill.worker.runners.gpu.kernels import Kernels
+from nightmill.worker.runners.gpu.sources import Source, source_of
+from nightmill.worker.runners.gpu.split import split_source
 
 __all__ = ["sources_for"]
 

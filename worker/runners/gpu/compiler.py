@@ -18,7 +18,8 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 
-from jobs.errors import RunnerError
+from nightmill import package_directory
+from nightmill.jobs.errors import RunnerError
 
 __all__ = [
     "CompilerMissingError",
@@ -47,10 +48,8 @@ class KernelCompileError(RunnerError):
 
 
 def kernel_directory() -> Path:
-    """Where the .cu files are: inside the installed package, or at the top of a checkout."""
-    package = Path(__file__).parents[2]
-    packaged = package / "_cuda"
-    return packaged if packaged.is_dir() else package.parent / "cuda"
+    """Where the .cu files are."""
+    return package_directory() / "_cuda"
 
 
 @cache

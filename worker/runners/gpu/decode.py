@@ -5,11 +5,11 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
-from jobs.errors import RunnerError
-from worker.model.config import ModelConfig
-from worker.runners.gpu.device import Device
-from worker.runners.gpu.functions import KernelPair
-from worker.runners.gpu.kv_cache import PAGE
+from nightmill.jobs.errors import RunnerError
+from nightmill.worker.model.config import ModelConfig
+from nightmill.worker.runners.gpu.device import Device
+from nightmill.worker.runners.gpu.functions import KernelPair
+from nightmill.worker.runners.gpu.kv_cache import PAGE
 
 __all__ = ["NO_PIECES", "DecodeAttention", "Planner", "decode_pieces", "whole_pieces"]
 

@@ -21,7 +21,7 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from jobs.errors import RunnerError
+from nightmill.jobs.errors import RunnerError
 
 log = logging.getLogger(__name__)
 

@@ -3,14 +3,14 @@
 They give the bits of the kernels that serve larger steps.
 """
 
-from worker.model.config import ModelConfig
-from worker.runners.gpu.device import Device
-from worker.runners.gpu.functions import Function, Module
-from worker.runners.gpu.hopper import first_sum
-from worker.runners.gpu.kernels import Kernels
-from worker.runners.gpu.sources import TENSOR_CORE_HEADS, source_of
-from worker.runners.gpu.steps import StepInputs
-from worker.runners.gpu.weights import LayerWeights
+from nightmill.worker.model.config import ModelConfig
+from nightmill.worker.runners.gpu.device import Device
+from nightmill.worker.runners.gpu.functions import Function, Module
+from nightmill.worker.runners.gpu.hopper import first_sum
+from nightmill.worker.runners.gpu.kernels import Kernels
+from nightmill.worker.runners.gpu.sources import TENSOR_CORE_HEADS, source_of
+from nightmill.worker.runners.gpu.steps import StepInputs
+from nightmill.worker.runners.gpu.weights import LayerWeights
 
 __all__ = ["MAX_ROWS", "FewRows"]
 

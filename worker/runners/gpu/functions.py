@@ -10,9 +10,15 @@ import struct
 from dataclasses import dataclass
 from typing import Any
 
-from worker.runners.gpu.compiler import compile_kernels
-from worker.runners.gpu.device import CudaError, Device, DeviceLostError, KernelLaunchError, NoDeviceError
-from worker.runners.gpu.sources import Source
+from nightmill.worker.runners.gpu.compiler import compile_kernels
+from nightmill.worker.runners.gpu.device import (
+    CudaError,
+    Device,
+    DeviceLostError,
+    KernelLaunchError,
+    NoDeviceError,
+)
+from nightmill.worker.runners.gpu.sources import Source
 
 __all__ = ["Function", "KernelPair", "Module", "bindings", "error_text"]
 

@@ -15,13 +15,13 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
-from worker.runners.gpu.device import CudaError, Device
-from worker.runners.gpu.functions import Function, Module
-from worker.runners.gpu.graphs import Graph
-from worker.runners.gpu.hopper import TILES, HopperProducts, Kind, Tile, first_sum, is_hopper
-from worker.runners.gpu.library import Algorithm, Library, Product, Way
-from worker.runners.gpu.sources import source_of
-from worker.runners.gpu.split import HopperSplit, SplitTile, split_tiles
+from nightmill.worker.runners.gpu.device import CudaError, Device
+from nightmill.worker.runners.gpu.functions import Function, Module
+from nightmill.worker.runners.gpu.graphs import Graph
+from nightmill.worker.runners.gpu.hopper import TILES, HopperProducts, Kind, Tile, first_sum, is_hopper
+from nightmill.worker.runners.gpu.library import Algorithm, Library, Product, Way
+from nightmill.worker.runners.gpu.sources import source_of
+from nightmill.worker.runners.gpu.split import HopperSplit, SplitTile, split_tiles
 
 __all__ = ["MANY_ROWS", "Gemm", "Shortlist", "nothing", "padded_rows"]
 

@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from worker.runners.gpu.device import CudaError, Device
+from nightmill.worker.runners.gpu.device import CudaError, Device
 
 __all__ = ["Graph", "bucket_of", "buckets"]
 

@@ -5,10 +5,10 @@ import math
 from dataclasses import dataclass
 from enum import Enum
 
-from worker.model.config import ModelConfig
-from worker.runners.gpu.device import CudaError, Device
-from worker.runners.gpu.functions import Function, Module, bindings, error_text
-from worker.runners.gpu.sources import TENSOR_CORE_HEADS, Source, instances, source_of
+from nightmill.worker.model.config import ModelConfig
+from nightmill.worker.runners.gpu.device import CudaError, Device
+from nightmill.worker.runners.gpu.functions import Function, Module, bindings, error_text
+from nightmill.worker.runners.gpu.sources import TENSOR_CORE_HEADS, Source, instances, source_of
 
 __all__ = [
     "QKV_TILES", "TILES", "HopperProducts", "HopperQkv", "Kind", "TensorMaps", "Tile", "first_sum",

@@ -11,16 +11,16 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from jobs.errors import RunnerError
-from worker.model.config import ModelConfig
-from worker.runners.gpu.compiler import compile_all
-from worker.runners.gpu.decode import NO_PIECES, DecodeAttention
-from worker.runners.gpu.device import Device
-from worker.runners.gpu.functions import KernelPair, Module
-from worker.runners.gpu.hopper import is_hopper
-from worker.runners.gpu.prefill import TILE_ROWS, HopperPrefill, prefill_tiles
-from worker.runners.gpu.sizes import check_sizes
-from worker.runners.gpu.sources import TENSOR_CORE_HEADS, source_of
+from nightmill.jobs.errors import RunnerError
+from nightmill.worker.model.config import ModelConfig
+from nightmill.worker.runners.gpu.compiler import compile_all
+from nightmill.worker.runners.gpu.decode import NO_PIECES, DecodeAttention
+from nightmill.worker.runners.gpu.device import Device
+from nightmill.worker.runners.gpu.functions import KernelPair, Module
+from nightmill.worker.runners.gpu.hopper import is_hopper
+from nightmill.worker.runners.gpu.prefill import TILE_ROWS, HopperPrefill, prefill_tiles
+from nightmill.worker.runners.gpu.sizes import check_sizes
+from nightmill.worker.runners.gpu.sources import TENSOR_CORE_HEADS, source_of
 
 __all__ = ["Kernels", "Slots"]
 

@@ -5,8 +5,8 @@
 
 from dataclasses import dataclass
 
-from worker.model.config import ModelConfig
-from worker.runners.gpu.device import Arena, Device, aligned
+from nightmill.worker.model.config import ModelConfig
+from nightmill.worker.runners.gpu.device import Arena, Device, aligned
 
 __all__ = ["PAGE", "KvCache", "page_bytes"]
 

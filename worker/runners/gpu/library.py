@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from worker.runners.gpu.device import CudaError, Device, KernelLaunchError
+from nightmill.worker.runners.gpu.device import CudaError, Device, KernelLaunchError
 
 __all__ = ["WORKSPACE_BYTES", "Algorithm", "Library", "Product", "Way"]
 

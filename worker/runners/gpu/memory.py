@@ -2,12 +2,12 @@
 
 from dataclasses import dataclass
 
-from worker.model.config import ModelConfig
-from worker.runners.gpu.device import DeviceMemoryError, aligned
-from worker.runners.gpu.gemm import padded_rows
-from worker.runners.gpu.kv_cache import PAGE, page_bytes
-from worker.runners.gpu.library import WORKSPACE_BYTES
-from worker.runners.gpu.weights import padded_vocab, weight_bytes
+from nightmill.worker.model.config import ModelConfig
+from nightmill.worker.runners.gpu.device import DeviceMemoryError, aligned
+from nightmill.worker.runners.gpu.gemm import padded_rows
+from nightmill.worker.runners.gpu.kv_cache import PAGE, page_bytes
+from nightmill.worker.runners.gpu.library import WORKSPACE_BYTES
+from nightmill.worker.runners.gpu.weights import padded_vocab, weight_bytes
 
 __all__ = ["LOGIT_ROWS", "MemoryPlan", "plan_memory", "workspace_pieces"]
 

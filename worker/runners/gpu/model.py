@@ -7,18 +7,18 @@ attention (one kernel for drawn tokens, one for prompts), output, norm, gate-up 
 sequences it is five (`few_rows.py`). After attention, the last layer goes on with the rows that draw alone.
 """
 
-from worker.model.config import ModelConfig
-from worker.runners.gpu.device import Arena
-from worker.runners.gpu.few_rows import MAX_ROWS, FewRows
-from worker.runners.gpu.gemm import Gemm, padded_rows
-from worker.runners.gpu.hopper import Kind
-from worker.runners.gpu.kernels import Kernels
-from worker.runners.gpu.kv_cache import KvCache
-from worker.runners.gpu.memory import LOGIT_ROWS
-from worker.runners.gpu.qkv import Qkv
-from worker.runners.gpu.slots import SlotState
-from worker.runners.gpu.steps import StepInputs, StepShape
-from worker.runners.gpu.weights import LayerWeights, Weights, padded_vocab
+from nightmill.worker.model.config import ModelConfig
+from nightmill.worker.runners.gpu.device import Arena
+from nightmill.worker.runners.gpu.few_rows import MAX_ROWS, FewRows
+from nightmill.worker.runners.gpu.gemm import Gemm, padded_rows
+from nightmill.worker.runners.gpu.hopper import Kind
+from nightmill.worker.runners.gpu.kernels import Kernels
+from nightmill.worker.runners.gpu.kv_cache import KvCache
+from nightmill.worker.runners.gpu.memory import LOGIT_ROWS
+from nightmill.worker.runners.gpu.qkv import Qkv
+from nightmill.worker.runners.gpu.slots import SlotState
+from nightmill.worker.runners.gpu.steps import StepInputs, StepShape
+from nightmill.worker.runners.gpu.weights import LayerWeights, Weights, padded_vocab
 
 __all__ = ["Model"]
 

@@ -3,11 +3,11 @@
 import numpy as np
 import numpy.typing as npt
 
-from worker.model.config import ModelConfig
-from worker.runners.gpu.device import Device
-from worker.runners.gpu.functions import Function
-from worker.runners.gpu.hopper import TensorMaps
-from worker.runners.gpu.kv_cache import PAGE
+from nightmill.worker.model.config import ModelConfig
+from nightmill.worker.runners.gpu.device import Device
+from nightmill.worker.runners.gpu.functions import Function
+from nightmill.worker.runners.gpu.hopper import TensorMaps
+from nightmill.worker.runners.gpu.kv_cache import PAGE
 
 __all__ = ["TILE_ROWS", "HopperPrefill", "prefill_tiles"]
 

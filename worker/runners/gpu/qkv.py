@@ -3,13 +3,13 @@
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from worker.model.config import ModelConfig
-from worker.runners.gpu.device import Device
-from worker.runners.gpu.gemm import MANY_ROWS, Gemm, Shortlist, nothing, padded_rows
-from worker.runners.gpu.hopper import HopperQkv, Kind, Tile, is_hopper
-from worker.runners.gpu.kernels import Kernels
-from worker.runners.gpu.steps import StepInputs
-from worker.runners.gpu.weights import LayerWeights
+from nightmill.worker.model.config import ModelConfig
+from nightmill.worker.runners.gpu.device import Device
+from nightmill.worker.runners.gpu.gemm import MANY_ROWS, Gemm, Shortlist, nothing, padded_rows
+from nightmill.worker.runners.gpu.hopper import HopperQkv, Kind, Tile, is_hopper
+from nightmill.worker.runners.gpu.kernels import Kernels
+from nightmill.worker.runners.gpu.steps import StepInputs
+from nightmill.worker.runners.gpu.weights import LayerWeights
 
 __all__ = ["Qkv"]
 

@@ -14,32 +14,27 @@ from typing import Any
 
 import numpy as np
 
-from jobs.errors import RunnerError
-from worker.model.config import ModelConfig
-from worker.model.gguf_file import GgufFile
-from worker.runners.base import IntArray, SampledTokens, StepBatch
-from worker.runners.gpu.catalogue import sources_for
-from worker.runners.gpu.compiler import compile_all, kernel_revision
-from worker.runners.gpu.decode import whole_pieces
-from worker.runners.gpu.device import Arena, Device, aligned
-from worker.runners.gpu.few_rows import FewRows
-from worker.runners.gpu.gemm import MANY_ROWS, Gemm
-from worker.runners.gpu.graphs import Graph, bucket_of, buckets
-from worker.runners.gpu.hopper import is_hopper
-from worker.runners.gpu.kernels import Kernels
-from worker.runners.gpu.kv_cache import PAGE, KvCache
-from worker.runners.gpu.memory import (
-    LOGIT_ROWS,
-    MemoryPlan,
-    plan_memory,
-    workspace_pieces,
-)
-from worker.runners.gpu.model import Model
-from worker.runners.gpu.qkv import Qkv
-from worker.runners.gpu.sizes import check_sizes
-from worker.runners.gpu.slots import SlotState
-from worker.runners.gpu.steps import PADDING, StepBuffers, StepShape, padded_lengths
-from worker.runners.gpu.weights import load_weights, padded_vocab
+from nightmill.jobs.errors import RunnerError
+from nightmill.worker.model.config import ModelConfig
+from nightmill.worker.model.gguf_file import GgufFile
+from nightmill.worker.runners.base import IntArray, SampledTokens, StepBatch
+from nightmill.worker.runners.gpu.catalogue import sources_for
+from nightmill.worker.runners.gpu.compiler import compile_all, kernel_revision
+from nightmill.worker.runners.gpu.decode import whole_pieces
+from nightmill.worker.runners.gpu.device import Arena, Device, aligned
+from nightmill.worker.runners.gpu.few_rows import FewRows
+from nightmill.worker.runners.gpu.gemm import MANY_ROWS, Gemm
+from nightmill.worker.runners.gpu.graphs import Graph, bucket_of, buckets
+from nightmill.worker.runners.gpu.hopper import is_hopper
+from nightmill.worker.runners.gpu.kernels import Kernels
+from nightmill.worker.runners.gpu.kv_cache import PAGE, KvCache
+from nightmill.worker.runners.gpu.memory import LOGIT_ROWS, MemoryPlan, plan_memory, workspace_pieces
+from nightmill.worker.runners.gpu.model import Model
+from nightmill.worker.runners.gpu.qkv import Qkv
+from nightmill.worker.runners.gpu.sizes import check_sizes
+from nightmill.worker.runners.gpu.slots import SlotState
+from nightmill.worker.runners.gpu.steps import PADDING, StepBuffers, StepShape, padded_lengths
+from nightmill.worker.runners.gpu.weights import load_weights, padded_vocab
 
 __all__ = ["CudaRunner"]
 

@@ -1,8 +1,8 @@
 """Which sizes of a model the CUDA kernels take."""
 
-from jobs.errors import RunnerError
-from worker.model.config import ModelConfig
-from worker.runners.gpu.prefill import TILE_ROWS
+from nightmill.jobs.errors import RunnerError
+from nightmill.worker.model.config import ModelConfig
+from nightmill.worker.runners.gpu.prefill import TILE_ROWS
 
 __all__ = ["check_sizes"]
 

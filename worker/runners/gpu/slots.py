@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from worker.runners.base import Admission
-from worker.runners.gpu.device import Device, aligned
+from nightmill.worker.runners.base import Admission
+from nightmill.worker.runners.gpu.device import Device, aligned
 
 __all__ = ["SlotState"]
 

@@ -3,8 +3,8 @@
 from collections.abc import Iterable
 from pathlib import Path
 
-from worker.model.config import ModelConfig, RopeStyle
-from worker.runners.gpu.compiler import kernel_directory
+from nightmill.worker.model.config import ModelConfig, RopeStyle
+from nightmill.worker.runners.gpu.compiler import kernel_directory
 
 __all__ = ["TENSOR_CORE_HEADS", "Source", "instances", "source_of"]
 

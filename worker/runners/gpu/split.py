@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass
 
-from worker.runners.gpu.device import Device
-from worker.runners.gpu.functions import Function, Module
-from worker.runners.gpu.hopper import TensorMaps, first_sum
-from worker.runners.gpu.sources import Source, instances, source_of
+from nightmill.worker.runners.gpu.device import Device
+from nightmill.worker.runners.gpu.functions import Function, Module
+from nightmill.worker.runners.gpu.hopper import TensorMaps, first_sum
+from nightmill.worker.runners.gpu.sources import Source, instances, source_of
 
 __all__ = ["SPLIT_TILES", "HopperSplit", "SplitTile", "split_source", "split_tiles"]
 

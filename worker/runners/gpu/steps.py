@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from worker.runners.base import IntArray, StepBatch
-from worker.runners.gpu.device import Device
-from worker.runners.gpu.kv_cache import PAGE
+from nightmill.worker.runners.base import IntArray, StepBatch
+from nightmill.worker.runners.gpu.device import Device
+from nightmill.worker.runners.gpu.kv_cache import PAGE
 
 __all__ = ["PADDING", "StepBuffers", "StepInputs", "StepShape", "padded_lengths"]
 

@@ -17,12 +17,12 @@ import numpy as np
 import numpy.typing as npt
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
-from jobs.errors import ModelFileError
-from worker.model.config import ModelConfig, expected_tensors, rope_frequencies
-from worker.model.gguf_file import GgufFile
-from worker.runners.gpu.device import Arena, Device, aligned
-from worker.runners.gpu.functions import Function, Module
-from worker.runners.gpu.sources import source_of
+from nightmill.jobs.errors import ModelFileError
+from nightmill.worker.model.config import ModelConfig, expected_tensors, rope_frequencies
+from nightmill.worker.model.gguf_file import GgufFile
+from nightmill.worker.runners.gpu.device import Arena, Device, aligned
+from nightmill.worker.runners.gpu.functions import Function, Module
+from nightmill.worker.runners.gpu.sources import source_of
 
 __all__ = [
     "SUPPORTED",

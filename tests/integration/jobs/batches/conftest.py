@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from jobs.claims import Claims
-from jobs.client import Client
-from jobs.settings import Settings
+from nightmill.jobs.client import Client
+from nightmill.jobs.settings import Settings
+from nightmill.jobs.sql.claims import Claims
 from tests.integration.jobs.batches.rows import write
 from tests.servers import Clock
 

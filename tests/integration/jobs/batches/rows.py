@@ -4,9 +4,9 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from jobs.batches import Batch
-from jobs.claims import Claims, Outcome
-from jobs.contract import Job, JobState, StopReason
+from nightmill.jobs.batches.batch import Batch
+from nightmill.jobs.contract import Job, JobState, StopReason
+from nightmill.jobs.sql.claims import Claims, Outcome
 
 
 def write(path: Path, rows: Sequence[object]) -> Path:

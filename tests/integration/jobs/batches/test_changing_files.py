@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from jobs.batch_store import BatchStore
-from jobs.batches import Batch
-from jobs.cli import main
-from jobs.client import Client
-from jobs.errors import BatchConflictError, BatchFileError
-from jobs.settings import Settings
+from nightmill.jobs.batches.batch import Batch
+from nightmill.jobs.client import Client
+from nightmill.jobs.commands.main import main
+from nightmill.jobs.errors import BatchConflictError, BatchFileError
+from nightmill.jobs.settings import Settings
+from nightmill.jobs.sql.batches import BatchStore
 from tests.integration.jobs.batches.rows import jobs_of
 from tests.servers import worker_env
 
@@ -27,7 +27,7 @@ Change = Callable[[Path], object]
 @pytest.fixture(autouse=True)
 def small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows are entered 50 at a time."""
-    monkeypatch.setattr("jobs.grouping.ROWS_PER_TRANSACTION", 50)
+    monkeypatch.setattr("nightmill.jobs.batches.grouping.ROWS_PER_TRANSACTION", 50)
 
 
 def lines(label: str, rows: int = ROWS) -> bytes:
@@ -166,7 +166,7 @@ def test_bytes_that_changed_without_a_trace_are_found_at_the_end(
 ) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_bytes(lines("old"))
-    monkeypatch.setattr("jobs.batchfile.inputs._stamp", lambda found: found.st_size)  # a coarse clock
+    monkeypatch.setattr("nightmill.jobs.formats.inputs._stamp", lambda found: found.st_size)  # a coarse clock
     with pytest.raises(BatchFileError, match="changed while it was submitted"):
         submit(sqlite_client, path, rewrite_with_its_old_time, ROWS)
     assert sqlite_client.get_batch("night").status().state == "submitting"

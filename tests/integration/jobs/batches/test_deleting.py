@@ -8,19 +8,19 @@ from pathlib import Path
 import pytest
 from sqlalchemy.orm import Session
 
-from jobs.claims import Claims
-from jobs.client import Client
-from jobs.contract import Job, JobState
-from jobs.deletion import Deletion
-from jobs.errors import (
+from nightmill.jobs.client import Client
+from nightmill.jobs.contract import Job, JobState
+from nightmill.jobs.errors import (
     BatchConflictError,
     BatchNotFoundError,
     InvalidRequestError,
     InvalidTransitionError,
     JobNotFoundError,
 )
-from jobs.prune import Prune, Pruned
-from jobs.settings import Settings
+from nightmill.jobs.settings import Settings
+from nightmill.jobs.sql.claims import Claims
+from nightmill.jobs.sql.deletion import Deletion
+from nightmill.jobs.sql.prune import Prune, Pruned
 from tests.integration.jobs.batches.rows import finish, jobs_of
 from tests.interleaving import before, wait_until_one_is_blocked
 from tests.servers import Clock
@@ -38,7 +38,7 @@ def other(server_settings: Settings, clock: Clock, client: Client) -> Iterator[C
 
 def begin_to_delete(client: Client, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Delete four rows, and be broken off."""
-    monkeypatch.setattr("jobs.deletion.GROUP", 4)
+    monkeypatch.setattr("nightmill.jobs.sql.deletion.GROUP", 4)
     assert next(Deletion(client.database).run(name)) == 4
 
 
@@ -80,7 +80,7 @@ def test_a_deletion_that_begins_while_rows_are_retried_stops_the_retry_or_is_ref
     client: Client, other: Client, file: Path, worker: Claims, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A retry goes through the rows in groups: the deletion comes between two of them."""
-    monkeypatch.setattr("jobs.batch_store.GROUP", 4)
+    monkeypatch.setattr("nightmill.jobs.sql.batches.GROUP", 4)
     batch = client.submit_batch(file, name="night")
     batch.cancel()
     retrying = batch._store.retry_failed("night", None)
@@ -142,7 +142,7 @@ def test_no_transaction_is_open_while_a_reader_of_the_deletion_takes_its_time(
 ) -> None:
     batch = client.submit_batch(file, name="night")
     batch.cancel()
-    monkeypatch.setattr("jobs.deletion.GROUP", 4)
+    monkeypatch.setattr("nightmill.jobs.sql.deletion.GROUP", 4)
     said = [other.enqueue("prompt") for _ in Deletion(client.database).run("night")]
     assert len(said) == 4 and other.stats()["state"] == {"queued": 4}
 
@@ -151,7 +151,7 @@ def test_two_who_delete_one_batch_both_end_well(
     client: Client, other: Client, file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client.submit_batch(file, name="night").cancel()
-    monkeypatch.setattr("jobs.deletion.GROUP", 4)
+    monkeypatch.setattr("nightmill.jobs.sql.deletion.GROUP", 4)
     first, second = Deletion(client.database).run("night"), Deletion(other.database).run("night")
     assert [next(first), next(second)] == [4, 4]
     assert [*first][-1] == 6 and [*second] == [4]
@@ -229,7 +229,7 @@ def test_a_batch_that_was_retried_since_it_was_chosen_is_kept_and_the_others_go(
 def test_two_prunes_at_once_both_end_well_and_miss_nothing(
     client: Client, other: Client, file: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("jobs.deletion.GROUP", 4)
+    monkeypatch.setattr("nightmill.jobs.sql.deletion.GROUP", 4)
     prune = ended_long_ago(client, file, clock, "a", "b", "c")
     pruning = prune.run()
     assert next(pruning) == Pruned(4, 0)

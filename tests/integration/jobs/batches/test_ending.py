@@ -7,17 +7,14 @@ from typing import Any
 
 import pytest
 
-from jobs.batch_store import BatchStore
-from jobs.claims import Claims, Outcome
-from jobs.client import Client
-from jobs.contract import JobState, StopReason
-from jobs.errors import (
-    BatchNotFoundError,
-    InvalidTransitionError,
-)
-from jobs.prune import Prune, Pruned
-from jobs.settings import Settings
-from jobs.sweep import Sweep
+from nightmill.jobs.client import Client
+from nightmill.jobs.contract import JobState, StopReason
+from nightmill.jobs.errors import BatchNotFoundError, InvalidTransitionError
+from nightmill.jobs.settings import Settings
+from nightmill.jobs.sql.batches import BatchStore
+from nightmill.jobs.sql.claims import Claims, Outcome
+from nightmill.jobs.sql.prune import Prune, Pruned
+from nightmill.jobs.sql.sweep import Sweep
 from tests.integration.jobs.batches.rows import finish, jobs_of, write
 from tests.servers import Clock, RedisServer
 
@@ -234,8 +231,8 @@ def old_and_new(client: Client, worker: Claims, file: Path, clock: Clock) -> Cal
 def test_pruning_deletes_what_ended_long_ago_and_nothing_that_has_not(
     client: Client, worker: Claims, file: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("jobs.deletion.GROUP", 4)
-    monkeypatch.setattr("jobs.prune.GROUP", 2)
+    monkeypatch.setattr("nightmill.jobs.sql.deletion.GROUP", 4)
+    monkeypatch.setattr("nightmill.jobs.sql.prune.GROUP", 2)
     there = old_and_new(client, worker, file, clock)
     everything = there()
     prune = Prune(client.batches.store, clock() - timedelta(days=45))

@@ -8,11 +8,9 @@ from typing import Any
 
 import pytest
 
-from jobs.batch_store import BatchStore
-from jobs.claims import Claims
-from jobs.client import Client
-from jobs.contract import JobState, StopReason
-from jobs.errors import (
+from nightmill.jobs.client import Client
+from nightmill.jobs.contract import JobState, StopReason
+from nightmill.jobs.errors import (
     BatchConflictError,
     BatchFileError,
     BatchNotFoundError,
@@ -20,8 +18,10 @@ from jobs.errors import (
     UnknownModelError,
     WaitTimeoutError,
 )
-from jobs.settings import Settings
-from jobs.sweep import Sweep
+from nightmill.jobs.settings import Settings
+from nightmill.jobs.sql.batches import BatchStore
+from nightmill.jobs.sql.claims import Claims
+from nightmill.jobs.sql.sweep import Sweep
 from tests.integration.jobs.batches.rows import finish, jobs_of, write
 from tests.servers import Clock, free_port
 
@@ -137,7 +137,7 @@ def test_a_submission_that_was_broken_off_goes_on_where_it_stood(
 
 
 def test_large_rows_are_entered_in_smaller_groups(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("jobs.grouping.CHARACTERS_PER_TRANSACTION", 1000)
+    monkeypatch.setattr("nightmill.jobs.batches.grouping.CHARACTERS_PER_TRANSACTION", 1000)
     insert = BatchStore.insert_rows
     groups: list[int] = []
 

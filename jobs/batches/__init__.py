@@ -1,0 +1,1 @@
+"""Files and iterables of prompts as wholes: handed in, followed, read."""

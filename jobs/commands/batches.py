@@ -1,0 +1,323 @@
+"""`nightmill batch ...` and `nightmill prune`: files handed in, looked at, cancelled, cleared away."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import click
+
+from nightmill.jobs.batch_status import BatchState, BatchStatus
+from nightmill.jobs.batches.batch import Batch
+from nightmill.jobs.client import Client
+from nightmill.jobs.commands.options import Group, given, json_option, parameter_options
+from nightmill.jobs.commands.printing import counted, describe_status, status_json
+from nightmill.jobs.commands.terminal import Line, LiveLine, confirm, echo, echo_json, table
+from nightmill.jobs.formats import InputFile
+from nightmill.jobs.printable import printable
+from nightmill.jobs.sql.prune import Prune, Pruned
+from nightmill.jobs.when import describe_moment, parse_moment, parse_span
+
+EXIT_CODES = {
+    BatchState.COMPLETED: 0,
+    BatchState.COMPLETED_WITH_ERRORS: 3,
+    BatchState.FAILED: 4,
+    BatchState.EXPIRED: 5,
+    BatchState.CANCELLED: 6,
+}
+"""How commands that follow a batch to its end exit; 1 is an error of the command, 2 wrong usage."""
+
+
+@click.group(cls=Group)
+def batch() -> None:
+    """Files of prompts: submit, follow, read, cancel, try again.
+
+    \b
+      nightmill batch submit prompts.jsonl --name tonight --at 01:00 --deadline 06:00
+      nightmill batch status tonight
+      nightmill batch results tonight -o results.jsonl
+      nightmill batch errors tonight -o errors.jsonl
+      nightmill batch retry-failed tonight
+
+    A batch is submitting, scheduled, queued or running; in the end it is completed (every row succeeded),
+    completed_with_errors, failed (no row succeeded), cancelled, or expired (the deadline ended rows). A
+    worker must serve it: nightmill worker --model FILE. For both in one command, see nightmill run.
+    """
+
+
+@batch.command()
+@click.argument("file", type=click.Path(path_type=Path))
+@click.option("--name", help="Name of the batch; by default made of the file, the model and the parameters.")
+@click.option("--at", "at", help="When to begin: 01:00 (the next one), 2026-11-22T01:00, or 2h from now.")
+@click.option("--deadline", help="When to end: the same forms. A time of day is the next one after --at.")
+@click.option("--priority", type=int, help="0 to 9, higher is sooner [5].")
+@click.option("--model", help="Name of the model that must serve every row, whatever the rows say.")
+@parameter_options
+@json_option
+def submit(
+    file: Path,
+    name: str | None,
+    at: str | None,
+    deadline: str | None,
+    model: str | None,
+    as_json: bool,
+    **settings: Any,
+) -> None:
+    """Queue every row of FILE as a batch.
+
+    FILE holds OpenAI batch rows, plain JSONL rows, CSV or Parquet; docs/file-formats.md says what a row may
+    hold. Parameters given here hold for rows that do not say otherwise. A bad row becomes a failed row and
+    stops nothing. Broken off? The same command again goes on where it stood, and keeps the times of the
+    first one. FILE must not change meanwhile.
+
+    \b
+    Exits 0 while there are rows to run. A batch that is done already (or whose rows are all bad) exits as
+    watch does: 0 if every row succeeded, 3 to 6 otherwise.
+    """
+    begins, ends = when(at, deadline)
+    source = InputFile(file)
+    with Client() as client:
+        made = submit_file(
+            client,
+            source,
+            name=name,
+            model=model,
+            scheduled_at=begins,
+            deadline=ends,
+            settings=given(settings),
+            check_model=client.check_model,
+        )
+        status = made.status()
+    say_times(status, begins, ends)
+    if as_json:
+        echo_json(status_json(status))
+    else:
+        echo(describe_status(status))
+        if not status.state.final:
+            echo(f"Next: nightmill batch status {printable(made.name)}")
+        elif status.unsuccessful:
+            echo(f"Next: nightmill batch errors {printable(made.name)} -o FILE")
+    if status.state.final:
+        raise SystemExit(EXIT_CODES[status.state])
+
+
+def when(at: str | None, deadline: str | None) -> tuple[datetime | None, datetime | None]:
+    """--at and --deadline as points in time."""
+    now = datetime.now(UTC)
+    begins = None if at is None else parse_moment("--at", at, now)
+    ends = None if deadline is None else parse_moment("--deadline", deadline, begins or now)
+    return begins, ends
+
+
+def say_times(status: BatchStatus, begins: datetime | None, ends: datetime | None) -> None:
+    """Say on stderr which times hold, where some were asked for: a batch keeps its first ones."""
+    for label, asked, kept in (
+        ("begins", begins, status.scheduled_at),
+        ("deadline", ends, status.deadline_at),
+    ):
+        if asked is None:
+            continue
+        said = "none" if kept is None else describe_moment(kept)
+        first = "" if kept == asked else ", as it was submitted at first"
+        echo(f"{label} {said}{first}", err=True)
+
+
+def submit_file(client: Client, source: InputFile, **arguments: Any) -> Batch:
+    """Submit a file under a progress bar; `arguments` as for Batches.submit."""
+    with _progress("submitting", source.size, megabytes=True) as update:
+        return client.batches.submit(source, on_rows=lambda _: update(source.position), **arguments)
+
+
+@batch.command("list")
+@click.option("-n", "--limit", type=click.IntRange(1), default=20, show_default=True, help="At most so many.")
+@json_option
+def list_command(limit: int, as_json: bool) -> None:
+    """List the newest batches."""
+    with Client() as client:
+        statuses = [found.status(errors=False) for found in client.list_batches(limit=limit)]
+    if as_json:
+        for status in statuses:
+            echo_json(status_json(status))
+        return
+    rows = (
+        (
+            status.name,
+            status.state,
+            f"{status.row_count or status.rows:,}",
+            f"{status.done:,}",
+            f"{status.unsuccessful:,}",
+            "" if status.tokens_per_second is None else f"{status.tokens_per_second:,.0f}",
+            describe_moment(status.created_at),
+            "" if status.deadline_at is None else describe_moment(status.deadline_at),
+        )
+        for status in statuses
+    )
+    table(("name", "state", "rows", "done", "failed", "tokens/s", "created", "deadline"), rows, cut="name")
+
+
+@batch.command()
+@click.argument("name")
+@json_option
+def status(name: str, as_json: bool) -> None:
+    """Show where a batch stands: rows by state and stop reason, errors, speed, when it will end."""
+    with Client() as client:
+        found = client.get_batch(name).status()
+    echo_json(status_json(found)) if as_json else echo(describe_status(found))
+
+
+@batch.command()
+@click.argument("name")
+@json_option
+def watch(name: str, as_json: bool) -> None:
+    """Follow a batch to its end.
+
+    \b
+    Exits 0 if every row succeeded; 3: completed_with_errors; 4: failed, no row succeeded; 5: expired at the
+    deadline; 6: cancelled. 1 is an error of this command, 2 wrong usage. Ctrl-C stops watching, no more.
+    """
+    with Client() as client:
+        found = client.get_batch(name).wait(progress=True)
+    echo_json(status_json(found)) if as_json else echo(describe_status(found))
+    raise SystemExit(EXIT_CODES[found.state])
+
+
+def _write_command(kind: str, help_text: str) -> click.Command:
+    errors = kind == "errors"
+
+    @click.argument("name")
+    @click.option(
+        "-o",
+        "--output",
+        type=click.Path(path_type=Path, dir_okay=False),
+        required=True,
+        help="File to write.",
+    )
+    @click.option("--overwrite", is_flag=True, help="Replace FILE even where it holds something else.")
+    @json_option
+    def write(name: str, output: Path, overwrite: bool, as_json: bool) -> None:
+        with Client() as client:
+            found = client.get_batch(name)
+            now = found.status(errors=False)
+            total = now.unsuccessful if errors else now.succeeded
+            with _progress(f"writing {kind}", total) as update:
+                put = found.write_errors if errors else found.write_results
+                rows = put(output, overwrite=overwrite, on_rows=update)
+        left = now.rows - now.done
+        if as_json:
+            echo_json({"path": str(output), "rows": rows, "unfinished": left})
+            return
+        more = f"; not done yet: {counted(left, 'row')}" if left else ""
+        echo(f"{printable(output)}: {counted(rows, 'row')}{more}")
+
+    return click.command(kind, help=help_text)(write)
+
+
+batch.add_command(
+    _write_command(
+        "results",
+        "Write the rows that succeeded, in the order of the input and in its format.\n\nThe file appears "
+        "when it is complete. A batch that is not done gives what there is. A file that is there is "
+        "replaced where it holds results of this batch and nothing else.",
+    )
+)
+batch.add_command(
+    _write_command(
+        "errors",
+        "Write the rows that failed, expired or were cancelled: why, and the text that they had.\n\nIn the "
+        "order of the input; the file appears when it is complete. A file that is there is replaced where it "
+        "holds errors of this batch and nothing else.",
+    )
+)
+
+
+@batch.command()
+@click.argument("name")
+@json_option
+def cancel(name: str, as_json: bool) -> None:
+    """Cancel a batch: queued rows at once, running ones within a second, keeping the text so far."""
+    with Client() as client:
+        at_once, asked = client.get_batch(name).cancel()
+    if as_json:
+        echo_json({"cancelled": at_once, "asked": asked})
+        return
+    echo(f"{printable(name)}: {counted(at_once, 'row')} cancelled, {asked:,} running and asked to stop")
+
+
+@batch.command("retry-failed")
+@click.argument("name")
+@click.option("--deadline", help="A new deadline: 06:00, 2026-11-22T06:00, 8h; by default none.")
+@json_option
+def retry_failed(name: str, deadline: str | None, as_json: bool) -> None:
+    """Queue the rows again that failed, expired or were cancelled, under their ids and seeds.
+
+    Rows that have a result, and bad rows of the file, are left alone.
+    """
+    _, ends = when(None, deadline)
+    with Client() as client:
+        found = client.get_batch(name)
+        rows = found.retry_failed(deadline=ends)
+        say_times(found.status(errors=False), None, ends)
+    echo_json({"queued": rows}) if as_json else echo(
+        f"{printable(name)}: {counted(rows, 'row')} queued again"
+    )
+
+
+@batch.command()
+@click.argument("name")
+@click.option("--yes", is_flag=True, help="Do not ask.")
+@json_option
+def delete(name: str, yes: bool, as_json: bool) -> None:
+    """Delete a batch and all its rows, results included. Its rows must be done or cancelled."""
+    with Client() as client:
+        found = client.get_batch(name)
+        rows = found.status(errors=False).rows
+        if not yes:
+            confirm(f"Delete {counted(rows, 'row')} of batch {name}, results included?")
+        with _progress("deleting", rows) as update:
+            gone = found.delete(update)
+    echo_json({"deleted": gone}) if as_json else echo(f"{printable(name)}: {counted(gone, 'row')} deleted")
+
+
+@click.command()
+@click.option("--older-than", required=True, help="Age since a job or batch ended: 30d, 12h, 8w.")
+@click.option("--dry-run", is_flag=True, help="Only say what would be deleted.")
+@json_option
+def prune(older_than: str, dry_run: bool, as_json: bool) -> None:
+    """Delete what ended long ago, and empty batches. What is not finished is never touched.
+
+    A submitted file goes as a whole, by the time at which its last row ended; other jobs go one by one. It
+    deletes in groups, so that workers go on meanwhile.
+
+    \b
+      nightmill prune --older-than 30d --dry-run
+    """
+    age = parse_span("--older-than", older_than)
+    with Client() as client:
+        work = Prune(client.batches.store, client.database.now() - age)
+        done = work.count()
+        if not dry_run:
+            with _progress("deleting", done.jobs) as update:
+                for done in work.run():
+                    update(done.jobs)
+    _say_pruned(done, dry_run, as_json)
+
+
+def _say_pruned(done: Pruned, dry_run: bool, as_json: bool) -> None:
+    if as_json:
+        echo_json({"jobs": done.jobs, "batches": done.batches, "dry_run": dry_run})
+        return
+    verb = "would be deleted" if dry_run else "deleted"
+    echo(f"{counted(done.jobs, 'job')} and {counted(done.batches, 'batch')} {verb}")
+
+
+@contextmanager
+def _progress(label: str, total: int, *, megabytes: bool = False) -> Iterator[Callable[[int], None]]:
+    """A bar on stderr, where that is a terminal; yields what moves it to a number."""
+    with LiveLine(Line(name=label, total=total), estimate=True) as live:
+
+        def update(done: int) -> None:
+            count = f"{done / 1e6:,.1f}/{total / 1e6:,.1f} MB" if megabytes else ""
+            live.update(Line(name=label, done=done, total=total, count=count))
+
+        yield update

@@ -1,0 +1,179 @@
+"""The commands of `nightmill` for single jobs, and for the installation: thin over `jobs.client`."""
+
+import sys
+from typing import Any
+
+import click
+
+from nightmill.jobs.client import Client
+from nightmill.jobs.commands.options import given, json_option, parameter_options
+from nightmill.jobs.commands.printing import follow, job_values, print_all_of, print_job, prompt_line
+from nightmill.jobs.commands.terminal import echo, echo_json, table
+from nightmill.jobs.contract import JobState
+from nightmill.jobs.messages.embedded import EmbeddedRedis
+from nightmill.jobs.printable import printable
+from nightmill.jobs.settings import Settings
+from nightmill.jobs.when import describe_moment
+
+
+@click.command()
+@click.argument("prompts", nargs=-1, required=True)
+@click.option("--chat", is_flag=True, help="Send each prompt as a user's message, through the chat template.")
+@click.option("--system", help="A system message to go before each prompt (implies --chat).")
+@click.option("--model", help="Name of the model that must serve it; any by default.")
+@click.option("--batch", help="Name of the batch to put the jobs in.")
+@parameter_options
+@click.option("--priority", type=int, help="0 to 9, higher is sooner [5].")
+@click.option("--idempotency-key", help="A second enqueue with this key returns the first job.")
+@click.option("--wait", is_flag=True, help="Wait, and print the texts.")
+@json_option
+def enqueue(
+    prompts: tuple[str, ...],
+    chat: bool,
+    system: str | None,
+    wait: bool,
+    as_json: bool,
+    **settings: Any,
+) -> None:
+    """Queue PROMPTS, one job each, and print their ids. A prompt of - is read from standard input."""
+    with Client() as client:
+        ids = []
+        for prompt in prompts:
+            text = sys.stdin.read() if prompt == "-" else prompt
+            ids.append(client.enqueue(_messages(text, system) if chat or system else text, **given(settings)))
+        if not wait:
+            echo_json({"ids": ids}) if as_json else echo("\n".join(ids))
+            return
+        for job in follow(client, ids, show=not as_json):
+            echo_json(job_values(job)) if as_json else print_job(job)
+
+
+@click.command("list")
+@click.option(
+    "--state", type=click.Choice([str(state) for state in JobState]), help="Only jobs in this state."
+)
+@click.option("--batch", help="Only jobs of this batch.")
+@click.option("--model", help="Only jobs for this model.")
+@click.option("-n", "--limit", type=click.IntRange(1), default=20, show_default=True, help="At most so many.")
+@json_option
+def list_command(state: str | None, batch: str | None, model: str | None, limit: int, as_json: bool) -> None:
+    """List the newest jobs."""
+    with Client() as client:
+        found = client.list_jobs(state=state, batch=batch, model=model, limit=limit)
+    if as_json:
+        for job in found:
+            echo_json(job_values(job))
+        return
+    rows = (
+        (
+            job.id,
+            job.state,
+            job.stop_reason or "",
+            "" if job.completion_tokens is None else job.completion_tokens,
+            describe_moment(job.created_at),
+            prompt_line(job),
+        )
+        for job in found
+    )
+    headings = ("id", "state", "stop reason", "tokens", "created", "prompt")
+    table(headings, rows, cut="prompt", whole={"id": 32, "state": 9})
+
+
+@click.command()
+@click.argument("job_id")
+@json_option
+def show(job_id: str, as_json: bool) -> None:
+    """Show one job, with its text and error history.
+
+    A terminal gets control characters as escapes (\\x1b); a file or another program gets the text as it is.
+    """
+    with Client() as client:
+        job = client.get(job_id)
+    echo_json(job_values(job)) if as_json else print_all_of(job)
+
+
+@click.command()
+@click.argument("job_ids", nargs=-1)
+@click.option("--batch", help="Cancel every unfinished job of this batch.")
+@json_option
+def cancel(job_ids: tuple[str, ...], batch: str | None, as_json: bool) -> None:
+    """Cancel jobs: queued ones at once, running ones at their next step, keeping the text so far."""
+    if not job_ids and batch is None:
+        raise click.UsageError("name job ids, or a --batch")
+    with Client() as client:
+        states = {job_id: str(client.cancel(job_id)) for job_id in job_ids}
+        if batch is not None:
+            at_once, asked = client.cancel_batch(batch)
+            states[f"batch {batch}"] = f"{at_once} cancelled, {asked} running and asked to stop"
+    if as_json:
+        echo_json(states)
+        return
+    for name, state in states.items():
+        echo(f"{printable(name)}: {'running, asked to stop' if state == JobState.RUNNING else state}")
+
+
+@click.command()
+@click.argument("job_ids", nargs=-1, required=True)
+@json_option
+def retry(job_ids: tuple[str, ...], as_json: bool) -> None:
+    """Queue failed or cancelled jobs again, under their ids and seeds."""
+    with Client() as client:
+        retried = [client.retry(job_id).id for job_id in job_ids]
+    echo_json({"ids": retried}) if as_json else echo("\n".join(f"{i}: queued" for i in retried))
+
+
+@click.command()
+@click.option("--batch", help="Only this batch.")
+@json_option
+def stats(batch: str | None, as_json: bool) -> None:
+    """Count jobs by state and stop reason, and show the workers."""
+    with Client() as client:
+        counted = client.stats(batch)
+        workers = client.store.workers()
+        queue = client.broker.queue_length(None)
+    if as_json:
+        echo_json(counted | {"queue_messages": queue, "workers": workers})
+        return
+    rows = [(str(state), f"{counted['state'].get(state, 0):,}") for state in JobState]
+    rows += [
+        (f"  stopped by {name}", f"{number:,}") for name, number in sorted(counted["stop_reason"].items())
+    ]
+    rows += [
+        ("prompt tokens", f"{counted['prompt_tokens']:,}"),
+        ("completion tokens", f"{counted['completion_tokens']:,}"),
+        ("messages in the shared queue", f"{queue:,}"),
+    ]
+    for worker in workers[:10]:
+        doing = f" ({worker['detail']})" if worker["detail"] else ""
+        what = f"{worker['state']}{doing}, {worker['model']} on {worker['host']}"
+        rows.append((f"worker {worker['id'][:8]}", what))
+    table((), rows)
+
+
+@click.command()
+def migrate() -> None:
+    """Bring the database's tables to this version. Safe to run again."""
+    with Client() as client:
+        before = client.database.revision()
+        client.database.migrate()
+        after = client.database.revision()
+        where = client.settings.safe_database_url
+    echo(
+        f"{where}: schema {after}"
+        + (" (was up to date)" if before == after else f" (was {before or 'empty'})")
+    )
+
+
+@click.command()
+def stop() -> None:
+    """Stop the embedded Redis; what it holds is there again at the next start."""
+    settings = Settings.from_env()
+    if not settings.embedded_broker:
+        raise click.ClickException(f"the broker is {settings.safe_broker_url}, which Nightmill did not start")
+    stopped = EmbeddedRedis(settings.data_dir).stop()
+    echo("embedded Redis stopped" if stopped else "no embedded Redis was running")
+
+
+def _messages(text: str, system: str | None) -> list[dict[str, str]]:
+    before = [{"role": "system", "content": system}] if system else []
+    return [*before, {"role": "user", "content": text}]

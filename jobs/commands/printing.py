@@ -1,0 +1,125 @@
+"""How commands print jobs and batches: for people, and as JSON for programs."""
+
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from datetime import datetime
+from typing import Any
+
+from nightmill.jobs.batch_status import BatchState, BatchStatus
+from nightmill.jobs.client import Client
+from nightmill.jobs.commands.progress import duration
+from nightmill.jobs.commands.terminal import Line, LiveLine, echo, echo_text, to_json
+from nightmill.jobs.contract import Job, JobState
+from nightmill.jobs.printable import printable
+from nightmill.jobs.when import describe_moment
+
+_LONGEST_LINE = 300  # of a prompt in a list; `show` has all of it
+_LABEL = 20
+
+
+def follow(client: Client, ids: list[str], *, show: bool, total_label: str = "jobs") -> Iterator[Job]:
+    """Finished jobs as they finish, under a progress bar (on a terminal) with tokens per second."""
+    began = time.monotonic()
+    tokens = 0
+    with LiveLine(Line(name=total_label, total=len(ids)), show=show) as live:
+        for job in client.results(ids, order="finished"):
+            tokens += job.completion_tokens or 0
+            speed = tokens / max(time.monotonic() - began, 1e-9)
+            live.update(replace(live.line, done=live.line.done + 1, speed=f"{speed:,.0f} tokens/s"))
+            yield job
+
+
+def print_job(job: Job) -> None:
+    """Print a finished job for a person to read."""
+    tokens = f"{job.prompt_tokens or 0} + {job.completion_tokens or 0} tokens"
+    echo(f"{job.id}  {job.state}, {job.stop_reason}, {tokens}")
+    echo(f"  prompt: {prompt_line(job)}")
+    if job.error:
+        echo(f"  error: {printable(job.error)}")
+    echo_text(f"{job.text or ''}\n")
+
+
+def print_all_of(job: Job) -> None:
+    """Print everything that is known of a job, its text last."""
+    for name, value in json.loads(to_json(job_values(job))).items():
+        if value not in (None, [], {}, "") and name not in ("text", "errors"):
+            echo(_field(name, value if isinstance(value, str) else to_json(value)))
+    for entry in job.errors:
+        if "attempt" in entry:
+            echo(_field(f"attempt {entry['attempt']}", f"{entry['at']} {entry['error']}"))
+    if job.text is not None:
+        echo()
+        echo_text(job.text)
+
+
+def _field(name: str, value: str) -> str:
+    """A name and its value, whose further lines are indented: none of them can pass for a field."""
+    return f"{name:{_LABEL}} " + value.replace("\n", "\n" + " " * (_LABEL + 1))
+
+
+def job_values(job: Job) -> dict[str, Any]:
+    """A job as an object for programs."""
+    return asdict(job) | {"params": job.params.model_dump(mode="json", warnings=False)}
+
+
+def prompt_line(job: Job) -> str:
+    """The prompt, or the last message, on one line."""
+    text = job.prompt if job.prompt is not None else (job.messages or [{"content": ""}])[-1]["content"]
+    return printable(" ".join(str(text)[: 10 * _LONGEST_LINE].split()), _LONGEST_LINE)
+
+
+def status_json(status: BatchStatus) -> dict[str, Any]:
+    """A batch's status as an object for programs; `done`, `succeeded`, `unsuccessful` are numbers of rows."""
+    values = asdict(status)
+    values |= {name: getattr(status, name) for name in ("done", "succeeded", "unsuccessful")}
+    values["states"] = {str(state): status.states.get(state, 0) for state in JobState}
+    values["stop_reasons"] = {str(reason): rows for reason, rows in status.stop_reasons.items()}
+    return values
+
+
+def counted(number: int, noun: str) -> str:
+    """A number of things: 1 row, 2,000 rows, 2 batches."""
+    ending = "" if number == 1 else "es" if noun.endswith("ch") else "s"
+    return f"{number:,} {noun}{ending}"
+
+
+def describe_status(status: BatchStatus) -> str:
+    """A batch's status for a person to read."""
+    lines = [f"{printable(status.name)}: {status.state}"]
+
+    def say(label: str, text: str) -> None:
+        lines.append(f"  {label:11}{printable(text)}")
+
+    if status.source or status.format:
+        say("source", f"{status.source or 'Python'} ({status.format}), model {status.model or 'any'}")
+    entered = "" if status.row_count in (None, status.rows) else f" of {status.row_count:,}"
+    states = ", ".join(f"{status.states.get(state, 0):,} {state}" for state in JobState)
+    say("rows", f"{status.rows:,}{entered}: {states}")
+    if status.stop_reasons:
+        ranked = sorted(status.stop_reasons.items(), key=lambda item: -item[1])
+        say("stopped by", ", ".join(f"{reason} {rows:,}" for reason, rows in ranked))
+    speed = "" if status.tokens_per_second is None else f", {status.tokens_per_second:,.0f} tokens/s"
+    say("tokens", f"{status.prompt_tokens:,} read, {status.completion_tokens:,} written{speed}")
+    if status.scheduled_at is not None:
+        say("begins", describe_moment(status.scheduled_at))
+    if status.deadline_at is not None:
+        say("deadline", describe_moment(status.deadline_at))
+    if status.estimated_end is not None:
+        left = (status.estimated_end - datetime.now(status.estimated_end.tzinfo)).total_seconds()
+        late = status.deadline_at is not None and status.estimated_end > status.deadline_at
+        say(
+            "ends",
+            f"about {describe_moment(status.estimated_end)}, in {duration(left)}"
+            + (", too late" if late else ""),
+        )
+    if status.cancel_requested_at is not None:
+        say("cancelled", describe_moment(status.cancel_requested_at))
+    for group in status.errors:
+        say("error" if group is status.errors[0] else "", f"{group.rows:,} x {group.message}")
+    if status.state is BatchState.SUBMITTING:
+        lines.append(
+            "  If nobody is submitting it any more, submit the file again: it goes on where it stood."
+        )
+    return "\n".join(lines)

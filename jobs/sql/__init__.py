@@ -1,0 +1,1 @@
+"""Tables, connections, and every statement that Nightmill sends to the database."""

@@ -1,0 +1,378 @@
+"""All SQL about batches as wholes: entering rows, counting, reading in order, cancelling, retrying, deleting.
+
+What may touch a million rows goes through them in groups, a transaction each, so that it holds nobody up.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import datetime, timedelta
+from typing import Any, cast
+
+from sqlalchemy import Connection, Table, func, or_, select, text, update
+from sqlalchemy.orm import InstrumentedAttribute
+
+from nightmill.jobs.batch_status import BatchRecord, ErrorGroup, Pace, RowCount, group_errors
+from nightmill.jobs.contract import Job, JobState, StopReason
+from nightmill.jobs.errors import BatchNotFoundError
+from nightmill.jobs.sql import partials
+from nightmill.jobs.sql.database import Database
+from nightmill.jobs.sql.jobs import (
+    CHUNK,
+    FINAL,
+    GROUP,
+    JOBS,
+    RETRYABLE,
+    UNFINISHED,
+    cancelled_values,
+    chunked,
+    dialect_insert,
+    job_from_row,
+    retried_values,
+    tokens_read,
+)
+from nightmill.jobs.sql.locks import hold_batches, lock_jobs, refuse_deleting
+from nightmill.jobs.sql.retrying import retried
+from nightmill.jobs.sql.tables import QUEUED, RUNNING, BatchRow, JobRow, WorkerRow
+
+BATCHES = cast(Table, BatchRow.__table__)
+RECENT = timedelta(seconds=60)  # what counts as lately, for the pace
+_MOST_ERRORS = 10
+_MANY_ROWS = 2_000
+_MOST_MESSAGES = 2_000  # different ones that are read to be grouped
+
+_UNSUCCESSFUL = (JobState.FAILED, JobState.CANCELLED)
+_UNFINISHED_ROW = JobRow.state.in_(UNFINISHED)
+_RECORD = [column for column in BATCHES.columns if column.key != "metadata"]
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """A row of a batch that has ended."""
+
+    row: int
+    job_id: str
+    finished_at: datetime
+
+
+class BatchStore:
+    """Batches in SQL."""
+
+    def __init__(self, database: Database) -> None:
+        self.database = database
+
+    # -- submitting ------------------------------------------------------------------------------
+
+    @retried
+    def enter(self, record: BatchRecord) -> tuple[BatchRecord, bool]:
+        """Enter a batch unless there is one of this name: (the one that is there, True where it is new).
+
+        Raises BatchConflictError where the one that is there is being deleted.
+        """
+        with self.database.write() as connection:
+            statement = dialect_insert(connection, BATCHES).on_conflict_do_nothing(index_elements=["name"])
+            entering = statement.values(**asdict(record), metadata={}).returning(BatchRow.name)
+            while True:
+                entered = connection.execute(entering).one_or_none()
+                held = hold_batches(connection, [record.name])
+                if held:  # else it was deleted between the two statements
+                    refuse_deleting(held[record.name], "name")
+                    return _get(connection, record.name), entered is not None
+
+    def last_row(self, name: str) -> int:
+        """The last row that is entered, 0 where none is. All rows before it are entered too."""
+        query = select(func.max(JobRow.row)).where(JobRow.batch == name, JobRow.row.is_not(None))
+        with self.database.read() as connection:
+            return connection.execute(query).scalar_one() or 0
+
+    @retried
+    def insert_rows(self, name: str, rows: Sequence[dict[str, Any]]) -> bool:
+        """Enter rows, all with the same keys, in one transaction. Rows that are there already are left alone.
+
+        Rows of a batch that was cancelled in the meantime are entered as cancelled; returns False then.
+        Raises BatchConflictError or BatchNotFoundError where it was deleted in the meantime.
+        """
+        with self.database.write() as connection:
+            found = hold_batches(connection, [name], whole=True).get(name)
+            if found is None:
+                raise BatchNotFoundError(f"batch {name!r} was deleted while its rows were entered")
+            refuse_deleting(found, "name")
+            cancelled = found.cancel_requested_at is not None
+            if cancelled:
+                values = cancelled_values(self.database.now())
+                rows = [row if row["state"] in FINAL else row | values for row in rows]
+            statement = dialect_insert(connection, JOBS).on_conflict_do_nothing(
+                index_elements=["batch", "row"], index_where=JobRow.row.is_not(None)
+            )
+            connection.execute(statement, rows)
+        return not cancelled
+
+    @retried
+    def complete(self, name: str, row_count: int) -> None:
+        """All rows are entered."""
+        with self.database.write() as connection:
+            connection.execute(
+                update(BatchRow)
+                .where(BatchRow.name == name, BatchRow.row_count.is_(None))
+                .values(row_count=row_count)
+            )
+            if row_count >= _MANY_ROWS and not self.database.is_sqlite:
+                # PostgreSQL would notice by itself within a minute, and choose bad plans until then.
+                connection.execute(text("ANALYZE jobs"))
+
+    # -- reading ---------------------------------------------------------------------------------
+
+    def get(self, name: str) -> BatchRecord:
+        """One batch; raises BatchNotFoundError."""
+        with self.database.read() as connection:
+            return _get(connection, name)
+
+    def newest(self, limit: int) -> list[BatchRecord]:
+        """The newest batches, newest first."""
+        query = select(*_RECORD).order_by(BatchRow.created_at.desc(), BatchRow.name).limit(limit)
+        with self.database.read() as connection:
+            return [BatchRecord(**row) for row in connection.execute(query).mappings()]
+
+    def counts(self, name: str) -> list[RowCount]:
+        """Rows by state and stop reason, with their tokens."""
+        columns = (JobRow.state, JobRow.stop_reason)
+        query = (
+            select(
+                *columns,
+                func.count().label("rows"),
+                tokens_read().label("prompt_tokens"),
+                func.coalesce(func.sum(JobRow.completion_tokens), 0).label("completion_tokens"),
+            )
+            .where(JobRow.batch == name)
+            .group_by(*columns)
+        )
+        with self.database.read() as connection:
+            return [
+                RowCount(
+                    JobState.read(row.state),
+                    StopReason.read(row.stop_reason) if row.stop_reason else None,
+                    row.rows,
+                    int(row.prompt_tokens),
+                    int(row.completion_tokens),
+                )
+                for row in connection.execute(query)
+            ]
+
+    def recent_pace(self, name: str) -> Pace | None:
+        """What was finished in the last minute, or since the batch began where that is less."""
+        now = self.database.now()
+        begin = now - RECENT
+        return self._pace(name, (JobRow.finished_at > begin,), begin, now)
+
+    def whole_pace(self, name: str) -> Pace | None:
+        """What was finished from the first start to the last end; reads all rows of the batch."""
+        return self._pace(name, (JobRow.finished_at.is_not(None),), None, None)
+
+    def served(self, model: str | None) -> bool:
+        """True where a live worker serves `model` (None: any model)."""
+        since = self.database.now() - timedelta(seconds=self.database.settings.stale_seconds)
+        query = select(WorkerRow.id).where(
+            WorkerRow.heartbeat_at > since, WorkerRow.state.in_(("starting", "ready"))
+        )
+        if model is not None:
+            query = query.where(WorkerRow.model == model)
+        with self.database.read() as connection:
+            return connection.execute(query.limit(1)).first() is not None
+
+    def _pace(
+        self, name: str, conditions: tuple[Any, ...], begin: datetime | None, end: datetime | None
+    ) -> Pace | None:
+        query = select(
+            func.count(),
+            func.coalesce(func.sum(JobRow.completion_tokens), 0),
+            func.min(JobRow.started_at),
+            func.max(JobRow.finished_at),
+        ).where(JobRow.batch == name, JobRow.started_at.is_not(None), *conditions)
+        with self.database.read() as connection:
+            rows, tokens, started, finished = connection.execute(query).one()
+        if started is None or finished is None:
+            return None
+        begin = started if begin is None else max(begin, started)
+        return Pace(rows, int(tokens or 0), ((end or finished) - begin).total_seconds())
+
+    def error_groups(self, name: str) -> list[ErrorGroup]:
+        """The most frequent errors of rows that ended without success."""
+        message = func.substr(JobRow.error, 1, 300).label("message")
+        query = (
+            select(message, func.count().label("rows"))
+            .where(JobRow.batch == name, JobRow.state == JobState.FAILED, JobRow.error.is_not(None))
+            .group_by("message")
+            .order_by(func.count().desc())
+            .limit(_MOST_MESSAGES)
+        )
+        with self.database.read() as connection:
+            return group_errors(((row.message, row.rows) for row in connection.execute(query)), _MOST_ERRORS)
+
+    def finished_since(self, name: str, since: datetime | None) -> Iterator[Finished]:
+        """Rows of a submitted batch that ended after `since`, oldest first, without their contents."""
+        mark: tuple[datetime, str] | None = None
+        while True:
+            query: Any = select(JobRow.row, JobRow.id, JobRow.finished_at).where(
+                JobRow.batch == name, JobRow.finished_at.is_not(None), JobRow.row.is_not(None)
+            )
+            if mark is not None:
+                moment, job_id = mark
+                query = query.where(
+                    JobRow.finished_at >= moment,
+                    or_(JobRow.finished_at > moment, JobRow.id > job_id),
+                )
+            elif since is not None:
+                query = query.where(JobRow.finished_at > since)
+            query = query.order_by(JobRow.finished_at, JobRow.id).limit(GROUP)
+            with self.database.read() as connection:
+                page = [Finished(*row) for row in connection.execute(query)]
+            yield from page
+            if len(page) < GROUP:
+                return
+            mark = (page[-1].finished_at, page[-1].job_id)
+
+    def in_order(self, name: str, states: Sequence[JobState]) -> Iterator[Job]:
+        """Jobs in these states, in the order of the file, or of enqueueing where there is none."""
+        by_row = self.get(name).format is not None
+        for page in self._pages(name, JobRow.row if by_row else JobRow.id):
+            for ids in chunked((row.id for row in page if row.state in states), CHUNK):
+                with self.database.read() as connection:
+                    query = select(JOBS).where(JobRow.id.in_(ids), JobRow.state.in_(states))
+                    found = [job_from_row(row) for row in connection.execute(query).mappings()]
+                yield from sorted(found, key=lambda job: (job.row or 0) if by_row else job.id)
+
+    def _pages(self, name: str, place: InstrumentedAttribute[Any]) -> Iterator[Sequence[Any]]:
+        """(id, state, place) of the jobs of a batch, in the order of `place`.
+
+        Without any other condition: PostgreSQL would rather sort the whole batch for every page than walk the
+        index, where it takes a condition for selective.
+        """
+        last: Any = "" if place is JobRow.id else 0
+        while True:
+            query = select(JobRow.id, JobRow.state, place.label("place"))
+            query = query.where(JobRow.batch == name, place > last).order_by(place).limit(GROUP)
+            with self.database.read() as connection:
+                page = connection.execute(query).all()
+            yield page
+            if len(page) < GROUP:
+                return
+            last = page[-1].place
+
+    # -- change of mind --------------------------------------------------------------------------
+
+    def cancel(self, name: str) -> tuple[int, int]:
+        """Cancel every row that is not final: (cancelled now, running and asked to stop).
+
+        Running rows are asked first, since they cost the most; and again at the end, for those that were
+        claimed meanwhile.
+        """
+        now = self.database.now()
+        self._request_cancel(name, now)
+        asked = self._ask_to_stop(name, (RUNNING,), now)
+        cancelled = 0
+        while True:
+            for page in self._pages(name, JobRow.id):
+                ids = [row.id for row in page if row.state == JobState.QUEUED]
+                if not cancelled:  # what workers would claim next goes first, in a short transaction
+                    cancelled += len(self._change(ids[:CHUNK], (QUEUED,), cancelled_values(now)))
+                    asked += self._ask_to_stop(name, (RUNNING, JobRow.cancel_requested_at.is_(None)), now)
+                    ids = ids[CHUNK:]
+                cancelled += len(self._change(ids, (QUEUED,), cancelled_values(now)))
+            asked += self._ask_to_stop(name, (RUNNING, JobRow.cancel_requested_at.is_(None)), now)
+            if not self._any(name, QUEUED):
+                return cancelled, asked
+
+    def retry_failed(
+        self, name: str, deadline: datetime | None
+    ) -> Iterator[Mapping[tuple[str | None, int], list[str]]]:
+        """Queue the rows again that ended without a result and could have one; yields groups to announce.
+
+        Raises BatchConflictError where the batch is being deleted.
+        """
+        self._reopen(name, deadline)
+        for page in self._pages(name, JobRow.id):
+            groups: dict[tuple[str | None, int], list[str]] = {}
+            ids = [row.id for row in page if row.state in _UNSUCCESSFUL]
+            values = retried_values(self.database.now(), deadline)
+            for row in self._change(ids, RETRYABLE, values, batch=name):
+                groups.setdefault((row.model, row.priority), []).append(row.id)
+            if groups:
+                yield groups
+
+    # -- helpers ---------------------------------------------------------------------------------
+
+    def _any(self, name: str, condition: Any) -> bool:
+        with self.database.read() as connection:
+            query = select(JobRow.id).where(JobRow.batch == name, condition).limit(1)
+            return connection.execute(query).one_or_none() is not None
+
+    @retried
+    def _request_cancel(self, name: str, now: datetime) -> None:
+        with self.database.write() as connection:
+            connection.execute(
+                update(BatchRow)
+                .where(BatchRow.name == name)
+                .values(cancel_requested_at=func.coalesce(BatchRow.cancel_requested_at, now))
+            )
+
+    @retried
+    def _reopen(self, name: str, deadline: datetime | None) -> None:
+        with self.database.write() as connection:
+            held = hold_batches(connection, [name])
+            if not held:
+                raise no_batch(name)
+            refuse_deleting(held[name])
+            connection.execute(
+                update(BatchRow)
+                .where(BatchRow.name == name)
+                .values(cancel_requested_at=None, scheduled_at=None, deadline_at=deadline)
+            )
+
+    @retried
+    def _ask_to_stop(self, name: str, conditions: tuple[Any, ...], now: datetime) -> int:
+        rows = (JobRow.batch == name, *conditions)
+        with self.database.write() as connection:
+            lock_jobs(connection, *rows)
+            return connection.execute(
+                update(JobRow)
+                .where(*rows)
+                .values(cancel_requested_at=func.coalesce(JobRow.cancel_requested_at, now))
+            ).rowcount
+
+    @retried
+    def _change(
+        self,
+        ids: Sequence[str],
+        conditions: tuple[Any, ...],
+        values: Mapping[str, Any],
+        batch: str | None = None,
+    ) -> Sequence[Any]:
+        """Change those of these jobs that fit, in one transaction; returns (id, model, priority) of each.
+
+        `batch`: raise BatchConflictError where that is being deleted.
+        """
+        changed: list[Any] = []
+        if not ids:
+            return changed
+        with self.database.write() as connection:
+            if batch is not None:
+                refuse_deleting(hold_batches(connection, [batch]).get(batch))
+            for chunk in chunked(ids):
+                rows = (JobRow.id.in_(chunk), *conditions)
+                lock_jobs(connection, *rows)
+                statement = update(JobRow).where(*rows).values(values)
+                returned = (JobRow.id, JobRow.model, JobRow.priority)
+                changed += connection.execute(statement.returning(*returned)).all()
+                partials.forget_ended(connection, chunk)
+        return changed
+
+
+def _get(connection: Connection, name: str) -> BatchRecord:
+    row = connection.execute(select(*_RECORD).where(BatchRow.name == name)).mappings().one_or_none()
+    if row is None:
+        raise no_batch(name)
+    return BatchRecord(**row)
+
+
+def no_batch(name: str) -> BatchNotFoundError:
+    """The error for a batch that is not there."""
+    return BatchNotFoundError(f"there is no batch {name!r}: `nightmill batch list` shows those there are")

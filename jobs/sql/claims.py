@@ -1,0 +1,388 @@
+"""One worker's SQL: claim, finish, hand back, heartbeat. Every statement is fenced.
+
+A claim raises `attempt`, which is the fencing token: whatever a worker writes about a job names the
+attempt it claimed, so that a worker whose job was taken away cannot write any more. `failures` counts
+the attempts that died while the job was alone in its worker (see `jobs.sql.suspects`); handing a job back
+counts none.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+from sqlalchemy import Connection, bindparam, delete, insert, select, update
+
+from nightmill.jobs.contract import GenerationParams, JobState, JsonObject, StopReason
+from nightmill.jobs.errors import InvalidParameterError
+from nightmill.jobs.sql import partials, suspects
+from nightmill.jobs.sql.database import Database
+from nightmill.jobs.sql.jobs import chunked
+from nightmill.jobs.sql.locks import lock_jobs
+from nightmill.jobs.sql.partials import SavedTokens
+from nightmill.jobs.sql.retrying import retried
+from nightmill.jobs.sql.tables import RUNNING, JobRow, WorkerRow
+
+LIVE_STATES = ("starting", "ready", "draining")
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """A job that this worker may run, until someone else claims it."""
+
+    job_id: str
+    attempt: int
+    prompt: str | None
+    messages: list[JsonObject] | None
+    params: GenerationParams  # with its seed
+    priority: int
+    deadline_at: datetime | None
+    saved: SavedTokens | None = None  # what an earlier attempt had drawn
+    unreadable: str | None = None  # why this version cannot run it, as where a newer one wrote the row
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a claimed job ended; what ResultWriter writes."""
+
+    job_id: str
+    attempt: int
+    stop_reason: StopReason
+    text: str
+    prompt_tokens: int
+    completion_tokens: int
+    error: str | None = None
+
+
+class Claims:
+    """One worker's side of the state machine. `worker_id` is new for every process."""
+
+    def __init__(self, database: Database, worker_id: str) -> None:
+        self.database = database
+        self.worker_id = worker_id
+
+    # -- a job's life ----------------------------------------------------------------------------
+
+    @retried
+    def claim(self, job_ids: Sequence[str]) -> list[Claim]:
+        """Take those of `job_ids` that are queued, due and not past their deadline, in the order given.
+
+        Suspects are left to `claim_suspects`.
+        """
+        now = self.database.now()
+        with self.database.write() as connection:
+            claims = self._take(connection, (JobRow.id.in_(job_ids), JobRow.suspects.is_(None)), now)
+        place = {job_id: index for index, job_id in enumerate(job_ids)}
+        return sorted(claims, key=lambda claim: place[claim.job_id])
+
+    def suspects_wait(self, models: Sequence[str | None]) -> bool:
+        """Whether a group of suspects is queued for a worker that serves `models`."""
+        now = self.database.now()
+        with self.database.read() as connection:
+            return suspects.next_group(connection, models, now) is not None
+
+    @retried
+    def claim_suspects(self, models: Sequence[str | None], limit: int) -> list[Claim]:
+        """Take the next group of suspects, or the first `limit` of it, in the order of their ids.
+
+        They must run with nothing else beside them. None where others were quicker.
+        """
+        now = self.database.now()
+        with self.database.write() as connection:
+            group = suspects.next_group(connection, models, now)
+            if group is None:
+                return []
+            of_group = (JobRow.suspects == group, suspects.of_models(models), *suspects.claimable(now))
+            first = select(JobRow.id).where(*of_group).order_by(JobRow.id).limit(limit)
+            ids = connection.execute(first).scalars().all()
+            claims = self._take(connection, (*of_group, JobRow.id <= ids[-1]), now) if ids else []
+        return sorted(claims, key=lambda claim: claim.job_id)
+
+    @retried
+    def refuse(self, job_id: str, reason: str) -> bool:
+        """Fail a queued job that cannot even be claimed; True where it was queued."""
+        now = self.database.now()
+        with self.database.write() as connection:
+            done = connection.execute(
+                update(JobRow)
+                .where(JobRow.id == job_id, JobRow.state == JobState.QUEUED)
+                .values(
+                    state=JobState.FAILED,
+                    stop_reason=StopReason.ERROR,
+                    error=reason,
+                    finished_at=now,
+                )
+            )
+            partials.forget_ended(connection, [job_id])
+        return bool(done.rowcount)
+
+    @retried
+    def finish(self, outcomes: Sequence[Outcome]) -> int:
+        """Write results in one transaction; returns how many were still ours to write."""
+        now = self.database.now()
+        plain = [outcome for outcome in outcomes if outcome.error is None]
+        written = 0
+        with self.database.write() as connection:
+            lock_jobs(connection, JobRow.id.in_([outcome.job_id for outcome in outcomes]))
+            if plain:
+                written += connection.execute(
+                    _FINISH, [_finish_values(outcome, self.worker_id, now) for outcome in plain]
+                ).rowcount
+            for outcome in outcomes:
+                if outcome.error is not None:
+                    written += self._finish_with_error(connection, outcome, now)
+            partials.forget_ended(connection, [outcome.job_id for outcome in outcomes])
+        return written
+
+    @retried
+    def save(self, saved: Sequence[SavedTokens]) -> int:
+        """Keep the tokens of running jobs for a later attempt; returns of how many, being still ours."""
+        written = 0
+        for group in chunked(saved):
+            with self.database.write() as connection:
+                lock_jobs(connection, JobRow.id.in_([one.job_id for one in group]))
+                written += partials.save(connection, self.worker_id, group, self.database.now())
+        return written
+
+    @retried
+    def hand_back(self, claimed: Sequence[tuple[str, int]]) -> list[str]:
+        """Queue (job id, attempt) pairs again, no attempt lost; returns the ids that were still ours."""
+        now = self.database.now()
+        returned = []
+        with self.database.write() as connection:
+            lock_jobs(connection, JobRow.id.in_([job_id for job_id, _ in claimed]))
+            for job_id, attempt in claimed:
+                if hand_back(connection, self._ours(job_id, attempt), now):
+                    returned.append(job_id)
+            partials.forget_ended(connection, [job_id for job_id, _ in claimed])
+        return returned
+
+    @retried
+    def leave_queued(self, job_ids: Sequence[str]) -> None:
+        """Of these unclaimed jobs, record that no message announces them."""
+        with self.database.write() as connection:
+            lock_jobs(connection, JobRow.id.in_(job_ids))
+            connection.execute(
+                update(JobRow)
+                .where(JobRow.id.in_(job_ids), JobRow.state == JobState.QUEUED)
+                .values(sent_at=None)
+            )
+
+    @retried
+    def give_up(self, claimed: Sequence[tuple[str, int]], reason: str) -> None:
+        """The worker is at its end with these jobs in flight: see `suspects.charge`."""
+        now, keys = self.database.now(), set(claimed)
+        with self.database.write() as connection:
+            rows = suspects.running_jobs(connection, self.worker_id)
+            suspects.charge(connection, [row for row in rows if (row.id, row.attempt) in keys], reason, now)
+
+    def running(self) -> dict[tuple[str, int], datetime]:
+        """(job id, attempt) -> when it was claimed, of the jobs that the database says are ours."""
+        with self.database.read() as connection:
+            rows = connection.execute(
+                select(JobRow.id, JobRow.attempt, JobRow.started_at).where(
+                    JobRow.worker == self.worker_id, RUNNING
+                )
+            ).all()
+        return {(row.id, row.attempt): row.started_at for row in rows}
+
+    def cancel_requests(self) -> list[tuple[str, int]]:
+        """(job id, attempt) of our running jobs that somebody asked to stop: one query for all."""
+        with self.database.read() as connection:
+            rows = connection.execute(
+                select(JobRow.id, JobRow.attempt).where(
+                    JobRow.worker == self.worker_id,
+                    RUNNING,
+                    JobRow.cancel_requested_at.is_not(None),
+                )
+            )
+            return [(row.id, row.attempt) for row in rows]
+
+    # -- a worker's life -------------------------------------------------------------------------
+
+    @retried
+    def register(self, host: str, pid: int, model: str, gpu: str | None, detail: str | None = None) -> None:
+        """Enter this worker, as starting; `detail` says what it is doing, for people."""
+        now = self.database.now()
+        with self.database.write() as connection:
+            connection.execute(
+                insert(WorkerRow).values(
+                    id=self.worker_id,
+                    host=host,
+                    pid=pid,
+                    gpu=gpu,
+                    model=model,
+                    state="starting",
+                    detail=detail,
+                    started_at=now,
+                    heartbeat_at=self.database.clock_time(),
+                )
+            )
+
+    @retried
+    def beat(self, state: str, detail: str | None = None) -> bool:
+        """Say that this worker lives, and what it does; False where it was given up and its jobs taken."""
+        with self.database.write() as connection:
+            done = connection.execute(
+                update(WorkerRow)
+                .where(WorkerRow.id == self.worker_id, WorkerRow.state.in_(LIVE_STATES))
+                .values(heartbeat_at=self.database.clock_time(), state=state, detail=detail)
+            )
+            if not done.rowcount:  # declared lost while it was only slow: it may come back, with new claims
+                connection.execute(
+                    update(WorkerRow)
+                    .where(WorkerRow.id == self.worker_id, WorkerRow.state == "lost")
+                    .values(heartbeat_at=self.database.clock_time(), state=state, detail=detail)
+                )
+        return bool(done.rowcount)
+
+    @retried
+    def sign_off(self) -> None:
+        """This worker has ended in order and holds no job."""
+        with self.database.write() as connection:
+            connection.execute(
+                update(WorkerRow)
+                .where(WorkerRow.id == self.worker_id)
+                .values(state="stopped", heartbeat_at=self.database.clock_time())
+            )
+
+    @retried
+    def withdraw(self) -> None:
+        """This worker ends before it could claim anything: as if it had never been."""
+        with self.database.write() as connection:
+            connection.execute(delete(WorkerRow).where(WorkerRow.id == self.worker_id))
+
+    # -- helpers ---------------------------------------------------------------------------------
+
+    def _take(self, connection: Connection, conditions: tuple[Any, ...], now: datetime) -> list[Claim]:
+        """Claim the jobs that fit, in no order."""
+        lock_jobs(connection, *conditions, JobRow.state == JobState.QUEUED)
+        rows = connection.execute(
+            update(JobRow)
+            .where(*conditions, *suspects.claimable(now))
+            .values(state=JobState.RUNNING, attempt=JobRow.attempt + 1, worker=self.worker_id, started_at=now)
+            .returning(
+                JobRow.id,
+                JobRow.attempt,
+                JobRow.prompt,
+                JobRow.messages,
+                JobRow.params,
+                JobRow.seed,
+                JobRow.priority,
+                JobRow.deadline_at,
+            )
+        ).all()
+        saved: dict[str, SavedTokens] = {}
+        for chunk in chunked(row.id for row in rows):
+            saved |= partials.find(connection, chunk)
+        return [_read(row, saved.get(row.id)) for row in rows]
+
+    def _ours(self, job_id: str, attempt: int) -> tuple[Any, ...]:
+        return (
+            JobRow.id == job_id,
+            JobRow.state == JobState.RUNNING,
+            JobRow.attempt == attempt,
+            JobRow.worker == self.worker_id,
+        )
+
+    def _finish_with_error(self, connection: Connection, outcome: Outcome, now: datetime) -> int:
+        row = connection.execute(
+            select(JobRow.__table__).where(*self._ours(outcome.job_id, outcome.attempt))
+        ).one_or_none()
+        if row is None:
+            return 0
+        values = _finish_values(outcome, self.worker_id, now)
+        return connection.execute(
+            update(JobRow)
+            .where(*self._ours(outcome.job_id, outcome.attempt))
+            .values(
+                {
+                    name.removeprefix("new_"): value
+                    for name, value in values.items()
+                    if name.startswith("new_")
+                }
+                | {"errors": suspects.history(row, outcome.error or "", now)}
+            )
+        ).rowcount
+
+
+_FINISH = (
+    update(JobRow)
+    .where(
+        JobRow.id == bindparam("job_id"),
+        JobRow.state == JobState.RUNNING,
+        JobRow.attempt == bindparam("job_attempt"),
+        JobRow.worker == bindparam("job_worker"),
+    )
+    .values(
+        state=bindparam("new_state"),
+        stop_reason=bindparam("new_stop_reason"),
+        text=bindparam("new_text"),
+        prompt_tokens=bindparam("new_prompt_tokens"),
+        completion_tokens=bindparam("new_completion_tokens"),
+        error=bindparam("new_error"),
+        finished_at=bindparam("new_finished_at"),
+    )
+)
+
+
+def _read(row: Any, saved: SavedTokens | None) -> Claim:
+    """A claimed row. One that cannot be read is a claim, too: it fails, and the others of its shard run."""
+    params, fault = GenerationParams(), None
+    try:
+        if not isinstance(row.params, Mapping):
+            raise InvalidParameterError("not an object of parameters")
+        params = GenerationParams.parse({**row.params, "seed": row.seed})
+    except InvalidParameterError as error:
+        fault = f"params: {error}"
+    if not isinstance(row.messages, list | None):
+        fault = "messages: not a list"
+    if fault is not None:
+        fault += (
+            "; this worker does not understand the job, and may be older than the client that wrote it: "
+            "upgrade the worker, then retry the job"
+        )
+    return Claim(
+        job_id=row.id,
+        attempt=row.attempt,
+        prompt=row.prompt,
+        messages=row.messages,
+        params=params,
+        priority=row.priority,
+        deadline_at=row.deadline_at,
+        saved=saved,
+        unreadable=fault,
+    )
+
+
+def _finish_values(outcome: Outcome, worker_id: str, now: datetime) -> dict[str, Any]:
+    error = outcome.error
+    if error is None and outcome.stop_reason is StopReason.DEADLINE:
+        error = f"the deadline passed after {outcome.completion_tokens} tokens"
+    return {
+        "job_id": outcome.job_id,
+        "job_attempt": outcome.attempt,
+        "job_worker": worker_id,
+        "new_state": outcome.stop_reason.state,
+        "new_stop_reason": outcome.stop_reason,
+        "new_text": outcome.text,
+        "new_prompt_tokens": outcome.prompt_tokens,
+        "new_completion_tokens": outcome.completion_tokens,
+        "new_error": error,
+        "new_finished_at": now,
+    }
+
+
+def hand_back(connection: Connection, running: tuple[Any, ...], now: datetime) -> bool:
+    """Queue the job that fits the conditions `running` as it was; True where it is queued again."""
+    connection.execute(  # nobody would look at the request again once the job is queued
+        update(JobRow)
+        .where(*running, JobRow.cancel_requested_at.is_not(None))
+        .values(state=JobState.CANCELLED, stop_reason=StopReason.CANCELLED, finished_at=now)
+    )
+    done = connection.execute(
+        update(JobRow)
+        .where(*running)
+        .values(state=JobState.QUEUED, worker=None, sent_at=None, started_at=None)
+    )
+    return bool(done.rowcount)

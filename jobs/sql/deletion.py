@@ -1,0 +1,103 @@
+"""Deleting batches: marked first, so that they take nothing any more, then in groups, a transaction each."""
+
+from collections.abc import Iterator, Sequence
+from datetime import datetime
+from typing import Any
+
+from sqlalchemy import Connection, delete, func, select, update
+
+from nightmill.jobs.errors import InvalidTransitionError
+from nightmill.jobs.sql.batches import no_batch
+from nightmill.jobs.sql.database import Database
+from nightmill.jobs.sql.jobs import FINAL, GROUP, UNFINISHED, chunked
+from nightmill.jobs.sql.locks import lock_jobs
+from nightmill.jobs.sql.retrying import retried
+from nightmill.jobs.sql.tables import BatchRow, JobRow
+
+
+class Deletion:
+    """Deletes batches of one database. Any number of these may work on one batch at the same time."""
+
+    def __init__(self, database: Database) -> None:
+        self.database = database
+
+    def run(self, name: str) -> Iterator[int]:
+        """Delete a batch whose rows are all final, and its rows; yields how many are gone so far.
+
+        Should this be broken off, then the batch stays marked until this is called again.
+        """
+        self.begin(name)
+        gone, over = 0, False
+        while not over:
+            deleted, over = self.group(name)
+            gone += deleted
+            yield gone
+
+    @retried
+    def begin(self, name: str, ended_before: datetime | None = None) -> bool:
+        """Mark a batch as being deleted: from here on nothing is added to it or queued again.
+
+        Raises BatchNotFoundError, and InvalidTransitionError where rows are not final. With `ended_before` it
+        returns False instead, and also where the batch or the end of one of its rows is younger.
+        """
+        with self.database.write() as connection:
+            record = connection.execute(
+                select(BatchRow.created_at).where(BatchRow.name == name).with_for_update()
+            ).one_or_none()
+            left = connection.execute(_count(name).where(JobRow.state.in_(UNFINISHED))).scalar_one()
+            if ended_before is not None:
+                if record is None or left or record.created_at >= ended_before:
+                    return False
+                if connection.execute(_count(name).where(JobRow.finished_at >= ended_before)).scalar_one():
+                    return False
+            if record is None:
+                raise no_batch(name)
+            if left:
+                raise _unfinished(name, left)
+            connection.execute(
+                update(BatchRow)
+                .where(BatchRow.name == name)
+                .values(deleting_at=func.coalesce(BatchRow.deleting_at, self.database.now()))
+            )
+        return True
+
+    @retried
+    def group(self, name: str) -> tuple[int, bool]:
+        """Delete some rows of a marked batch, or the batch where none is left: (rows gone, is it over?)."""
+        with self.database.write() as connection:
+            rows = select(JobRow.id).where(JobRow.batch == name).order_by(JobRow.id).limit(GROUP)
+            ids = connection.execute(rows.with_for_update()).scalars().all()
+            gone = delete_jobs(connection, ids)
+            if gone < len(ids):  # somebody queued rows again who does not know of the mark
+                raise _unfinished(name, len(ids) - gone)
+            if ids:
+                return gone, False
+        with self.database.write() as connection:
+            # Whoever held the batch has ended once we have it; a new statement sees what they left.
+            connection.execute(select(BatchRow.name).where(BatchRow.name == name).with_for_update())
+            if connection.execute(rows.limit(1)).one_or_none() is not None:
+                return 0, False
+            connection.execute(delete(BatchRow).where(BatchRow.name == name))
+            return 0, True
+
+
+def delete_jobs(connection: Connection, ids: Sequence[str]) -> int:
+    """Delete those of these jobs that are final; returns how many."""
+    gone = 0
+    for chunk in chunked(sorted(ids)):
+        lock_jobs(connection, JobRow.id.in_(chunk))
+        gone += connection.execute(
+            delete(JobRow).where(JobRow.id.in_(chunk), JobRow.state.in_(FINAL))
+        ).rowcount
+    return gone
+
+
+def _count(name: str) -> Any:
+    return select(func.count()).select_from(JobRow).where(JobRow.batch == name)
+
+
+def _unfinished(name: str, left: int) -> InvalidTransitionError:
+    rows = "1 row that is" if left == 1 else f"{left} rows that are"
+    return InvalidTransitionError(
+        f"batch {name!r} has {rows} not finished: wait, or cancel it first (nightmill batch cancel {name})"
+    )

@@ -1,0 +1,115 @@
+"""Jobs on their way in: the batches that they name, and their idempotency keys, in one transaction."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from sqlalchemy import Connection, delete, select
+from sqlalchemy import insert as sql_insert
+
+from nightmill.jobs.errors import IdempotencyConflictError, InvalidRequestError
+from nightmill.jobs.sql.database import Database
+from nightmill.jobs.sql.jobs import JOBS, chunked, dialect_insert
+from nightmill.jobs.sql.locks import HeldBatch, hold_batches, refuse_closed
+from nightmill.jobs.sql.retrying import retried
+from nightmill.jobs.sql.tables import BatchRow, JobRow
+
+
+@retried
+def add(rows: Sequence[Mapping[str, Any]], database: Database) -> dict[str, str]:
+    """`insert` in a transaction of its own."""
+    with database.write() as connection:
+        return insert(rows, connection)
+
+
+def insert(rows: Sequence[Mapping[str, Any]], connection: Connection) -> dict[str, str]:
+    """Insert job rows, all with the same keys, inside the caller's transaction.
+
+    Returns the rows that were not inserted, since their idempotency key is taken by an equal job:
+    {id given: id of the job that is there}. Raises IdempotencyConflictError where the job there has
+    other content, and BatchConflictError where a batch takes no more jobs: then nothing is inserted, and
+    `position` tells the row. Names of batches are entered on the way.
+    """
+    _enter_batches(rows, connection)
+    if not any(row.get("idempotency_key") for row in rows):
+        connection.execute(sql_insert(JOBS), rows)
+        return {}
+    statement = dialect_insert(connection, JOBS).on_conflict_do_nothing(
+        index_elements=["idempotency_key"], index_where=JobRow.idempotency_key.is_not(None)
+    )
+    # Everyone inserts keys in one order, so that two transactions cannot wait for each other's.
+    missing = sorted(rows, key=_key_of)
+    present: dict[str, tuple[str, str | None]] = {}
+    while missing:  # more than once where a job that had a key was pruned just then
+        connection.execute(statement, missing)
+        present |= _find_keys(map(_key_of, missing), connection)
+        missing = [row for row in missing if _key_of(row) and _key_of(row) not in present]
+    try:
+        return _resolve_keys(rows, present)
+    except IdempotencyConflictError:  # the transaction may be the caller's, and go on
+        for chunk in chunked(row["id"] for row in rows):
+            connection.execute(delete(JobRow).where(JobRow.id.in_(chunk)))
+        raise
+
+
+def _enter_batches(rows: Sequence[Mapping[str, Any]], connection: Connection) -> None:
+    """Enter the batches that `rows` name, and hold them; raises BatchConflictError."""
+    names = {row["batch"]: row for row in rows if row.get("batch")}
+    statement = dialect_insert(connection, BatchRow.__table__).on_conflict_do_nothing(index_elements=["name"])
+    there: dict[str, HeldBatch] = {}
+    while missing := names.keys() - there.keys():  # again where one was pruned between the two statements
+        values = [
+            {
+                "name": name,
+                "model": names[name].get("model"),
+                "metadata": {},
+                "created_at": names[name]["created_at"],
+            }
+            for name in sorted(missing)
+        ]
+        connection.execute(statement, values)
+        there |= hold_batches(connection, sorted(missing))
+    for position, row in enumerate(rows):
+        try:
+            refuse_closed(there.get(row.get("batch") or ""))
+        except InvalidRequestError as error:
+            error.position = position
+            raise
+
+
+def _find_keys(keys: Iterable[str], connection: Connection) -> dict[str, tuple[str, str | None]]:
+    """Idempotency key -> (id, fingerprint) of the job that has it."""
+    present: dict[str, tuple[str, str | None]] = {}
+    for chunk in chunked(keys):
+        query = select(JobRow.idempotency_key, JobRow.id, JobRow.fingerprint).where(
+            JobRow.idempotency_key.in_(chunk)
+        )
+        for key, job_id, fingerprint in connection.execute(query):
+            if key is not None:
+                present[key] = (job_id, fingerprint)
+    return present
+
+
+def _resolve_keys(
+    rows: Sequence[Mapping[str, Any]], present: Mapping[str, tuple[str, str | None]]
+) -> dict[str, str]:
+    replaced: dict[str, str] = {}
+    for position, row in enumerate(rows):
+        key = row.get("idempotency_key")
+        if not key:
+            continue
+        job_id, fingerprint = present[key]
+        if fingerprint != row["fingerprint"]:
+            conflict = IdempotencyConflictError(
+                f"idempotency_key: {key!r} belongs to job {job_id}, which has another prompt, model or "
+                "parameters; use a new key for new content",
+                field="idempotency_key",
+            )
+            conflict.position = position
+            raise conflict
+        if job_id != row["id"]:
+            replaced[row["id"]] = job_id
+    return replaced
+
+
+def _key_of(row: Mapping[str, Any]) -> str:
+    return row.get("idempotency_key") or ""

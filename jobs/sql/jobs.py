@@ -1,0 +1,366 @@
+"""The client's SQL: insert, read, cancel, retry. Every change of state is a guarded UPDATE.
+
+The worker's half of the state machine (claim, finish, hand back, rescue, sweep) is in `jobs.sql.claims`.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+from itertools import islice
+from typing import Any, TypeVar, cast
+
+from sqlalchemy import (
+    ColumnElement,
+    Connection,
+    RowMapping,
+    Select,
+    Table,
+    and_,
+    case,
+    func,
+    or_,
+    select,
+    update,
+)
+from sqlalchemy.dialects.postgresql import insert as postgresql_insert
+from sqlalchemy.dialects.sqlite import insert as sqlite_insert
+from sqlalchemy.orm import InstrumentedAttribute
+
+from nightmill.jobs.contract import FINAL_STATES, GenerationParams, Job, JobState, StopReason
+from nightmill.jobs.errors import InvalidTransitionError, JobNotFoundError
+from nightmill.jobs.sql import partials
+from nightmill.jobs.sql.database import Database
+from nightmill.jobs.sql.locks import hold_batches, lock_jobs, refuse_deleting
+from nightmill.jobs.sql.retrying import retried
+from nightmill.jobs.sql.tables import JobRow, WorkerRow
+
+JOBS = cast(Table, JobRow.__table__)
+CHUNK = 500  # ids in one IN list: well under every database's limit of bound parameters
+GROUP = 5_000  # rows that one transaction changes where many are to be: it holds others up for a moment only
+
+FINAL = sorted(FINAL_STATES)
+UNFINISHED = (JobState.QUEUED, JobState.RUNNING)
+
+T = TypeVar("T")
+
+
+def chunked(items: Iterable[T], size: int = CHUNK) -> Iterator[list[T]]:
+    """Lists of at most `size` items, without holding more than one."""
+    iterator = iter(items)
+    while chunk := list(islice(iterator, size)):
+        yield chunk
+
+
+def dialect_insert(connection: Connection, table: Any) -> Any:
+    """An INSERT that can say ON CONFLICT, in the words of this database."""
+    make = sqlite_insert if connection.dialect.name == "sqlite" else postgresql_insert
+    return make(table)
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """Which jobs are meant; criteria that are None do not restrict."""
+
+    ids: Sequence[str] | None = None
+    batch: str | None = None
+    states: Sequence[JobState] | None = None
+    model: str | None = None
+    after_id: str | None = None
+
+    def conditions(self) -> list[Any]:
+        """The criteria as SQL expressions over `jobs`."""
+        wanted: list[Any] = []
+        if self.ids is not None:
+            wanted.append(JobRow.id.in_(self.ids))
+        if self.batch is not None:
+            wanted.append(JobRow.batch == self.batch)
+        if self.states is not None:
+            wanted.append(JobRow.state.in_([str(state) for state in self.states]))
+        if self.model is not None:
+            wanted.append(JobRow.model == self.model)
+        if self.after_id is not None:
+            wanted.append(JobRow.id > self.after_id)
+        return wanted
+
+
+def tokens_read() -> ColumnElement[int]:
+    """The sum of prompt tokens that were read: those of jobs with an answer or a part of one.
+
+    A prompt that was refused, or whose job ended while it waited, was counted and not read.
+    """
+    answered = or_(JobRow.state == JobState.SUCCEEDED, JobRow.completion_tokens > 0)
+    return func.coalesce(func.sum(case((answered, JobRow.prompt_tokens))), 0)
+
+
+class Store:
+    """The client's view of the tables."""
+
+    def __init__(self, database: Database) -> None:
+        self.database = database
+
+    # -- writing ---------------------------------------------------------------------------------
+
+    @retried
+    def cancel(self, job_id: str) -> JobState:
+        """Cancel a queued job now, ask for a running one to stop. Returns the state that follows.
+
+        Cancelling twice changes nothing. Raises JobNotFoundError, and InvalidTransitionError for a job
+        that already succeeded or failed.
+        """
+        now = self.database.now()
+        with self.database.write() as connection:
+            done = connection.execute(
+                update(JobRow)
+                .where(JobRow.id == job_id, JobRow.state == JobState.QUEUED)
+                .values(**cancelled_values(now))
+            )
+            if done.rowcount:
+                partials.forget_ended(connection, [job_id])
+                return JobState.CANCELLED
+            asked = connection.execute(
+                update(JobRow)
+                .where(JobRow.id == job_id, JobRow.state == JobState.RUNNING)
+                .values(cancel_requested_at=func.coalesce(JobRow.cancel_requested_at, now))
+            )
+            if asked.rowcount:
+                return JobState.RUNNING
+            state = self._state_of(connection, job_id)
+        if state is not JobState.CANCELLED:
+            raise InvalidTransitionError(f"job {job_id} has already {state}: there is nothing to cancel")
+        return state
+
+    @retried
+    def retry(self, job_id: str, deadline: datetime | None = None) -> Job:
+        """Queue a failed or cancelled job again, with its attempts whole. Its error history stays.
+
+        An old deadline is dropped (it has passed, or would soon) unless a new one is given. Raises
+        JobNotFoundError, InvalidTransitionError in any other state, and BatchConflictError where its batch is
+        being deleted.
+        """
+        with self.database.write() as connection:
+            batch = connection.execute(select(JobRow.batch).where(JobRow.id == job_id)).scalar_one_or_none()
+            if batch is not None:
+                refuse_deleting(hold_batches(connection, [batch]).get(batch))
+            done = connection.execute(
+                update(JobRow)
+                .where(JobRow.id == job_id, *RETRYABLE)
+                .values(**retried_values(self.database.now(), deadline))
+            )
+            if not done.rowcount:
+                state = self._state_of(connection, job_id)
+                if state in (JobState.FAILED, JobState.CANCELLED):
+                    raise InvalidTransitionError(
+                        f"job {job_id} stands for a bad row of a file, and has no prompt: correct the row "
+                        "and submit the file as a new batch"
+                    )
+                raise InvalidTransitionError(
+                    f"job {job_id} is {state}: only failed and cancelled jobs can be retried"
+                )
+        return self.get(job_id)
+
+    @retried
+    def mark_unsent(self, job_ids: Iterable[str]) -> None:
+        """Record that no message announces these jobs, so that a worker's sweep will send one."""
+        for chunk in chunked(job_ids):
+            with self.database.write() as connection:
+                lock_jobs(connection, JobRow.id.in_(chunk))
+                connection.execute(
+                    update(JobRow)
+                    .where(JobRow.id.in_(chunk), JobRow.state == JobState.QUEUED)
+                    .values(sent_at=None)
+                )
+
+    # -- reading ---------------------------------------------------------------------------------
+
+    def get(self, job_id: str) -> Job:
+        """One job; raises JobNotFoundError."""
+        with self.database.read() as connection:
+            row = connection.execute(select(JOBS).where(JobRow.id == job_id)).mappings().one_or_none()
+        if row is None:
+            raise JobNotFoundError(f"there is no job {job_id!r}")
+        return job_from_row(row)
+
+    def find(self, selection: Selection, limit: int | None = None, newest_first: bool = False) -> list[Job]:
+        """Jobs in the order of enqueueing."""
+        query: Select[Any] = select(JOBS).where(*selection.conditions())
+        query = query.order_by(JobRow.id.desc() if newest_first else JobRow.id)
+        if limit is not None:
+            query = query.limit(limit)
+        with self.database.read() as connection:
+            return [job_from_row(row) for row in connection.execute(query).mappings()]
+
+    def ids(self, selection: Selection, limit: int) -> list[str]:
+        """Ids in the order of enqueueing."""
+        query = select(JobRow.id).where(*selection.conditions()).order_by(JobRow.id).limit(limit)
+        with self.database.read() as connection:
+            return list(connection.execute(query).scalars())
+
+    def finished_since(
+        self, selection: Selection, since: tuple[datetime, str] | None, limit: int
+    ) -> list[Job]:
+        """Final jobs ordered by (finished_at, id), from after `since` on."""
+        query = select(JOBS).where(*selection.conditions(), JobRow.finished_at.is_not(None))
+        if since is not None:
+            moment, job_id = since
+            query = query.where(
+                or_(
+                    JobRow.finished_at > moment,
+                    and_(JobRow.finished_at == moment, JobRow.id > job_id),
+                )
+            )
+        query = query.order_by(JobRow.finished_at, JobRow.id).limit(limit)
+        with self.database.read() as connection:
+            return [job_from_row(row) for row in connection.execute(query).mappings()]
+
+    def count(self, selection: Selection) -> int:
+        """How many jobs are selected."""
+        query = select(func.count()).select_from(JobRow).where(*selection.conditions())
+        with self.database.read() as connection:
+            return connection.execute(query).scalar_one()
+
+    def count_unfinished(self, selection: Selection) -> int:
+        """How many of the selected jobs are not final."""
+        return self.count(replace(selection, states=UNFINISHED))
+
+    def missing(self, job_ids: Sequence[str]) -> list[str]:
+        """Those of `job_ids` (at most CHUNK) that no job has."""
+        with self.database.read() as connection:
+            found = set(connection.execute(select(JobRow.id).where(JobRow.id.in_(job_ids))).scalars())
+        return [job_id for job_id in job_ids if job_id not in found]
+
+    def has_key(self, idempotency_key: str) -> bool:
+        """Whether a job has this key."""
+        query = select(JobRow.id).where(JobRow.idempotency_key == idempotency_key)
+        with self.database.read() as connection:
+            return connection.execute(query).one_or_none() is not None
+
+    def counts(self, batch: str | None = None) -> dict[str, dict[str, int]]:
+        """Numbers of jobs: {"state": {...}, "stop_reason": {...}}."""
+        counted: dict[str, dict[str, int]] = {}
+        columns: list[InstrumentedAttribute[Any]] = [JobRow.state, JobRow.stop_reason]
+        with self.database.read() as connection:
+            for column in columns:
+                query = select(column, func.count()).where(column.is_not(None)).group_by(column)
+                if batch is not None:
+                    query = query.where(JobRow.batch == batch)
+                counted[column.key] = dict(map(tuple, connection.execute(query)))
+        return counted
+
+    def tokens(self, batch: str | None = None) -> tuple[int, int]:
+        """Sums of prompt tokens that were read and completion tokens over finished jobs."""
+        query = select(
+            tokens_read(),
+            func.coalesce(func.sum(JobRow.completion_tokens), 0),
+        )
+        if batch is not None:
+            query = query.where(JobRow.batch == batch)
+        with self.database.read() as connection:
+            row = connection.execute(query).one()
+        return int(row[0] or 0), int(row[1] or 0)
+
+    def worker(self, worker_id: str) -> dict[str, Any] | None:
+        """One worker's row; None where it has not registered, or never came to serve."""
+        with self.database.read() as connection:
+            row = connection.execute(
+                select(WorkerRow.__table__).where(WorkerRow.id == worker_id)
+            ).one_or_none()
+            return None if row is None else dict(row._mapping)
+
+    def workers(self) -> list[dict[str, Any]]:
+        """Every worker that was ever registered, newest first."""
+        with self.database.read() as connection:
+            rows = connection.execute(select(WorkerRow.__table__).order_by(WorkerRow.started_at.desc()))
+            return [dict(row) for row in rows.mappings()]
+
+    def known_models(self) -> set[str]:
+        """Names of the models that workers have ever served."""
+        with self.database.read() as connection:
+            return set(connection.execute(select(WorkerRow.model).distinct()).scalars())
+
+    # -- helpers ---------------------------------------------------------------------------------
+
+    @staticmethod
+    def _state_of(connection: Connection, job_id: str) -> JobState:
+        state = connection.execute(select(JobRow.state).where(JobRow.id == job_id)).scalar_one_or_none()
+        if state is None:
+            raise JobNotFoundError(f"there is no job {job_id!r}")
+        return JobState(state)
+
+
+RETRYABLE = (
+    JobRow.state.in_([JobState.FAILED, JobState.CANCELLED]),
+    or_(JobRow.prompt.is_not(None), JobRow.messages.is_not(None)),  # not a bad row of a file
+)
+
+
+def retried_values(now: datetime, deadline: datetime | None) -> dict[str, Any]:
+    """What queues a job that ended without a result again; its id, seed and error history stay."""
+    return {
+        "state": JobState.QUEUED,
+        "failures": 0,
+        "suspects": None,
+        "worker": None,
+        "sent_at": now,
+        "scheduled_at": None,
+        "deadline_at": deadline,
+        "cancel_requested_at": None,
+        "stop_reason": None,
+        "text": None,
+        "prompt_tokens": None,
+        "completion_tokens": None,
+        "error": None,
+        "started_at": None,
+        "finished_at": None,
+    }
+
+
+def cancelled_values(now: datetime) -> dict[str, Any]:
+    """What cancels a queued job."""
+    return {
+        "state": JobState.CANCELLED,
+        "stop_reason": StopReason.CANCELLED,
+        "cancel_requested_at": now,
+        "finished_at": now,
+    }
+
+
+def job_from_row(row: RowMapping) -> Job:
+    """A row of `jobs` as the public snapshot. What this version does not understand is shown as it is.
+
+    Never raises: one row that a newer version has written must not hide the others of its list.
+    """
+    return Job(
+        id=row["id"],
+        state=JobState.read(row["state"]),
+        prompt=row["prompt"],
+        messages=_of_kind(row["messages"], list),
+        params=GenerationParams.read((_of_kind(row["params"], dict) or {}) | {"seed": row["seed"]}),
+        model=row["model"],
+        batch=row["batch"],
+        row=row["row"],
+        custom_id=row["custom_id"],
+        stop_reason=StopReason.read(row["stop_reason"]) if row["stop_reason"] else None,
+        text=row["text"],
+        prompt_tokens=row["prompt_tokens"],
+        completion_tokens=row["completion_tokens"],
+        error=row["error"],
+        errors=[one for one in _of_kind(row["errors"], list) or [] if isinstance(one, dict)],
+        attempt=row["attempt"],
+        failures=row["failures"],
+        max_attempts=row["max_attempts"],
+        priority=row["priority"],
+        worker=row["worker"],
+        idempotency_key=row["idempotency_key"],
+        metadata=_of_kind(row["metadata"], dict) or {},
+        cancel_requested_at=row["cancel_requested_at"],
+        created_at=row["created_at"],
+        scheduled_at=row["scheduled_at"],
+        deadline_at=row["deadline_at"],
+        started_at=row["started_at"],
+        finished_at=row["finished_at"],
+    )
+
+
+def _of_kind(value: Any, kind: type[T]) -> T | None:
+    """A JSON column's value, if it is what it should be."""
+    return value if isinstance(value, kind) else None

@@ -1,0 +1,65 @@
+"""What transactions lock, in one order: batches by name, then jobs by id. Nobody waits in a circle then.
+
+PostgreSQL locks rows as a statement comes by them; two transactions that meet the same rows in different
+orders would each wait for the other. SQLite has one writer at a time, and needs nothing of this.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+from sqlalchemy import Connection, select
+
+from nightmill.jobs.errors import BatchConflictError
+from nightmill.jobs.sql.tables import BatchRow, JobRow
+
+
+@dataclass(frozen=True, slots=True)
+class HeldBatch:
+    """What a batch says about what may be done to it."""
+
+    name: str
+    format: str | None
+    cancel_requested_at: datetime | None
+    deleting_at: datetime | None
+
+
+def lock_jobs(connection: Connection, *conditions: Any) -> None:
+    """Lock the jobs that fit, in the order of their ids, before a transaction changes several of them."""
+    if connection.dialect.name != "sqlite":
+        connection.execute(select(JobRow.id).where(*conditions).order_by(JobRow.id).with_for_update())
+
+
+def hold_batches(
+    connection: Connection, names: Sequence[str], *, whole: bool = False
+) -> dict[str, HeldBatch]:
+    """Keep batches from being deleted, and from being marked for it, until this transaction ends.
+
+    Returns those that there are. `whole`: they are kept from any other change, too. Whoever adds or queues
+    jobs holds their batch first.
+    """
+    query = select(BatchRow.name, BatchRow.format, BatchRow.cancel_requested_at, BatchRow.deleting_at)
+    query = query.where(BatchRow.name.in_(names)).order_by(BatchRow.name)
+    locking = query.with_for_update(read=True, key_share=not whole)
+    return {row.name: HeldBatch(*row) for row in connection.execute(locking)}
+
+
+def refuse_deleting(batch: HeldBatch | None, field: str = "batch") -> None:
+    """Raise BatchConflictError where a batch is being deleted."""
+    if batch is not None and batch.deleting_at is not None:
+        raise BatchConflictError(
+            f"{field}: batch {batch.name!r} is being deleted: choose another name, or wait until it is gone "
+            f"(if that was broken off, `nightmill batch delete {batch.name}` goes on with it)",
+            field=field,
+        )
+
+
+def refuse_closed(batch: HeldBatch | None) -> None:
+    """Raise BatchConflictError where a batch takes no jobs from `enqueue`."""
+    refuse_deleting(batch)
+    if batch is not None and batch.format is not None:
+        raise BatchConflictError(
+            f"batch: {batch.name!r} was submitted as a whole, and takes no more jobs: choose another name",
+            field="batch",
+        )

@@ -1,0 +1,128 @@
+"""What becomes of the jobs that a worker ran when it died: innocent ones must not fail with the guilty one.
+
+A job that was alone in its worker is charged with a failed attempt. Of several, any may have killed it, so
+nobody is charged: they are suspects, queued again in two halves, each a group that a worker runs apart from
+everything else. A group that dies again is halved again, until the guilty job is alone: of n jobs in flight
+that takes log2(n) more deaths, and its attempts.
+
+A group has an id in the column `jobs.suspects`, which sorts by when the group was made. The oldest group is
+run first: all halves have had their turn before quarters begin, so the innocent are done early.
+"""
+
+from collections.abc import Iterable, Sequence
+from datetime import datetime
+from typing import Any
+
+from sqlalchemy import ColumnElement, Connection, func, or_, select, update
+
+from nightmill.jobs.contract import MAX_ERROR_LENGTH, JobState, JsonObject, StopReason, storable
+from nightmill.jobs.ids import IdSource
+from nightmill.jobs.sql import partials
+from nightmill.jobs.sql.jobs import chunked
+from nightmill.jobs.sql.tables import QUEUED, RUNNING, JobRow
+
+_GROUPS = IdSource()
+_TO_QUEUE: dict[str, Any] = {"state": JobState.QUEUED, "worker": None, "sent_at": None, "started_at": None}
+
+
+def running_jobs(connection: Connection, worker_id: str) -> Sequence[Any]:
+    """What `charge` needs to know of the jobs that a worker runs, locked in the order of their ids."""
+    return connection.execute(
+        select(
+            JobRow.id,
+            JobRow.attempt,
+            JobRow.worker,
+            JobRow.failures,
+            JobRow.max_attempts,
+            JobRow.errors,
+            JobRow.cancel_requested_at,
+        )
+        .where(JobRow.worker == worker_id, RUNNING)
+        .order_by(JobRow.id)
+        .with_for_update()
+    ).all()
+
+
+def charge(connection: Connection, rows: Sequence[Any], reason: str, now: datetime) -> list[str]:
+    """A worker has died with these rows of `running_jobs`; returns the ids that are queued again."""
+    if len(rows) == 1:
+        return [rows[0].id] if _count_failure(connection, rows[0], reason, now) else []
+    cancelled = [row.id for row in rows if row.cancel_requested_at is not None]
+    for chunk in chunked(cancelled):  # nobody would look at the request again once the job is queued
+        connection.execute(
+            update(JobRow)
+            .where(JobRow.id.in_(chunk), RUNNING)
+            .values(state=JobState.CANCELLED, stop_reason=StopReason.CANCELLED, finished_at=now)
+        )
+        partials.forget_ended(connection, chunk)
+    left = [row.id for row in rows if row.cancel_requested_at is None]
+    middle = (len(left) + 1) // 2
+    for half in (left[:middle], left[middle:]):
+        group = _GROUPS.draw()
+        for chunk in chunked(half):
+            connection.execute(
+                update(JobRow).where(JobRow.id.in_(chunk), RUNNING).values(**_TO_QUEUE, suspects=group)
+            )
+    return left
+
+
+def next_group(connection: Connection, models: Iterable[str | None], now: datetime) -> str | None:
+    """The group that a worker of these models is to run next: the most urgent, then the oldest."""
+    query = (
+        select(JobRow.suspects)
+        .where(QUEUED, JobRow.suspects.is_not(None), of_models(models), *claimable(now))
+        .group_by(JobRow.suspects)
+        .order_by(func.max(JobRow.priority).desc(), JobRow.suspects)
+        .limit(1)
+    )
+    return connection.execute(query).scalar_one_or_none()
+
+
+def of_models(models: Iterable[str | None]) -> ColumnElement[bool]:
+    """Jobs for one of `models`; None stands for jobs that name none."""
+    return or_(*(JobRow.model.is_(None) if model is None else JobRow.model == model for model in models))
+
+
+def claimable(now: datetime) -> tuple[ColumnElement[bool], ...]:
+    """Queued jobs that are due, and not past their deadline."""
+    return (
+        QUEUED,
+        or_(JobRow.scheduled_at.is_(None), JobRow.scheduled_at <= now),
+        or_(JobRow.deadline_at.is_(None), JobRow.deadline_at > now),
+    )
+
+
+def history(row: Any, reason: str, now: datetime) -> list[JsonObject]:
+    """The row's `errors` with one entry more."""
+    entry = {
+        "attempt": row.attempt,
+        "worker": row.worker,
+        "at": now.isoformat(),
+        "error": storable(reason, MAX_ERROR_LENGTH),
+    }
+    return [*(row.errors if isinstance(row.errors, list) else []), entry]
+
+
+def _count_failure(connection: Connection, row: Any, reason: str, now: datetime) -> bool:
+    """Charge a running row with a failed attempt; True where it is queued again, False where it has ended."""
+    failures = row.failures + 1
+    again = failures < row.max_attempts
+    cancelled = row.cancel_requested_at is not None
+    values: dict[str, Any] = {"failures": failures, "errors": history(row, reason, now)}
+    if cancelled:
+        values |= {"state": JobState.CANCELLED, "stop_reason": StopReason.CANCELLED, "finished_at": now}
+    elif again:
+        values |= _TO_QUEUE | {"suspects": _GROUPS.draw()}  # a group of its own: it stays alone
+    else:
+        values |= {
+            "state": JobState.FAILED,
+            "stop_reason": StopReason.ERROR,
+            "error": f"all {row.max_attempts} attempts failed; the last: {reason}",
+            "finished_at": now,
+        }
+    connection.execute(
+        update(JobRow).where(JobRow.id == row.id, RUNNING, JobRow.attempt == row.attempt).values(values)
+    )
+    if cancelled or not again:
+        partials.forget_ended(connection, [row.id])
+    return again and not cancelled

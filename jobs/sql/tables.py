@@ -1,0 +1,227 @@
+"""The declared schema: four tables, typed. `migrations/` must lead to exactly this (a test compares)."""
+
+from datetime import UTC, datetime
+from typing import Any, ClassVar
+
+from sqlalchemy import (
+    JSON,
+    BigInteger,
+    ColumnElement,
+    DateTime,
+    Dialect,
+    ForeignKey,
+    Index,
+    LargeBinary,
+    MetaData,
+    String,
+    Text,
+    literal,
+    text,
+)
+from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
+from sqlalchemy.types import TypeDecorator
+
+from nightmill.jobs.contract import MAX_ERROR_LENGTH, JobState, JsonObject, storable
+
+SCHEMA_REVISION = "0004"
+"""The migration that these declarations match."""
+
+
+class UtcDateTime(TypeDecorator[datetime]):
+    """A point in time, in UTC whatever the database: SQLite keeps no zone, so it is put back on reading."""
+
+    impl = DateTime(timezone=True)
+    cache_ok = True
+
+    def process_bind_param(self, value: datetime | None, dialect: Dialect) -> datetime | None:
+        if value is None:
+            return None
+        if value.tzinfo is None:
+            raise ValueError("a datetime without a time zone cannot be stored")
+        return value.astimezone(UTC)
+
+    def process_result_value(self, value: datetime | None, dialect: Dialect) -> datetime | None:
+        if value is None:
+            return None
+        return value.replace(tzinfo=UTC) if value.tzinfo is None else value.astimezone(UTC)
+
+
+class StorableText(TypeDecorator[str]):
+    """Text that no user has had the chance to correct, a worker's: whatever is in it, it can be stored."""
+
+    impl = Text
+    cache_ok = True
+
+    def __init__(self, limit: int | None = None) -> None:
+        super().__init__()
+        self.limit = limit
+
+    def process_bind_param(self, value: str | None, dialect: Dialect) -> str | None:
+        return None if value is None else storable(value, self.limit)
+
+
+class StorableString(TypeDecorator[str]):
+    """As StorableText, at most `length` characters."""
+
+    impl = String
+    cache_ok = True
+
+    def __init__(self, length: int) -> None:
+        super().__init__(length)
+        self.length = length
+
+    def process_bind_param(self, value: str | None, dialect: Dialect) -> str | None:
+        return None if value is None else storable(value, self.length)
+
+
+class Base(DeclarativeBase):
+    """Naming rules give every constraint the same name on every database, for migrations to name."""
+
+    metadata = MetaData(
+        naming_convention={
+            "ix": "ix_%(table_name)s_%(column_0_N_name)s",
+            "uq": "uq_%(table_name)s_%(column_0_N_name)s",
+            "fk": "fk_%(table_name)s_%(column_0_N_name)s",
+            "pk": "pk_%(table_name)s",
+        }
+    )
+    type_annotation_map: ClassVar = {datetime: UtcDateTime(), JsonObject: JSON(), list[Any]: JSON()}
+
+
+class BatchRow(Base):
+    """A named set of jobs. A submitted file or iterable has a `format`; others may grow for ever."""
+
+    __tablename__ = "batches"
+
+    name: Mapped[str] = mapped_column(String(200), primary_key=True)
+    model: Mapped[str | None] = mapped_column(String(200))
+    meta: Mapped[JsonObject] = mapped_column("metadata", JSON)
+    created_at: Mapped[datetime]
+
+    format: Mapped[str | None] = mapped_column(String(16))
+    source: Mapped[str | None] = mapped_column(Text)  # path of the file, as it was given
+    fingerprint: Mapped[str | None] = mapped_column(String(64))  # SHA-256 of the file
+    settings: Mapped[JsonObject | None] = mapped_column(JSON(none_as_null=True))  # defaults of the rows
+    row_count: Mapped[int | None]  # None until the last row is entered
+    scheduled_at: Mapped[datetime | None]
+    deadline_at: Mapped[datetime | None]
+    cancel_requested_at: Mapped[datetime | None]
+    deleting_at: Mapped[datetime | None]  # set once its rows are being deleted: nothing is added any more
+
+
+class WorkerRow(Base):
+    """A worker process and its last sign of life."""
+
+    __tablename__ = "workers"
+
+    id: Mapped[str] = mapped_column(String(32), primary_key=True)
+    host: Mapped[str] = mapped_column(StorableString(255))
+    pid: Mapped[int]
+    gpu: Mapped[str | None] = mapped_column(StorableString(255))
+    model: Mapped[str] = mapped_column(String(200), index=True)
+    state: Mapped[str] = mapped_column(String(16))
+    started_at: Mapped[datetime]
+    heartbeat_at: Mapped[datetime]
+    detail: Mapped[str | None] = mapped_column(StorableString(200))  # what it is doing, as while it loads
+
+
+def _partial(name: str, *columns: str, where: str, unique: bool = False) -> Index:
+    """An index over the few rows that a hot query looks at; finished jobs do not burden it."""
+    condition = text(where)
+    return Index(name, *columns, unique=unique, sqlite_where=condition, postgresql_where=condition)
+
+
+class JobRow(Base):
+    """One prompt: what was asked, where it stands, who runs it, what came out."""
+
+    __tablename__ = "jobs"
+
+    id: Mapped[str] = mapped_column(String(32), primary_key=True)
+    batch: Mapped[str | None] = mapped_column(ForeignKey("batches.name"))
+    row: Mapped[int | None]  # place in the batch's file, from 1
+    custom_id: Mapped[str | None] = mapped_column(String(512))
+    model: Mapped[str | None] = mapped_column(String(200))
+    prompt: Mapped[str | None] = mapped_column(Text)
+    messages: Mapped[list[Any] | None] = mapped_column(JSON(none_as_null=True))
+    params: Mapped[JsonObject]
+    seed: Mapped[int] = mapped_column(BigInteger)
+
+    state: Mapped[str] = mapped_column(String(16))
+    attempt: Mapped[int]
+    failures: Mapped[int]
+    max_attempts: Mapped[int]
+    priority: Mapped[int]
+    worker: Mapped[str | None] = mapped_column(String(32))
+    suspects: Mapped[str | None] = mapped_column(String(32))  # the group it was in flight with at a death
+    sent_at: Mapped[datetime | None]
+    cancel_requested_at: Mapped[datetime | None]
+
+    stop_reason: Mapped[str | None] = mapped_column(String(16))
+    text: Mapped[str | None] = mapped_column(StorableText())
+    prompt_tokens: Mapped[int | None]
+    completion_tokens: Mapped[int | None]
+    error: Mapped[str | None] = mapped_column(StorableText(MAX_ERROR_LENGTH))
+    errors: Mapped[list[Any] | None] = mapped_column(JSON(none_as_null=True))
+
+    idempotency_key: Mapped[str | None] = mapped_column(String(255))
+    fingerprint: Mapped[str | None] = mapped_column(String(64))
+    meta: Mapped[JsonObject | None] = mapped_column("metadata", JSON(none_as_null=True))
+
+    created_at: Mapped[datetime]
+    scheduled_at: Mapped[datetime | None]
+    deadline_at: Mapped[datetime | None]
+    started_at: Mapped[datetime | None]
+    finished_at: Mapped[datetime | None]
+
+    __table_args__ = (
+        _partial("ix_jobs_batch", "batch", "id", where="batch IS NOT NULL"),
+        # Submitting a file again can never enter a row twice; and the order of results.
+        _partial("uq_jobs_batch_row", "batch", "row", where='"row" IS NOT NULL', unique=True),
+        # Everything that a status counts, so that it reads this index and no rows.
+        _partial(
+            "ix_jobs_progress",
+            *("batch", "state", "stop_reason", "prompt_tokens", "completion_tokens"),
+            where="batch IS NOT NULL",
+        ),
+        _partial("ix_jobs_finished", "batch", "finished_at", "id", where="finished_at IS NOT NULL"),
+        _partial("ix_jobs_running", "worker", where="state = 'running'"),
+        # What the sweep takes for sending, in its order: jobs never announced, and announced long ago.
+        _partial(
+            "ix_jobs_unsent",
+            *("priority", "scheduled_at", "id"),
+            where="state = 'queued' AND sent_at IS NULL",
+        ),
+        _partial(
+            "ix_jobs_waiting",
+            *("model", "priority", "sent_at", "id"),
+            where="state = 'queued' AND sent_at IS NOT NULL",
+        ),
+        _partial("ix_jobs_suspects", "suspects", "id", where="state = 'queued' AND suspects IS NOT NULL"),
+        _partial("ix_jobs_expiring", "deadline_at", where="state = 'queued' AND deadline_at IS NOT NULL"),
+        _partial(
+            "uq_jobs_idempotency_key", "idempotency_key", where="idempotency_key IS NOT NULL", unique=True
+        ),
+    )
+
+
+class PartialRow(Base):
+    """The tokens that an unfinished job had when they were last saved; gone once the job has ended."""
+
+    __tablename__ = "partials"
+
+    job_id: Mapped[str] = mapped_column(
+        String(32), ForeignKey("jobs.id", ondelete="CASCADE"), primary_key=True
+    )
+    attempt: Mapped[int]
+    fingerprint: Mapped[str] = mapped_column(String(64))
+    tokens: Mapped[bytes] = mapped_column(LargeBinary)
+    saved_at: Mapped[datetime]
+
+
+def in_state(state: JobState) -> ColumnElement[bool]:
+    """`state = '...'`, written out: a condition with a bound parameter finds no partial index."""
+    return JobRow.state == literal(str(state), literal_execute=True)
+
+
+QUEUED = in_state(JobState.QUEUED)
+RUNNING = in_state(JobState.RUNNING)

@@ -1,0 +1,117 @@
+"""The examples and tables of docs/file-formats.md are true."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from openai.types.chat import ChatCompletion
+
+from nightmill.jobs.contract import JobState, StopReason
+from nightmill.jobs.formats import FileFormat, InputFile, RowCode, error_row, result_row
+from nightmill.jobs.formats.openai import IGNORED, NEUTRAL
+from nightmill.jobs.formats.plain import ROW_KEYS
+from nightmill.jobs.formats.results import ERROR_COLUMNS, RESULT_COLUMNS
+from tests.unit.formats.files import job
+
+PAGE = (Path(__file__).parents[3] / "docs" / "file-formats.md").read_text(encoding="utf-8")
+_BLOCK = re.compile(r"```(\w+) (\w+)(?: (\w+))?\n(.*?)```", re.DOTALL)
+EXAMPLES = [(kind, format, text) for _, kind, format, text in _BLOCK.findall(PAGE)]
+
+
+def examples(kind: str) -> list[Any]:
+    found = [pytest.param(format, text, id=format) for k, format, text in EXAMPLES if k == kind]
+    assert found
+    return found
+
+
+def section(heading: str) -> str:
+    """The page from a heading to the next of the same or a higher level."""
+    level = heading.count("#")
+    rest = PAGE[PAGE.index(f"{heading}\n") + len(heading) :]
+    return re.split(rf"\n#{{1,{level}}} ", rest)[0]
+
+
+def named_in_tables(text: str) -> set[str]:
+    """What stands in backticks in the first columns of its tables."""
+    cells = re.findall(r"^\| (`[^|]*) \|", text, re.MULTILINE)
+    return {name for cell in cells for name in re.findall(r"`([^`]+)`", cell)}
+
+
+def read(tmp_path: Path, format: str, text: str) -> list[Any]:
+    path = tmp_path / ("in.csv" if format == "csv" else "in.jsonl")
+    path.write_text(text, encoding="utf-8")
+    file = InputFile(path)
+    assert file.format == format
+    return list(file.rows())
+
+
+@pytest.mark.parametrize(("format", "text"), examples("input"))
+def test_every_row_of_an_example_is_good(tmp_path: Path, format: str, text: str) -> None:
+    rows = read(tmp_path, format, text)
+    assert len(rows) >= 2
+    assert [row.error for row in rows] == [None] * len(rows)
+
+
+def test_the_bad_rows_have_the_errors_that_the_page_says(tmp_path: Path) -> None:
+    ((_, format, text),) = [example for example in EXAMPLES if example[0] == "bad"]
+    ((_, _, errors),) = [example for example in EXAMPLES if example[0] == "errors"]
+    said = [f"line {row.number}: {row.error.message}" for row in read(tmp_path, format, text)]
+    assert said == errors.strip().splitlines()
+
+
+def shape(value: Any) -> Any:
+    """A row with its values left out."""
+    if isinstance(value, dict):
+        return {name: shape(item) for name, item in value.items()}
+    return [shape(item) for item in value] if isinstance(value, list) else None
+
+
+@pytest.mark.parametrize(("format", "text"), examples("results"))
+def test_result_rows_look_as_the_page_says(format: str, text: str) -> None:
+    if format == "csv":
+        assert text.splitlines()[0].split(",") == list(RESULT_COLUMNS)
+        return
+    messages = [{"role": "user", "content": "x"}] if format == "openai" else None
+    made = result_row(job(messages=messages, prompt=None if messages else "x"), FileFormat(format))
+    shown = json.loads(text)
+    assert shape(shown) == shape(made)
+    if format == "openai":
+        ChatCompletion.model_validate(shown["response"]["body"], strict=True)
+
+
+@pytest.mark.parametrize(("format", "text"), examples("failures"))
+def test_error_rows_look_as_the_page_says(format: str, text: str) -> None:
+    if format == "csv":
+        assert text.splitlines()[0].split(",") == list(ERROR_COLUMNS)
+        return
+    bad = {"errors": [{"code": "x", "field": "y", "error": "z"}], "text": None, "error": "z"}
+    late = {"stop_reason": StopReason.DEADLINE}
+    failed = job(
+        **(
+            {"state": JobState.FAILED, "stop_reason": StopReason.ERROR}
+            | (bad if format == "openai" else late)
+        )
+    )
+    made = error_row(failed, FileFormat(format))
+    shown = json.loads(text)
+    assert shape(shown) == shape(made)
+    if format == "jsonl":
+        assert shown["error"] == made["error"]
+
+
+def test_every_key_of_a_plain_row_is_described() -> None:
+    assert named_in_tables(section("## Plain JSONL")) == ROW_KEYS
+
+
+def test_every_key_of_an_openai_body_is_described() -> None:
+    described = named_in_tables(section("## OpenAI's batch format").split("### Results")[0])
+    frame = {"custom_id", "method", "url", "body"}
+    ours = {"top_k", "min_p", "repetition_penalty", "ignore_eos"}
+    parameters = {"max_tokens", "max_completion_tokens", "temperature", "top_p", "seed", "stop", "model"}
+    assert described == frame | ours | parameters | {"messages", "prompt"} | NEUTRAL.keys() | IGNORED
+
+
+def test_every_code_of_a_bad_row_is_described() -> None:
+    assert named_in_tables(section("## A bad row is an error of that row")) == set(RowCode)

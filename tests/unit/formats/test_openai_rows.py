@@ -1,0 +1,203 @@
+"""Rows of OpenAI's batch format: what becomes a prompt, what is ignored, what is refused by name."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nightmill.jobs.formats import FileFormat, InputFile, InputRow
+from tests.unit.formats.files import chat, completion, read_rows, write_lines
+
+
+def only(tmp_path: Path, row: Any) -> InputRow:
+    (read,) = read_rows(write_lines(tmp_path / "in.jsonl", [row]), FileFormat.OPENAI)
+    return read
+
+
+def test_a_chat_row_becomes_messages_and_keywords_of_enqueue(tmp_path: Path) -> None:
+    row = only(
+        tmp_path,
+        chat("x", model="demo", max_completion_tokens=9, temperature=0, top_p=0.5, seed=3, stop=["a", "b"]),
+    )
+    assert row.error is None
+    assert (row.number, row.custom_id) == (1, "x")
+    assert row.prompt == [{"role": "user", "content": "Say a word"}]
+    assert row.settings == {
+        "model": "demo", "max_tokens": 9, "temperature": 0, "top_p": 0.5, "seed": 3, "stop": ["a", "b"]
+    }  # fmt: skip
+
+
+def test_a_completions_row_becomes_a_plain_prompt(tmp_path: Path) -> None:
+    row = only(tmp_path, completion("x", max_tokens=9, stop="."))
+    assert (row.error, row.prompt, row.settings) == (None, "Once", {"max_tokens": 9, "stop": "."})
+
+
+def test_our_own_parameters_are_taken_from_the_body(tmp_path: Path) -> None:
+    own = {"top_k": 5, "min_p": 0.1, "repetition_penalty": 1.2, "ignore_eos": True}
+    assert only(tmp_path, chat(**own)).settings == own
+
+
+def test_text_parts_are_joined_and_developer_is_system(tmp_path: Path) -> None:
+    parts = [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]
+    messages = [{"role": "developer", "content": parts}, {"role": "user", "content": "x", "name": None}]
+    assert only(tmp_path, chat(messages=messages)).prompt == [
+        {"role": "system", "content": "one two"},
+        {"role": "user", "content": "x"},
+    ]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"user": "u"}, {"metadata": {"a": "b"}}, {"store": True}, {"service_tier": "auto"}, {"stream": False},
+        {"n": 1}, {"n": None}, {"response_format": {"type": "text"}}, {"tools": []}, {"tools": None},
+        {"tool_choice": "none"}, {"tool_choice": "auto"}, {"logprobs": False}, {"logprobs": None},
+        {"top_logprobs": 0}, {"logit_bias": {}}, {"presence_penalty": 0.0}, {"frequency_penalty": 0},
+        {"temperature": None}, {"stop": None}, {"modalities": ["text"]}, {"parallel_tool_calls": True},
+        {"max_tokens": 5, "max_completion_tokens": None},
+    ],
+)  # fmt: skip
+def test_keys_without_effect_are_accepted_and_leave_no_setting(tmp_path: Path, body: dict[str, Any]) -> None:
+    row = only(tmp_path, chat(**body))
+    assert row.error is None
+    assert row.settings == ({"max_tokens": 5} if "max_tokens" in body else {})
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        ({"n": 2}, "n"), ({"n": True}, "n"), ({"stream": True}, "stream"), ({"stream": 0}, "stream"),
+        ({"tools": [{"type": "function"}]}, "tools"), ({"tool_choice": "required"}, "tool_choice"),
+        ({"functions": [{}]}, "functions"), ({"function_call": {"name": "f"}}, "function_call"),
+        ({"response_format": {"type": "json_object"}}, "response_format"), ({"logprobs": True}, "logprobs"),
+        ({"logprobs": 3}, "logprobs"), ({"top_logprobs": 2}, "top_logprobs"),
+        ({"logit_bias": {"50256": -100}}, "logit_bias"), ({"presence_penalty": 0.5}, "presence_penalty"),
+        ({"frequency_penalty": -1}, "frequency_penalty"), ({"modalities": ["text", "audio"]}, "modalities"),
+        ({"audio": {"voice": "x"}}, "audio"), ({"reasoning_effort": "low"}, "reasoning_effort"),
+        ({"best_of": 3}, "best_of"), ({"temprature": 1}, "temprature"), ({"prompt": "x"}, "prompt"),
+    ],
+)  # fmt: skip
+def test_keys_that_would_change_the_answer_are_refused_by_name(
+    tmp_path: Path, body: dict[str, Any], field: str
+) -> None:
+    error = only(tmp_path, chat(**body)).error
+    assert error is not None
+    assert (error.code, error.field) == ("unsupported_field", f"body.{field}")
+    assert error.message.startswith(f"body.{field}: ")
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        ({"temperature": -1}, "temperature"), ({"temperature": "hot"}, "temperature"),
+        ({"temperature": 10**400}, "temperature"), ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": 1.5}, "max_tokens"), ({"max_tokens": True}, "max_tokens"), ({"top_p": 0}, "top_p"),
+        ({"seed": -1}, "seed"), ({"seed": 2**63}, "seed"), ({"stop": [""]}, "stop"), ({"stop": 5}, "stop"),
+        ({"stop": ["x"] * 17}, "stop"), ({"model": "no such name"}, "model"), ({"model": 5}, "model"),
+        ({"max_completion_tokens": 0}, "max_completion_tokens"),
+        ({"max_tokens": 5, "max_completion_tokens": 6}, "max_completion_tokens"),
+        ({"messages": []}, "messages"), ({"messages": "hello"}, "messages"),
+        ({"messages": ["x"]}, "messages[0]"),
+        ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": "a\0b"}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0]"),
+        ({"messages": [{"role": "user", "content": ["x"]}]}, "messages[0].content[0]"),
+    ],
+)  # fmt: skip
+def test_values_out_of_range_are_refused_by_name(tmp_path: Path, body: dict[str, Any], field: str) -> None:
+    error = only(tmp_path, chat(**body)).error
+    assert error is not None
+    assert (error.code, error.field) == ("invalid_value", f"body.{field}")
+    assert error.message.startswith(f"body.{field}: ")
+
+
+@pytest.mark.parametrize(
+    ("messages", "field"),
+    [
+        ([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], "messages[0].content[0]"),
+        ([{"role": "user", "content": [{"type": "input_audio"}]}], "messages[0].content[0]"),
+        ([{"role": "user", "content": "x", "name": "Ann"}], "messages[0].name"),
+        ([{"role": "assistant", "content": "x", "tool_calls": [{}]}], "messages[0].tool_calls"),
+        ([{"role": "tool", "content": "x", "tool_call_id": "1"}], "messages[0].tool_call_id"),
+    ],
+)
+def test_contents_other_than_text_are_refused_by_name(
+    tmp_path: Path, messages: list[Any], field: str
+) -> None:
+    error = only(tmp_path, chat(messages=messages)).error
+    assert error is not None
+    assert (error.code, error.field) == ("unsupported_field", f"body.{field}")
+
+
+@pytest.mark.parametrize("name", ["custom_id", "method", "url", "body"])
+def test_each_key_of_a_row_is_required(tmp_path: Path, name: str) -> None:
+    row = chat()
+    del row[name]
+    error = only(tmp_path, row).error
+    assert error is not None
+    assert (error.code, error.field) == ("missing_field", name)
+
+
+@pytest.mark.parametrize(
+    ("row", "field"),
+    [
+        (chat(messages=None), "body.messages"),
+        (completion(prompt=None), "body.prompt"),
+        (chat(messages=[{"content": "x"}]), "body.messages[0].role"),
+        (chat(messages=[{"role": "assistant", "content": None}]), "body.messages[0].content"),
+    ],
+)
+def test_a_row_without_a_prompt_is_refused(tmp_path: Path, row: Any, field: str) -> None:
+    error = only(tmp_path, row).error
+    assert error is not None
+    assert (error.code, error.field) == ("missing_field", field)
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"method": "GET"}, "method"), ({"url": "/v1/embeddings"}, "url"), ({"url": ["x"]}, "url"),
+        ({"body": "x"}, "body"), ({"custom_id": 5}, "custom_id"), ({"custom_id": ""}, "custom_id"),
+        ({"custom_id": "x" * 513}, "custom_id"), ({"custom_id": "\ud800"}, "custom_id"),
+    ],
+)  # fmt: skip
+def test_the_frame_of_a_row_is_checked(tmp_path: Path, change: dict[str, Any], field: str) -> None:
+    error = only(tmp_path, chat() | change).error
+    assert error is not None
+    assert (error.code, error.field) == ("invalid_value", field)
+
+
+def test_a_bad_row_keeps_its_custom_id_unless_that_is_bad_itself(tmp_path: Path) -> None:
+    assert only(tmp_path, chat("x", n=2)).custom_id == "x"
+    assert only(tmp_path, chat("\ud800", n=2)).custom_id is None
+
+
+@pytest.mark.parametrize("prompt", [["a"], [[1, 2]], [1, 2], {"a": 1}, 5, True])
+def test_a_prompt_that_is_no_text_is_refused(tmp_path: Path, prompt: Any) -> None:
+    error = only(tmp_path, completion(prompt=prompt)).error
+    assert error is not None
+    assert (error.code, error.field) == ("invalid_value", "body.prompt")
+
+
+def test_an_error_is_one_printable_line_of_bounded_length(tmp_path: Path) -> None:
+    for value in ("x\ny\x1b[31m\0\ud800", "y" * 10**6, {"\n": 1}):
+        error = only(tmp_path, chat(temperature=value)).error
+        assert error is not None
+        assert error.message.isprintable()
+        assert len(error.message) < 350
+        error.message.encode("utf-8")
+
+
+def test_a_key_named_in_an_error_is_printable_too(tmp_path: Path) -> None:
+    error = only(tmp_path, chat(**{"a\nb\ud800": 1})).error
+    assert error is not None
+    assert error.field == "body.a\\nb\\ud800"
+
+
+def test_the_format_is_found_from_the_first_whole_row(tmp_path: Path) -> None:
+    openai_rows = write_lines(tmp_path / "a.jsonl", [b"not json", chat()])
+    plain = write_lines(tmp_path / "b.jsonl", [b"not json", {"prompt": "x"}])
+    assert InputFile(openai_rows).format is FileFormat.OPENAI
+    assert InputFile(plain).format is FileFormat.JSONL

@@ -1,0 +1,27 @@
+"""The commands of `nightmill` that the worker brings: where each is, and the first sentence of its help.
+
+Named by the entry point `nightmill.commands`; read at each start of the command, so it imports nothing.
+"""
+
+COMMANDS = {
+    "check": (
+        "nightmill.worker.commands.serving:check",
+        "Test the database, the broker, the model file and the GPU, and say what to do about each.",
+    ),
+    "demo": (
+        "nightmill.worker.commands.serving:demo",
+        "Write haiku with the bundled model, through the whole path, on this machine.",
+    ),
+    "plan": (
+        "nightmill.worker.commands.plan:plan",
+        "Say what a batch file asks for, which rows are bad, and when it will be done.",
+    ),
+    "run": (
+        "nightmill.worker.commands.run:run",
+        "Generate for every row of FILE, and write the results to OUTPUT.",
+    ),
+    "worker": (
+        "nightmill.worker.commands.serving:worker",
+        "Serve a model: take jobs from the queue, generate, write the results.",
+    ),
+}

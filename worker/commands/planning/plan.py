@@ -1,0 +1,176 @@
+"""Puts survey, measurement and forecast together into what `nightmill plan` reports."""
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from datetime import datetime, timedelta
+from typing import Any
+
+import numpy as np
+
+from nightmill.jobs.contract import JsonObject
+from nightmill.jobs.formats import InputFile
+from nightmill.worker.commands.planning.forecast import (
+    Forecast,
+    Pages,
+    expected_lengths,
+    forecast,
+    pages_needed,
+)
+from nightmill.worker.commands.planning.measure import WARM_UP, Measurement, measure
+from nightmill.worker.commands.planning.survey import Encode, Survey, survey
+from nightmill.worker.engine.engine import Engine
+from nightmill.worker.engine.limits import Limits
+
+_SAMPLE_AT_LEAST = 256  # rows: the mean of answers that vary by half of it is then known to 3%
+_SAMPLE_BATCHES = 4  # so that a full batch is seen at work, not only filling and draining
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """When the file will be done, from the speed that was measured."""
+
+    forecast: Forecast
+    workers: int
+    starts_at: datetime
+    deadline_at: datetime | None
+    measured_rows: int
+    measured_seconds: float
+
+    @property
+    def done_at(self) -> datetime:
+        """When the last row ends."""
+        return self.starts_at + timedelta(seconds=self.forecast.seconds)
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether that is before the deadline; None where there is none."""
+        return None if self.deadline_at is None else self.done_at <= self.deadline_at
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a file asks for, which of its rows are bad, and when it will be done."""
+
+    file: InputFile
+    model: str
+    survey: Survey
+    output_tokens: int | None
+    """Expected; None where nothing was measured."""
+    pages: Pages
+    """Where nothing was measured, with the longest answers that rows may have."""
+    limits: Limits
+    estimate: Estimate | None
+
+    @property
+    def bad_by_code(self) -> dict[str, int]:
+        """Numbers of bad rows, the most frequent first."""
+        return dict(Counter(row.code for row in self.survey.bad).most_common())
+
+    @property
+    def other_models(self) -> dict[str, int]:
+        """Rows that ask for a model of another name than the one that was planned with."""
+        return {name: count for name, count in self.survey.models.most_common() if name != self.model}
+
+    def as_json(self) -> JsonObject:
+        """Everything, every bad row included; the keys are described in docs/file-formats.md."""
+        found = self.survey
+        prompts = found.prompt_tokens
+        return {
+            "file": str(self.file.path),
+            "format": str(self.file.format),
+            "model": self.model,
+            "rows": found.rows,
+            "good": found.good,
+            "bad": [asdict(row) for row in found.bad],
+            "bad_by_code": self.bad_by_code,
+            "rows_for_other_models": self.other_models,
+            "rows_that_may_be_cut": found.cut,
+            "prompt_tokens": sum(prompts),
+            "longest_prompt": max(prompts, default=0),
+            "output_tokens": self.output_tokens,
+            "output_tokens_at_most": sum(found.limits),
+            "context": self.limits.context,
+            "kv_pages": asdict(self.pages)
+            | {"tokens_per_page": self.limits.block_size, "available": self.limits.pages},
+            "estimate": None if self.estimate is None else _estimate_json(self.estimate),
+        }
+
+
+def make_plan(
+    file: InputFile,
+    encode: Encode,
+    limits: Limits,
+    *,
+    model: str,
+    slots: int,
+    engine: Engine | None = None,
+    measure_seconds: float = 0.0,
+    clock: Callable[[], float] | None = None,
+    workers: int = 1,
+    now: Callable[[], datetime],
+    starts_at: datetime | None = None,
+    deadline_at: datetime | None = None,
+    defaults: Mapping[str, Any] | None = None,
+    on_row: Callable[[], None] = lambda: None,
+    on_measure: Callable[[], None] = lambda: None,
+) -> Plan:
+    """Plan a file. Without an `engine` nothing is measured, and there is no estimate.
+
+    `slots`: rows that a worker runs at once. `on_measure` is called when all rows are read. Without
+    `starts_at` the night begins when the plan is made. Raises BatchFileError, RunnerError.
+    """
+    size = max(_SAMPLE_AT_LEAST, _SAMPLE_BATCHES * slots) + WARM_UP if engine is not None else 0
+    found = survey(file, encode, limits, defaults=defaults, sample=size, on_row=on_row)
+    measured: Measurement | None = None
+    if engine is not None and found.sample:
+        on_measure()
+        timing = {} if clock is None else {"clock": clock}
+        measured = measure(engine, found.sample, seconds=measure_seconds, **timing)
+    lengths = expected_lengths(found, None if measured is None else measured.survival)
+    estimate = None
+    if measured is not None:
+        rows_at_once = _fitting(found, lengths, limits, slots)
+        estimate = Estimate(
+            forecast=forecast(found, measured, slots=rows_at_once, workers=workers),
+            workers=workers,
+            starts_at=starts_at or now(),
+            deadline_at=deadline_at,
+            measured_rows=measured.rows,
+            measured_seconds=measured.seconds,
+        )
+    return Plan(
+        file=file,
+        model=model,
+        survey=found,
+        output_tokens=None if measured is None else round(float(lengths.sum())),
+        pages=pages_needed(found, lengths, slots, limits.block_size),
+        limits=limits,
+        estimate=estimate,
+    )
+
+
+def _fitting(found: Survey, lengths: Any, limits: Limits, slots: int) -> int:
+    """Rows of the usual size that the KV cache has pages for, at most `slots`."""
+    if limits.pages is None:
+        return slots
+    usual = np.ceil((np.array(found.prompt_tokens) + lengths) / limits.block_size).mean()
+    return max(1, min(slots, int(limits.pages / usual)))
+
+
+def _estimate_json(estimate: Estimate) -> JsonObject:
+    played = estimate.forecast
+    deadline_at = estimate.deadline_at
+    return {
+        "seconds": round(played.seconds, 3),
+        "tail_seconds": round(played.tail_seconds, 3),
+        "tokens_per_second": round(played.tokens_per_second, 1),
+        "workers": estimate.workers,
+        "rows_at_once": played.slots,
+        "starts_at": estimate.starts_at.isoformat(),
+        "done_at": estimate.done_at.isoformat(),
+        "deadline_at": None if deadline_at is None else deadline_at.isoformat(),
+        "fits": estimate.fits,
+        "measured_rows": estimate.measured_rows,
+        "measured_seconds": round(estimate.measured_seconds, 3),
+    }

@@ -1,0 +1,87 @@
+"""A plan in words, for a terminal."""
+
+from collections.abc import Iterator
+from datetime import timedelta
+
+from nightmill.jobs.printable import printable
+from nightmill.jobs.when import describe_moment
+from nightmill.worker.commands.planning.plan import Estimate, Plan
+from nightmill.worker.commands.planning.survey import BadRow
+
+SHOWN_ROWS = 20
+_LONGEST_LINE = 1000
+
+
+def describe_plan(plan: Plan) -> Iterator[str]:
+    """Lines: the rows, what they ask for, when it will be done."""
+    found = plan.survey
+    bad = len(found.bad)
+    name = printable(plan.file.path)
+    yield f"{name}: {found.rows:,} rows ({plan.file.format}), {found.good:,} good, {bad:,} bad"
+    for row in found.bad[:SHOWN_ROWS]:
+        yield f"  {_describe_row(row)}"
+    if bad > SHOWN_ROWS:
+        yield f"  ... and {bad - SHOWN_ROWS:,} more: --json lists all"
+    for code, count in plan.bad_by_code.items():
+        yield f"  {count:>10,}  {code}"
+    for name, count in plan.other_models.items():
+        yield (
+            f"note: {count:,} rows ask for model {name!r}: nightmill run answers them with {plan.model!r} "
+            f"all the same, nightmill batch submit with --model {plan.model}; without, they wait for {name!r}"
+        )
+    if found.cut:
+        yield (
+            f"note: {found.cut:,} rows have max_tokens beyond what the context of {plan.limits.context:,} "
+            "tokens leaves them; an answer that long is cut there (stop reason context_full)"
+        )
+    if not found.good:
+        return
+    mean = sum(found.prompt_tokens) / found.good
+    longest = max(found.prompt_tokens)
+    yield f"prompt tokens  {sum(found.prompt_tokens):,} (mean {mean:,.0f}, longest {longest:,})"
+    most = f"at most {sum(found.limits):,}"
+    yield "output tokens  " + (
+        most if plan.output_tokens is None else f"about {plan.output_tokens:,} ({most})"
+    )
+    yield f"KV pages       {_describe_pages(plan)}"
+    if plan.estimate is None:
+        yield "time           no estimate: too few rows to measure a speed with, or --no-measure"
+    else:
+        yield from _describe_estimate(plan.estimate)
+
+
+def _describe_row(row: BadRow) -> str:
+    name = "" if row.custom_id is None else f" {row.custom_id!r}"
+    return printable(f"line {row.line}{name}: {row.message} [{row.code}]", _LONGEST_LINE)
+
+
+def _describe_pages(plan: Plan) -> str:
+    pages = plan.pages
+    have = "" if plan.limits.pages is None else f"; this worker has {plan.limits.pages:,}"
+    return (
+        f"{pages.running:,} for the rows that run at once (at most {pages.running_at_most:,}), "
+        f"{pages.whole:,} for all; {plan.limits.block_size} tokens each{have}"
+    )
+
+
+def _describe_estimate(estimate: Estimate) -> Iterator[str]:
+    played = estimate.forecast
+    workers = "1 worker" if estimate.workers == 1 else f"{estimate.workers} workers"
+    yield (
+        f"speed          {played.tokens_per_second:,.0f} output tokens/s on {workers} with {played.slots:,} "
+        f"rows at once (measured on {estimate.measured_rows:,} rows in {estimate.measured_seconds:.1f} s)"
+    )
+    yield (
+        f"time           {_span(played.seconds)}, of which {_span(played.tail_seconds)} for the last rows; "
+        f"from {describe_moment(estimate.starts_at)} to {describe_moment(estimate.done_at)}"
+    )
+    if estimate.deadline_at is not None:
+        spare = (estimate.deadline_at - estimate.done_at).total_seconds()
+        verdict = f"fits, with {_span(spare)} to spare" if spare >= 0 else f"DOES NOT FIT, by {_span(-spare)}"
+        yield f"deadline       {describe_moment(estimate.deadline_at)}: {verdict}"
+
+
+def _span(seconds: float) -> str:
+    if seconds < 120:
+        return f"{seconds:.1f} s"
+    return str(timedelta(seconds=round(seconds)))

@@ -1,0 +1,124 @@
+"""Reads and tokenises every row of a file: what is bad, what the rest asks for, and a random sample of it."""
+
+import random
+from array import array
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from nightmill.jobs.contract import MAX_SEED, GenerationParams, Prompt
+from nightmill.jobs.errors import NightmillError
+from nightmill.jobs.formats import InputFile, InputRow
+from nightmill.jobs.requests import PARAMETERS
+from nightmill.worker.engine.limits import Limits
+from nightmill.worker.engine.request import Request
+
+Encode = Callable[[Prompt], tuple[int, ...]]
+"""A prompt's token ids; raises NightmillError where a chat cannot be rendered."""
+
+
+@dataclass(frozen=True, slots=True)
+class BadRow:
+    """A row that cannot be run."""
+
+    line: int
+    custom_id: str | None
+    code: str
+    field: str | None
+    message: str
+
+
+@dataclass(slots=True)
+class Survey:
+    """The rows of a file. The arrays have one entry for each good row, in the order of the file."""
+
+    rows: int = 0
+    bad: list[BadRow] = field(default_factory=list)
+    prompt_tokens: "array[int]" = field(default_factory=lambda: array("I"))
+    limits: "array[int]" = field(default_factory=lambda: array("I"))
+    """The most tokens that the answer can have: max_tokens, or what the context leaves."""
+    endless: "array[int]" = field(default_factory=lambda: array("B"))
+    """1 where nothing but the limit can end the answer (ignore_eos, no stop strings)."""
+    cut: int = 0
+    """Rows whose prompt and max_tokens together do not fit the context: such an answer may be cut."""
+    models: Counter[str] = field(default_factory=Counter)
+    """How many rows ask for which model by name."""
+    sample: list[Request] = field(default_factory=list)
+    """Good rows, drawn at random and in random order."""
+
+    @property
+    def good(self) -> int:
+        """Rows that can be run."""
+        return len(self.limits)
+
+
+def survey(
+    file: InputFile,
+    encode: Encode,
+    limits: Limits,
+    *,
+    defaults: Mapping[str, Any] | None = None,
+    sample: int = 0,
+    on_row: Callable[[], None] = lambda: None,
+) -> Survey:
+    """Go through the whole file. `defaults` are parameters of rows that do not give them.
+
+    Keeps `sample` rows, the same ones for the same file. `on_row` is called after each row.
+    """
+    found = Survey()
+    draw = random.Random(0)
+    for row in file.rows():
+        found.rows += 1
+        prompt_ids, bad = _tokenise(row, encode)
+        if bad is None:
+            given = {name: value for name, value in row.settings.items() if name in PARAMETERS}
+            params = GenerationParams.parse({**(defaults or {}), **given})
+            fault = limits.fault(prompt_ids, params.max_tokens)
+            if fault is not None:
+                bad = BadRow(row.number, row.custom_id, "over_context", "prompt", fault)
+            else:
+                _count(found, row, prompt_ids, params, limits)
+                _keep(found, Request(str(row.number), 1, prompt_ids, params, 0), sample, draw)
+        if bad is not None:
+            found.bad.append(bad)
+        on_row()
+    draw.shuffle(found.sample)
+    return found
+
+
+def _tokenise(row: InputRow, encode: Encode) -> tuple[tuple[int, ...], BadRow | None]:
+    if row.error is not None:
+        error = row.error
+        return (), BadRow(row.number, row.custom_id, error.code, error.field, error.message)
+    assert row.prompt is not None
+    try:
+        return encode(row.prompt), None
+    except NightmillError as refused:
+        name = "prompt" if isinstance(row.prompt, str) else "messages"
+        return (), BadRow(row.number, row.custom_id, "chat_template", name, str(refused))
+
+
+def _count(
+    found: Survey, row: InputRow, prompt_ids: tuple[int, ...], params: GenerationParams, limits: Limits
+) -> None:
+    room = limits.cache_context - len(prompt_ids)
+    found.prompt_tokens.append(len(prompt_ids))
+    found.limits.append(min(params.max_tokens, room))
+    found.endless.append(params.ignore_eos and not params.stop)
+    found.cut += params.max_tokens > room
+    if (model := row.settings.get("model")) is not None:
+        found.models[model] += 1
+
+
+def _keep(found: Survey, request: Request, size: int, draw: random.Random) -> None:
+    """Reservoir sampling: each good row is kept with equal probability, whatever their number."""
+    place = len(found.sample) if len(found.sample) < size else draw.randrange(found.good)
+    if place >= size:
+        return
+    seed = draw.randrange(MAX_SEED) if request.params.seed is None else request.params.seed
+    kept = Request(request.job_id, request.attempt, request.prompt_ids, request.params, seed)
+    if place == len(found.sample):
+        found.sample.append(kept)
+    else:
+        found.sample[place] = kept

@@ -1,0 +1,158 @@
+"""A worker as a child process: started on a client's settings, drained when it is no longer wanted.
+
+It ends with the process that started it, whatever becomes of that one: its standard input is a pipe that
+nobody writes to, and that closes when the other end does. See `end_with_stdin`.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from nightmill.jobs.client import Client
+from nightmill.jobs.commands.terminal import Line, LiveLine
+from nightmill.jobs.errors import NightmillError
+from nightmill.jobs.settings import PREFIX
+from nightmill.worker.service.heart import LOADING
+from nightmill.worker.silence import Silence
+
+# -P: a folder that a person works in may have a `jobs/` or a `queue.py` of its own.
+WORKER_COMMAND = (sys.executable, "-P", "-m", "nightmill", "worker")
+END_WITH_STDIN = "--end-with-stdin"
+_SLOW_START_SECONDS = 1000.0  # without progress; the worker itself gives up a little earlier
+
+
+def end_with_stdin() -> None:
+    """Drain this worker, as at SIGTERM, once its standard input ends."""
+
+    def watch() -> None:
+        while os.read(sys.stdin.fileno(), 4096):
+            pass
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=watch, name="parent", daemon=True).start()
+
+
+class WorkerProcess:
+    """One worker process. `pass_fds` are files that it holds open for as long as it lives.
+
+    It is known by its row in `workers`, whose id is given to it: a process id says nothing across hosts.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        log: Path,
+        arguments: Sequence[str] = (),
+        command: Sequence[str] = WORKER_COMMAND,
+        *,
+        worker_id: str | None = None,
+        pass_fds: Sequence[int] = (),
+    ) -> None:
+        self.log = log
+        self._client = client
+        self.id = uuid.uuid4().hex if worker_id is None else worker_id
+        self._progress = ""
+        self._silence = Silence(_SLOW_START_SECONDS, 5.0)
+        self._served = False
+        environment = {name: value for name, value in os.environ.items() if not name.startswith(PREFIX)}
+        for name, value in client.settings.model_dump(mode="json", exclude_defaults=True).items():
+            environment[PREFIX + name.upper()] = str(value)
+        with log.open("wb") as output:
+            self.popen = subprocess.Popen(
+                [*command, END_WITH_STDIN, "--id", self.id, *arguments],
+                env=environment,
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # Ctrl-C is for the process that started it to handle
+                pass_fds=tuple(pass_fds),
+            )
+
+    @property
+    def exit_code(self) -> int | None:
+        """How it ended; negative: the signal that killed it; None while it runs."""
+        return self.popen.poll()
+
+    @property
+    def served(self) -> bool:
+        """True once it has taken jobs, even where it has died since."""
+        self._look()
+        return self._served
+
+    @property
+    def ready(self) -> bool:
+        """As `served`. Raises NightmillError with the end of its log where it does not come to that."""
+        code = self.exit_code  # before its row is read: it may die in between
+        if self.served:
+            return True
+        if code is not None or self._silence.too_long():
+            last = "\n".join(self.log.read_text(errors="replace").splitlines()[-5:])
+            raise NightmillError(f"the worker did not start; the end of {self.log}:\n{last}")
+        return False
+
+    @property
+    def progress(self) -> str:
+        """What it is doing before it is ready, for people."""
+        return self._progress or LOADING
+
+    def _look(self) -> None:
+        """Read its row, once it has one."""
+        if self._served:
+            return
+        row = self._client.store.worker(self.id)
+        if row is None:
+            return
+        # One that is lost had not come to serve if it says what it was loading.
+        self._served = row["state"] != "starting" and not (row["state"] == "lost" and row["detail"])
+        if row["detail"] != self._progress:
+            self._progress = row["detail"] or ""
+            self._silence.broken()
+
+    def wait_until_ready(self, tell: Callable[[str], object] = lambda progress: None) -> None:
+        """Return when it takes jobs; raises NightmillError where it does not start."""
+        while not self.ready:
+            tell(self.progress)
+            time.sleep(0.05)
+
+    def drain(self) -> None:
+        """Let it finish what it can in its drain time, and hand back the rest."""
+        self._signal(signal.SIGTERM)
+
+    def stop(self) -> None:
+        """Let it hand everything back at once."""
+        self._signal(signal.SIGQUIT)
+
+    def close(self) -> None:
+        """Drain it and wait for its end."""
+        self.drain()
+        self.popen.wait()
+        if self.popen.stdin is not None:
+            self.popen.stdin.close()
+
+    def _signal(self, number: signal.Signals) -> None:
+        if self.popen.poll() is None:
+            self.popen.send_signal(number)
+
+
+@contextmanager
+def running_worker(
+    client: Client, log: Path, arguments: Sequence[str] = (), command: Sequence[str] = WORKER_COMMAND
+) -> Iterator["subprocess.Popen[bytes]"]:
+    """A worker process on the client's settings, ready to take jobs; drained and ended on exit.
+
+    Raises NightmillError with the end of its log where it does not become ready.
+    """
+    worker = WorkerProcess(client, log, arguments, command)
+    try:
+        with LiveLine(Line(name=f"{LOADING} ..."), estimate=True) as line:
+            worker.wait_until_ready(lambda progress: line.update(Line(name=f"{progress} ...")))
+        yield worker.popen
+    finally:
+        worker.close()

@@ -1,0 +1,200 @@
+"""`nightmill run`: a file of prompts into a file of results, whatever happens in between."""
+
+import signal
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from types import FrameType
+from typing import Any, Self
+
+import click
+
+from nightmill.jobs.batch_status import BatchRecord, BatchStatus
+from nightmill.jobs.batches.batch import Batch
+from nightmill.jobs.batches.result_files import destinations, errors_path, vet
+from nightmill.jobs.batches.streaming import ResultStream
+from nightmill.jobs.client import Client
+from nightmill.jobs.commands.batches import EXIT_CODES, say_times, submit_file, when
+from nightmill.jobs.commands.options import given, json_option, parameter_options
+from nightmill.jobs.commands.printing import describe_status, status_json
+from nightmill.jobs.commands.progress import BatchProgress
+from nightmill.jobs.commands.terminal import echo, echo_json
+from nightmill.jobs.errors import DatabaseUnreachableError, SettingsError
+from nightmill.jobs.formats import InputFile
+from nightmill.jobs.printable import printable
+from nightmill.jobs.settings import Settings
+from nightmill.worker.commands.keeper import WorkerKeeper
+from nightmill.worker.options import WORKER_SETTINGS, merge_options, worker_options
+
+POLL_SECONDS = 0.5
+_POLL_SHARE = 10  # look at a huge batch a tenth of the time at most
+INTERRUPTED = 130
+
+
+@click.command()
+@click.argument("file", type=click.Path(path_type=Path))
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(path_type=Path, dir_okay=False),
+    required=True,
+    help="File for the results, in the format of FILE.",
+)
+@click.option(
+    "--errors",
+    "errors",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="File for the rows that failed; by default OUTPUT with .errors before its ending.",
+)
+@click.option("--name", help="Name of the batch; by default made of the file, the model and the parameters.")
+@click.option("--deadline", help="When to end: 06:00 (the next one), 2026-11-22T06:00, or 8h from now.")
+@click.option("--priority", type=int, help="0 to 9, higher is sooner [5].")
+@click.option("--retry-failed", is_flag=True, help="Try rows again that failed in an earlier run.")
+@click.option("--overwrite", is_flag=True, help="Replace OUTPUT even where it holds something else.")
+@parameter_options
+@json_option
+def run(
+    file: Path,
+    output: Path,
+    errors: Path | None,
+    name: str | None,
+    deadline: str | None,
+    retry_failed: bool,
+    overwrite: bool,
+    as_json: bool,
+    **options: Any,
+) -> None:
+    """Generate for every row of FILE, and write the results to OUTPUT.
+
+    \b
+      nightmill run prompts.jsonl -o results.jsonl --model model.gguf
+
+    Rows are OpenAI batch rows, plain JSONL, CSV or Parquet; a bad one fails alone. The model given here
+    answers every row, also one that names another. A worker is started unless one serves the model already.
+    Results are appended to OUTPUT as they finish, and put in the order of FILE at the end. Killed at any
+    moment and run again, the same command goes on where it stood: rows that are done are not done again.
+
+    Ctrl-C once drains: running rows may finish, or go back to the queue. Twice hands them back at once.
+
+    \b
+    Exit codes:
+      0    every row succeeded
+      1    an error stopped the command; it says which
+      2    wrong usage
+      3    some rows failed (completed_with_errors); the error file has them
+      4    no row succeeded
+      5    the deadline ended rows (expired)
+      6    the batch was cancelled
+      130  interrupted; the same command goes on
+    """
+    from nightmill.worker.options import require_worker_extra
+
+    require_worker_extra("run")
+    from nightmill.worker.link.loading import name_of
+    from nightmill.worker.model.gguf_file import GgufFile
+
+    worker_settings = {key: options.pop(key, None) for key in WORKER_SETTINGS}
+    settings = merge_options(Settings.from_env(), worker_settings)
+    if settings.model is None:
+        raise SettingsError("no model file is named: give --model FILE or set NIGHTMILL_MODEL")
+    GgufFile.open(settings.model)  # refuses a bad file before anything is queued
+    model = settings.model_name or name_of(settings.model)
+    source = InputFile(file)
+    _, ends = when(None, deadline)
+    errors = errors or errors_path(output)
+    with Client(settings) as client, ExitStack() as stack:
+        store = client.batches.store
+        outputs = stack.enter_context(destinations(source, output, errors, overwrite=overwrite))
+
+        def vet_outputs(record: BatchRecord) -> None:
+            for each in outputs:
+                vet(each, store, record.name, record.fingerprint)
+
+        batch = submit_file(
+            client,
+            source,
+            name=name,
+            model=model,
+            scheduled_at=None,
+            deadline=ends,
+            settings=given(options),
+            check_model=lambda _: None,  # a worker for it is about to be started
+            before=vet_outputs,
+        )
+        if retry_failed:
+            batch.retry_failed(deadline=ends)
+        say_times(batch.status(errors=False), None, ends)
+        keeper = WorkerKeeper(client, model)
+        stack.callback(keeper.close)
+        stream = stack.enter_context(ResultStream(batch, store, *outputs))
+        status = _follow(batch, stream, keeper)
+        if status.state.final:
+            stream.finish()
+    if as_json:
+        echo_json(status_json(status))
+    else:
+        echo(describe_status(status))
+        echo(f"Results: {printable(output)}; errors: {printable(errors)}")
+    raise SystemExit(EXIT_CODES[status.state] if status.state.final else INTERRUPTED)
+
+
+# `--name` names the batch here, so the model's name has another option than that of `nightmill worker`.
+_MODEL_NAME = click.Option(
+    ["--model-name"], help="What jobs call the model; by default the file's name without .gguf."
+)
+run.params += [_MODEL_NAME if option.name == "model_name" else option for option in worker_options()]
+
+
+def _follow(batch: Batch, stream: ResultStream, keeper: WorkerKeeper) -> BatchStatus:
+    """Keep the model served and the results flowing until the batch has ended, or a person has enough."""
+    note = complaint = ""
+    asked = 0
+    with _Interrupts() as interrupts, BatchProgress(batch.name) as bar:
+        while True:
+            began = time.monotonic()
+            if interrupts.count > asked:
+                asked = interrupts.count
+                note = keeper.end(at_once=asked > 1)
+                bar.say(f"{note}; the same command goes on later")
+            try:
+                status = batch.status(errors=False)
+                stream.update()
+                bar.show(status, note)
+                if status.state.final or (asked and keeper.ended):
+                    return batch.status()
+                if not asked:
+                    note = keeper.check(status.done)
+                complaint = ""
+            except DatabaseUnreachableError as error:  # a night is long: go on when it is back
+                if asked and keeper.ended:
+                    raise
+                if str(error) != complaint:
+                    complaint = str(error)
+                    bar.say(f"waiting: {error}")
+            interrupts.pause(max(POLL_SECONDS, _POLL_SHARE * (time.monotonic() - began)))
+
+
+class _Interrupts:
+    """Counts Ctrl-C and SIGTERM in place of being ended by them."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._before: dict[signal.Signals, Any] = {}
+
+    def pause(self, seconds: float) -> None:
+        """Sleep, but not on when there is an interrupt."""
+        count, until = self.count, time.monotonic() + seconds
+        while self.count == count and (left := until - time.monotonic()) > 0:
+            time.sleep(min(left, 0.1))
+
+    def __enter__(self) -> Self:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._before[number] = signal.signal(number, self._on_signal)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self.count += 1

@@ -1,0 +1,1 @@
+"""The engine's process, and the typed messages to it and from it."""

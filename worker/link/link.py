@@ -1,0 +1,328 @@
+"""The worker's end of the pipe to its engine: hands over requests, hands out completions, and watches.
+
+An engine that neither answers nor ends is worse than a dead one: it keeps its jobs. So it is asked for a
+sign of life every few seconds, which it gives between two steps; where it gives none for too long, it is
+killed and reported as failed.
+"""
+
+import logging
+import select
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from queue import Empty, SimpleQueue
+from typing import Protocol
+
+from nightmill.jobs.errors import RunnerError
+from nightmill.jobs.settings import Settings
+from nightmill.worker.engine.engine import EngineStats
+from nightmill.worker.engine.request import Completion, Progress, Request
+from nightmill.worker.link.messages import (
+    Abandon,
+    Answer,
+    Ask,
+    Begin,
+    Cancel,
+    Command,
+    Completed,
+    Failed,
+    Loading,
+    Ready,
+    Stop,
+    Submit,
+    Told,
+)
+from nightmill.worker.silence import Silence
+from nightmill.worker.watched import watched_thread
+
+log = logging.getLogger(__name__)
+
+ENGINE_COMMAND = (
+    sys.executable,
+    "-P",
+    "-m",
+    "nightmill.worker.link.process",
+)  # -P: not from the working folder
+_SLOW_LOAD_SECONDS = 900.0  # without any progress; reading a tensor of some GB from a slow disk takes minutes
+_PING_SECONDS = 5.0  # at least so often it is asked for a sign of life
+_PATIENCE_SECONDS = 10.0  # for an answer that somebody waits for
+_LESS_PATIENCE_SECONDS = 1.0  # where the one before has waited in vain
+_LOOK_SECONDS = 0.2  # how soon a worker that loads sees that it shall end
+_PING = 0  # the number of a question that nobody waits for
+
+
+class Host(Protocol):
+    """What runs the other end: a process, or in tests a thread."""
+
+    def is_alive(self) -> bool:
+        """Whether it still runs."""
+        ...
+
+    def join(self, timeout: float | None = None) -> None:
+        """Wait for its end, and force it after `timeout` seconds where that can be done."""
+        ...
+
+    def kill(self) -> None:
+        """Force its end where that can be done, without waiting for it."""
+        ...
+
+
+def _ignore(news: str | None) -> None:
+    """For those whom it does not concern how far an engine is loaded."""
+
+
+class EngineLink:
+    """An engine elsewhere. `start` once; then every method may be called from any thread.
+
+    hang_seconds  silence after which it counts as hung
+    """
+
+    def __init__(self, connection: Connection, host: Host, *, hang_seconds: float) -> None:
+        self._connection = connection
+        self._host = host
+        self._hang_seconds = hang_seconds
+        self._patience = min(_PATIENCE_SECONDS, hang_seconds)
+        self._sending = threading.Lock()
+        self._asking = threading.Lock()
+        self._question = 0  # the number of the last one
+        self._answers: SimpleQueue[Told] = SimpleQueue()
+        self._over = False  # it failed or was stopped
+        self._ending = threading.Lock()
+        self._ended = threading.Event()
+        self._heard = 0  # answers so far
+        self._unanswered = False  # somebody has waited for an answer in vain
+        self._stats: EngineStats | None = None
+        self.arithmetic = ""
+        """Of the engine's runner, once it has started."""
+        self._threads = [
+            watched_thread("engine link", self._receive, self._fail),
+            watched_thread("engine watch", self._watch, self._fail),
+        ]
+
+    def start(
+        self,
+        on_completion: Callable[[Completion], None],
+        on_failure: Callable[[RunnerError], None],
+        while_loading: Callable[[str | None], None] = _ignore,
+    ) -> None:
+        """Wait until the engine is built. Raises RunnerError with the reason where it cannot be.
+
+        `while_loading` is called a few times a second, with what the engine says about how far it is, or
+        None; what it raises ends the waiting. The other two are called on threads of the link's own and must
+        be quick; after `on_failure` nothing more is completed.
+        """
+        self._on_completion, self._on_failure = on_completion, on_failure
+        answer = self._first_answer(while_loading)
+        if not isinstance(answer, Ready):
+            self.stop()
+            raise RunnerError(answer.reason if isinstance(answer, Failed) else f"unexpected: {answer}")
+        self._stats = answer.stats
+        self.arithmetic = answer.arithmetic
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def stats(self) -> EngineStats:
+        """The engine's counters as of its last report, at most half a second old while it works."""
+        assert self._stats is not None, "the link was not started"
+        return self._stats
+
+    @property
+    def alive(self) -> bool:
+        """False once the engine has failed or was stopped."""
+        return not self._over and self._host.is_alive()
+
+    def submit(self, request: Request) -> None:
+        """Queue a request; its completion arrives through `on_completion`."""
+        self._send(Submit(request))
+
+    def cancel(self, job_id: str) -> bool:
+        """Stop a request at the next step; it completes with what it has. False where it was not told."""
+        return self._send(Cancel(job_id), patience=self._patience)
+
+    def abandon(self) -> list[Progress]:
+        """Drop all work, without completions; returns the tokens that each request had."""
+        return self._ask(Abandon)
+
+    def progress(self, job_ids: list[str], at_least: int) -> list[Progress]:
+        """The tokens of those of these jobs that have `at_least` so many more than when last asked."""
+        return self._ask(lambda number: Ask(number, job_ids, at_least))
+
+    def stop(self) -> None:
+        """End the engine and close its runner; unfinished work is dropped. Safe to call twice.
+
+        One that does not answer any more is killed.
+        """
+        with self._ending:
+            self._over = True
+        self._ended.set()
+        loaded = self._stats is not None  # one that still loads reads nothing
+        asked = loaded and not self._unanswered and self._send(Stop(), patience=self._patience)
+        self._host.join(self._patience if asked else 0.0)
+        for thread in self._threads:
+            if thread.is_alive() and thread is not threading.current_thread():
+                thread.join(self._patience)
+        with self._sending:  # nobody is in the middle of a command: the other end is gone
+            self._connection.close()
+
+    def kill(self) -> None:
+        """End the engine's process at once, without waiting for it."""
+        self._host.kill()
+
+    def _send(self, command: Command, patience: float | None = None) -> bool:
+        """Hand a command over; gives up after `patience` seconds (None: never). False where it was not sent.
+
+        Where the pipe is full and the engine hangs, this thread or another would be stuck in the middle of a
+        command. A small command always fits into a pipe that can be written to.
+        """
+        give_up_at = time.monotonic() + (patience or 0.0)
+        if not self._sending.acquire(timeout=-1 if patience is None else patience):
+            return False
+        try:
+            if patience is not None and not self._writable(give_up_at - time.monotonic()):
+                return False
+            self._connection.send(command)
+        except OSError:  # nobody is there any more: the receiver sees it, too, and reports it
+            log.debug("%s was not delivered", type(command).__name__)
+            return False
+        finally:
+            self._sending.release()
+        return True
+
+    def _writable(self, patience: float) -> bool:
+        poll = select.poll()
+        poll.register(self._connection.fileno(), select.POLLOUT)
+        return bool(poll.poll(max(0.0, patience) * 1000))
+
+    def _ask(self, question: Callable[[int], Command]) -> list[Progress]:
+        """Have the engine answer between two steps; nothing where it has failed or takes too long."""
+        with self._asking:
+            self._question += 1
+            patience = min(self._patience, _LESS_PATIENCE_SECONDS) if self._unanswered else self._patience
+            give_up_at = time.monotonic() + patience
+            asked = self._send(question(self._question), patience=patience)
+            while asked and self.alive and time.monotonic() < give_up_at:
+                try:
+                    told = self._answers.get(timeout=0.05)
+                except Empty:
+                    continue
+                if told.number == self._question:  # else it answers a question that was given up
+                    return told.progress
+            if self.alive and not self._unanswered:
+                self._unanswered = True
+                log.warning("the engine has not answered for %.0f s", self._patience)
+        return []
+
+    def _first_answer(self, while_loading: Callable[[str | None], None]) -> Answer:
+        silence = Silence(_SLOW_LOAD_SECONDS, 10 * _LOOK_SECONDS)
+        try:
+            while not silence.too_long():
+                if not self._connection.poll(_LOOK_SECONDS):
+                    while_loading(None)
+                    continue
+                silence.broken()
+                answer: Answer = self._connection.recv()
+                if not isinstance(answer, Loading):
+                    return answer
+                while_loading(answer.what)
+        except (EOFError, OSError):
+            return Failed("the engine's process ended before it was ready; its output tells more")
+        return Failed(f"the engine has not gone on loading for {silence.limit:.0f} s: is the disk too slow?")
+
+    def _receive(self) -> None:
+        try:
+            while not isinstance(answer := self._connection.recv(), Failed):
+                self._heard += 1
+                self._unanswered = False
+                self._take(answer)
+            reason = answer.reason
+        except (EOFError, OSError):
+            reason = "its process ended without a word (killed, perhaps for want of memory)"
+        self._fail(reason)
+
+    def _watch(self) -> None:
+        """Ask for a sign of life, and end an engine that gives none."""
+        step = min(_PING_SECONDS, self._hang_seconds / 4)
+        silence = Silence(self._hang_seconds, 2 * step)
+        heard = -1
+        while not self._ended.wait(step):
+            if heard != self._heard:
+                heard = self._heard
+                silence.broken()
+            elif silence.too_long():
+                self._fail(f"it has not answered for {silence.limit:.0f} s: a step hangs", kill=True)
+                return
+            # Where this cannot be sent, the commands that fill the pipe are as good a question.
+            self._send(Ask(_PING, [], 0), patience=0.0)
+
+    def _fail(self, reason: str, *, kill: bool = False) -> None:
+        with self._ending:
+            if self._over:
+                return
+            self._over = True
+        if kill:
+            self._host.kill()
+        self._on_failure(RunnerError(reason))
+
+    def _take(self, answer: Answer) -> None:
+        match answer:
+            case Completed(completions, stats):
+                self._stats = stats
+                for completion in completions:
+                    self._on_completion(completion)
+            case Told():
+                self._stats = answer.stats
+                if answer.number != _PING:
+                    self._answers.put(answer)
+
+
+class _Process:
+    """A child process as a host."""
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        self._process = process
+
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
+
+    def join(self, timeout: float | None = None) -> None:
+        """Wait for the end; a process that does not come to it in time is killed."""
+        try:
+            self._process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            if timeout:
+                log.error("the engine's process does not end; it is killed")
+            self.kill()
+            try:
+                self._process.wait(_PATIENCE_SECONDS)
+            except subprocess.TimeoutExpired:
+                log.error("the engine's process is stuck in the system and cannot be killed")
+
+    def kill(self) -> None:
+        """End the process, whatever it does."""
+        self._process.kill()
+
+
+def launch_engine(
+    settings: Settings, command: Sequence[str] | None = None, *, hang_seconds: float
+) -> EngineLink:
+    """Start the engine's process, which begins to load the model at once.
+
+    It ends when the pipe does, however this process ends.
+    """
+    ours, theirs = Pipe()
+    try:
+        process = subprocess.Popen(
+            [*(command or ENGINE_COMMAND), str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,  # Ctrl-C in a terminal is the worker's to handle
+        )
+    finally:
+        theirs.close()
+    ours.send(Begin(settings, logging.getLogger().getEffectiveLevel()))
+    return EngineLink(ours, _Process(process), hang_seconds=hang_seconds)

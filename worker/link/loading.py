@@ -1,0 +1,300 @@
+"""From settings to an engine: opens the model file, picks a runner, sizes its memory."""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+from threadpoolctl import threadpool_limits
+
+from nightmill import package_directory
+from nightmill.jobs.contract import Prompt
+from nightmill.jobs.errors import ChatTemplateError, NightmillError, SettingsError
+from nightmill.jobs.settings import Settings
+from nightmill.worker.engine.engine import Engine, EngineStats
+from nightmill.worker.engine.probing import probe
+from nightmill.worker.model.chat import ChatTemplate, Limits
+from nightmill.worker.model.config import ModelConfig
+from nightmill.worker.model.gguf_file import GgufFile
+from nightmill.worker.model.tokenizer import TextStream, Tokenizer
+from nightmill.worker.model.vocabulary import Vocabulary
+from nightmill.worker.runners.base import Runner
+from nightmill.worker.runners.gpu.device import device_count
+from nightmill.worker.runners.reference import ReferenceRunner, choose_kv_blocks
+
+if TYPE_CHECKING:
+    from nightmill.jobs.sql.claims import Claim
+
+# The reference runner is bound by arithmetic: more sequences or longer chunks only use more memory.
+REFERENCE_MAX_SEQUENCES = 32
+REFERENCE_TOKEN_BUDGET = 512
+REFERENCE_CONTEXT = 4096
+GPU_MAX_SEQUENCES = 2048
+GPU_TOKEN_BUDGET = 16384
+GPU_CONTEXT = 32768
+GPU_DEPTH = 3  # launches outstanding: the GPU works on one, one waits, the host prepares the third
+BLOCK_SIZE = 16
+# An engine answers between two steps. On a GPU a step takes milliseconds, the first of a kind some seconds.
+# With NumPy 512 tokens through 7 billion weights are 7 TFLOP: minutes on one core.
+GPU_HANG_SECONDS = 60.0
+REFERENCE_HANG_SECONDS = 600.0
+
+
+@dataclass(frozen=True)
+class OpenModel:
+    """A model file, opened and checked: what an engine needs."""
+
+    file: GgufFile
+    config: ModelConfig
+    vocabulary: Vocabulary
+
+
+@dataclass(frozen=True)
+class LoadedModel(OpenModel):
+    """A model file with what turns prompts into tokens."""
+
+    name: str
+    tokenizer: Tokenizer
+    chat: ChatTemplate | str  # or why there is none
+
+    def tokenize_all(self, claims: Sequence["Claim"]) -> list[tuple[int, ...] | NightmillError]:
+        """For each claimed job its token ids, or why it has none: a ChatTemplateError, InvalidPromptError.
+
+        Raises RunnerError where the process that renders chats cannot be started, which is no job's fault.
+        """
+        return self.encode_all([_prompt_of(claim) for claim in claims])
+
+    def encode(self, prompt: Prompt) -> tuple[int, ...]:
+        """A prompt's token ids. Raises what `encode_all` would answer."""
+        ids = self.encode_all([prompt])[0]
+        if isinstance(ids, NightmillError):
+            raise ids
+        return ids
+
+    def encode_all(self, prompts: Sequence[Prompt]) -> list[tuple[int, ...] | NightmillError]:
+        """As `tokenize_all`, for plain texts and chats."""
+        texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+        chats = [prompt for prompt in prompts if not isinstance(prompt, str) and _is_chat(prompt)]
+        of_texts = iter(
+            self.tokenizer.encode_each([self.tokenizer.split(text, special=False) for text in texts])
+        )
+        of_chats = iter(
+            [ChatTemplateError(self.chat)] * len(chats)
+            if isinstance(self.chat, str)
+            else self.chat.encode_all(chats)
+        )
+        answers: list[tuple[int, ...] | NightmillError] = []
+        for prompt in prompts:
+            if isinstance(prompt, str) or _is_chat(prompt):
+                ids = next(of_texts if isinstance(prompt, str) else of_chats)
+                answers.append(ids if isinstance(ids, NightmillError) else tuple(ids))
+            else:
+                answers.append(ChatTemplateError("the messages are not a list of objects"))
+        return answers
+
+    def close(self) -> None:
+        """End the process that renders chats. It ends by itself when this process does."""
+        if not isinstance(self.chat, str):
+            self.chat.close()
+
+
+def _prompt_of(claim: "Claim") -> Prompt:
+    if claim.messages is None:
+        return claim.prompt or ""
+    return claim.messages if isinstance(claim.messages, list) else [claim.messages]  # which is no chat
+
+
+def _is_chat(messages: object) -> bool:
+    """Whether a row's messages are what every client stores."""
+    return isinstance(messages, Sequence) and all(isinstance(message, Mapping) for message in messages)
+
+
+class ReportingFile(GgufFile):
+    """A model file that says how much of it has been read, for those who wait for it."""
+
+    report: Callable[[str], None] | None = None
+    _size = 0
+    _read = 0
+    _said = ""
+
+    def raw(self, name: str) -> npt.NDArray[np.uint8]:
+        """The tensor's bytes, as `GgufFile.raw`."""
+        if self.report is not None:
+            self._size = self._size or sum(info.nbytes for info in self.tensors.values())
+            share = min(self._read / self._size, 1.0)  # a runner may read a tensor twice
+            if (what := f"{share:.0%} of {self._size / 1e9:.1f} GB") != self._said:
+                self._said = what
+                self.report(what)
+            self._read += self.tensors[name].nbytes if name in self.tensors else 0
+        return super().raw(name)
+
+
+def open_model(settings: Settings, *, report: Callable[[str], None] | None = None) -> OpenModel:
+    """Open and check the model file; raises SettingsError where none is named, ModelFileError for faults.
+
+    `report` is told how much of the weights a runner has read.
+    """
+    file = ReportingFile.open(_model_path(settings))
+    file.report = report
+    return OpenModel(file, ModelConfig.from_gguf(file), Vocabulary.from_gguf(file))
+
+
+def load_model(settings: Settings) -> LoadedModel:
+    """Open the model file and build its tokenizer, which takes a second; raises as `open_model` does."""
+    path = _model_path(settings)
+    file = GgufFile.open(path)
+    tokenizer = Tokenizer.from_gguf(file)
+    config = ModelConfig.from_gguf(file)
+    # No text of more bytes fits the context.
+    fitting = config.context_length * max(len(token.encode()) for token in tokenizer.vocabulary.tokens)
+    limits = Limits(answer_bytes=min(fitting, Limits.answer_bytes))
+    try:
+        chat: ChatTemplate | str = ChatTemplate.from_gguf(file, tokenizer, limits)
+    except ChatTemplateError as error:  # plain prompts work without one
+        chat = str(error)
+    return LoadedModel(
+        name=served_name(settings),
+        file=file,
+        config=config,
+        vocabulary=tokenizer.vocabulary,
+        tokenizer=tokenizer,
+        chat=chat,
+    )
+
+
+def served_name(settings: Settings) -> str:
+    """What jobs call the model of these settings; raises SettingsError where none is named."""
+    return settings.model_name or name_of(_model_path(settings))
+
+
+def _model_path(settings: Settings) -> Path:
+    if settings.model is None:
+        raise SettingsError(
+            "no model file is named: give --model FILE or set NIGHTMILL_MODEL (`nightmill demo` uses the "
+            "bundled one)"
+        )
+    return settings.model
+
+
+def name_of(path: Path) -> str:
+    """What jobs call a model file: its name without ending, in the characters that model names may have."""
+    name = re.sub(r"[^A-Za-z0-9._:+@-]", "-", path.name.removesuffix(".gguf"))
+    return name.lstrip("._:+@-")[:200] or "model"
+
+
+def demo_model() -> Path:
+    """The bundled model."""
+    return package_directory() / "_models" / "nightmill-demo.gguf"
+
+
+def gpu_index(settings: Settings) -> int | None:
+    """The GPU to generate on: the one that is named, else the first there is; None: the reference runner."""
+    if settings.reference:
+        return None
+    if settings.gpu is not None:
+        return settings.gpu
+    return 0 if device_count() else None
+
+
+def max_sequences(settings: Settings) -> int:
+    """Sequences to generate at once."""
+    default = REFERENCE_MAX_SEQUENCES if gpu_index(settings) is None else GPU_MAX_SEQUENCES
+    return settings.max_sequences or default
+
+
+def capacity(settings: Settings) -> int:
+    """Jobs that a worker claims at once: what runs, and enough to refill it while the next are claimed."""
+    running = max_sequences(settings)
+    return running + max(4, running // 2)
+
+
+def hang_seconds(settings: Settings) -> float:
+    """Silence after which an engine counts as hung."""
+    default = REFERENCE_HANG_SECONDS if gpu_index(settings) is None else GPU_HANG_SECONDS
+    return settings.hang_seconds or default
+
+
+def context_length(settings: Settings, config: ModelConfig) -> int:
+    """Tokens that a sequence may have; raises SettingsError where the model cannot have so many."""
+    if settings.context is None:
+        usual = REFERENCE_CONTEXT if gpu_index(settings) is None else GPU_CONTEXT
+        return min(config.context_length, usual)
+    if settings.context > config.context_length:
+        raise SettingsError(
+            f"--context {settings.context} is more than the {config.context_length} tokens that the model "
+            "was made for"
+        )
+    return settings.context
+
+
+def build_engine(settings: Settings, model: OpenModel) -> Engine:
+    """The runner with the weights, and the engine on it. Called in the process and thread that will run it.
+
+    Raises RunnerError where the GPU cannot be used, ModelFileError for weights that do not suit it.
+    """
+    sequences = max_sequences(settings)
+    context = context_length(settings, model.config)
+    gpu = gpu_index(settings)
+    runner: Runner
+    if gpu is None:
+        token_budget = max(REFERENCE_TOKEN_BUDGET, sequences)
+        runner = _reference_runner(model, sequences=sequences, context=context)
+    else:
+        from nightmill.worker.runners.gpu.runner import CudaRunner
+
+        token_budget = max(GPU_TOKEN_BUDGET, sequences)
+        runner = CudaRunner(
+            model.file, model.config, slots=sequences, depth=GPU_DEPTH,
+            gpu_memory=settings.gpu_memory, context=context, max_tokens=token_budget, gpu=gpu,
+        )  # fmt: skip
+    vocabulary = model.vocabulary
+
+    def engine() -> Engine:
+        return Engine(
+            runner,
+            text_stream=lambda: TextStream(vocabulary, strip_space=False),  # an answer continues its prompt
+            eos_ids=vocabulary.eos_ids,
+            context_length=context,
+            model_context=model.config.context_length,
+            max_sequences=sequences,
+            token_budget=token_budget,
+            prefix_sharing=settings.prefix_sharing,
+        )
+
+    try:
+        probe(engine(), model.config.vocab)  # by an engine of its own, which counts for itself
+    except BaseException:  # Ctrl-C too must not leave memory of the GPU behind
+        runner.close()
+        raise
+    return engine()
+
+
+def _reference_runner(model: OpenModel, *, sequences: int, context: int) -> ReferenceRunner:
+    # The products of a step are too small to share: with two BLAS threads on two busy cores, 32 sequences of
+    # the demo model generated 74 tokens/s, with one thread 620 (the threads wait for each other by spinning).
+    threadpool_limits(limits=1, user_api="blas")
+    return ReferenceRunner(
+        model.file,
+        model.config,
+        kv_blocks=choose_kv_blocks(
+            model.config, max_sequences=sequences, context=context, block_size=BLOCK_SIZE
+        ),
+        block_size=BLOCK_SIZE,
+        slots=sequences,
+    )
+
+
+def describe(settings: Settings, model: LoadedModel, stats: EngineStats) -> str:
+    """One line for the log: what serves what, and how much of it."""
+    config = model.config
+    pages = stats.pages
+    gpu = gpu_index(settings)
+    runner = "reference runner (NumPy)" if gpu is None else f"CUDA runner on GPU {gpu}"
+    return (
+        f"{model.name}: {config.architecture}, {config.layers} layers of width {config.width}, vocabulary "
+        f"{config.vocab:,}; {runner}, up to {max_sequences(settings)} sequences of "
+        f"{context_length(settings, config):,} tokens, KV cache of {pages * BLOCK_SIZE:,} tokens"
+    )

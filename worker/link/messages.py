@@ -1,0 +1,97 @@
+"""What a worker and its engine's process say to each other.
+
+Pickled by `multiprocessing.connection` over a socket between a process and its own child: nothing of it comes
+from a network or a file.
+"""
+
+from dataclasses import dataclass
+
+from nightmill.jobs.settings import Settings
+from nightmill.worker.engine.engine import EngineStats
+from nightmill.worker.engine.request import Completion, Progress, Request
+
+
+@dataclass(frozen=True, slots=True)
+class Begin:
+    """First command: what to serve, and how much to log."""
+
+    settings: Settings
+    log_level: int
+
+
+@dataclass(frozen=True, slots=True)
+class Submit:
+    """Take a request in."""
+
+    request: Request
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """Stop a request at the next step."""
+
+    job_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """Tell the tokens of those of these jobs that have grown by `at_least`; answered by Told."""
+
+    number: int
+    job_ids: list[str]
+    at_least: int
+
+
+@dataclass(frozen=True, slots=True)
+class Abandon:
+    """Drop all work, without completions; answered by Told, with the tokens that each request had."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """End the process; unfinished work is dropped."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loading:
+    """How far the engine is built, for people."""
+
+    what: str
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """The engine is built. `arithmetic`: as of `Runner`."""
+
+    stats: EngineStats
+    arithmetic: str
+
+
+@dataclass(frozen=True, slots=True)
+class Completed:
+    """What finished since the last one, and how the engine stands."""
+
+    completions: list[Completion]
+    stats: EngineStats
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """The answer to the question of that number."""
+
+    number: int
+    progress: list[Progress]
+    stats: EngineStats
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The engine could not be built, or broke; nothing follows."""
+
+    reason: str
+
+
+Command = Begin | Submit | Cancel | Ask | Abandon | Stop
+Answer = Loading | Ready | Completed | Told | Failed

@@ -1,0 +1,172 @@
+"""The engine's own process: takes commands from a pipe, runs steps, sends completions back.
+
+Python runs one thread of a process at a time, and a thread that wants its turn may wait for 5 ms. An engine
+step takes about as long, and the GPU stands still where the next one is late: so claiming, tokenising and
+SQL live in another process (`worker.link.link` is the pipe's other end).
+"""
+
+import ctypes
+import logging
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+
+from nightmill.jobs.errors import NightmillError
+from nightmill.jobs.printable import PrintableRecords
+from nightmill.worker.engine.engine import Engine
+from nightmill.worker.engine.request import Completion, Progress
+from nightmill.worker.link.garbage import QuietCollector
+from nightmill.worker.link.loading import build_engine, open_model
+from nightmill.worker.link.messages import (
+    Abandon,
+    Ask,
+    Begin,
+    Cancel,
+    Command,
+    Completed,
+    Failed,
+    Loading,
+    Ready,
+    Stop,
+    Submit,
+    Told,
+)
+
+log = logging.getLogger(__name__)
+
+STATS_SECONDS = 0.5
+_PR_SET_PDEATHSIG = 1
+
+
+def serve(connection: Connection, build: Callable[[], Engine]) -> int:
+    """Build an engine and run it until told to stop, or until nobody is at the other end.
+
+    Returns the exit code: 0 where it was told to stop.
+    """
+    try:
+        engine = build()
+    except Exception as error:
+        if not isinstance(error, NightmillError):
+            log.critical("the engine could not be built", exc_info=True)
+        return _fail(connection, error)
+    try:
+        with QuietCollector() as collector:
+            connection.send(Ready(engine.stats, engine.arithmetic))
+            _Loop(engine, connection, collector).run()
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        log.warning("the worker is gone: the engine ends, and other workers take over the jobs")
+        return 1
+    except Exception as error:
+        log.critical("the engine failed: %s", error, exc_info=True)
+        return _fail(connection, error)
+    finally:
+        engine.close()
+    return 0
+
+
+def _fail(connection: Connection, error: Exception) -> int:
+    named = isinstance(error, NightmillError)
+    try:
+        connection.send(Failed(str(error) if named else f"{type(error).__name__}: {error}"))
+    except OSError:
+        log.warning("the worker is gone, too")
+    return 1
+
+
+class _Loop:
+    """Runs an engine between the commands that arrive."""
+
+    def __init__(self, engine: Engine, connection: Connection, collector: QuietCollector) -> None:
+        self._engine = engine
+        self._connection = connection
+        self._collector = collector
+        self._stopping = False
+        self._reported = engine.stats
+        self._report_at = 0.0
+
+    def run(self) -> None:
+        """Until Stop. Raises what the engine raises, EOFError where the other end is closed."""
+        engine = self._engine
+        while not self._stopping:
+            self._take_commands()
+            self._report(engine.step() if engine.has_work else [])
+            self._collector.look(idle=not engine.has_work)
+
+    def _take_commands(self) -> None:
+        """Carry out what was sent; sleep only where there is nothing to generate."""
+        connection = self._connection
+        while not self._stopping and connection.poll(0 if self._engine.has_work else None):
+            self._carry_out(connection.recv())
+
+    def _carry_out(self, command: Command) -> None:
+        match command:
+            case Submit(request):
+                self._engine.submit(request)
+            case Cancel(job_id):
+                self._engine.cancel(job_id)
+            case Ask(number, job_ids, at_least):
+                self._tell(number, self._engine.progress(job_ids, at_least))
+            case Abandon(number):
+                partials = self._engine.abandon()
+                self._tell(number, [Progress(one.job_id, one.attempt, one.token_ids) for one in partials])
+            case Stop():
+                self._stopping = True
+            case Begin():
+                raise ValueError("the engine has begun already")
+
+    def _tell(self, number: int, progress: list[Progress]) -> None:
+        self._connection.send(Told(number, progress, self._engine.stats))
+
+    def _report(self, done: list[Completion]) -> None:
+        now = time.monotonic()
+        idle = not self._engine.has_work
+        if not done and not idle and now < self._report_at:
+            return
+        stats = self._engine.stats
+        if done or stats != self._reported:
+            self._connection.send(Completed(done, stats))
+        self._reported, self._report_at = stats, now + STATS_SECONDS
+
+
+def main() -> int:
+    """Serve what the parent process says over the inherited socket that the last argument names.
+
+    Ctrl-C and a supervisor's SIGTERM reach every process of a worker; when to stop is the worker's to say.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    with Connection(int(sys.argv[-1])) as connection:
+        _die_with_the_worker()
+        begin = connection.recv()
+        assert isinstance(begin, Begin)
+        multiprocessing.current_process().name = "Engine"
+        style = "[%(asctime)s: %(levelname)s/%(processName)s] %(message)s"
+        logging.basicConfig(level=begin.log_level, format=style)
+        for handler in logging.getLogger().handlers:
+            handler.addFilter(PrintableRecords(begin.settings.scrubbed))
+
+        def build() -> Engine:
+            model = open_model(begin.settings, report=lambda what: connection.send(Loading(what)))
+            connection.send(Loading("starting the runner"))  # on a GPU, its kernels may have to be compiled
+            return build_engine(begin.settings, model)
+
+        return serve(connection, build)
+
+
+def _die_with_the_worker() -> None:
+    """Have the kernel end this process with its parent: one that hangs would not see the pipe close.
+
+    It would keep the GPU's memory, and no other worker could start there.
+    """
+    parent = os.getppid()
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it was too late
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

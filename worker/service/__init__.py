@@ -1,0 +1,1 @@
+"""A worker's life: messages in, jobs claimed, results written, its end."""

@@ -1,0 +1,178 @@
+"""What a worker does beside generating: heartbeat, cancellations, saving, rescue, sweep.
+
+Every live worker sweeps for all: it takes jobs from silent workers, ends jobs past their deadline, and
+sends messages for queued jobs that have none. Sweeps of several workers do not disturb one another.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+
+from nightmill.jobs.errors import BrokerError, DatabaseError
+from nightmill.jobs.messages.broker import Broker
+from nightmill.jobs.settings import Settings
+from nightmill.jobs.sql.claims import Claims
+from nightmill.jobs.sql.sweep import Announcement, Sweep
+from nightmill.worker.service.heart import Heart
+from nightmill.worker.service.shards import Service
+from nightmill.worker.service.suspects import LOOK_SECONDS, SuspectsTurn
+from nightmill.worker.silence import Silence
+from nightmill.worker.watched import watched_thread
+
+log = logging.getLogger(__name__)
+
+CANCEL_POLL_SECONDS = 0.2
+REPORT_SECONDS = 10.0
+SWEEP_LIMIT = 4096  # jobs announced in one transaction
+SWEEP_TRANSACTIONS = 16  # in one round, of each kind; the next round sends more
+DEAF_SECONDS = 120.0  # an idle worker that hears nothing for so long, while messages wait, is broken
+
+
+class Housekeeper:
+    """Five chores, each on a thread of its own, so that a broker that hangs delays no cancellation.
+
+    Database and broker failures are logged once and tried again in the next round.
+    """
+
+    def __init__(
+        self,
+        service: Service,
+        claims: Claims,
+        heart: Heart,
+        broker: Broker,
+        settings: Settings,
+        model: str,
+    ) -> None:
+        self._service = service
+        self._claims = claims
+        self._heart = heart
+        self._sweep = Sweep(claims.database)
+        self._broker = broker
+        self._settings = settings
+        self._hearing = {
+            queue: Silence(DEAF_SECONDS, 2 * settings.heartbeat_seconds) for queue in (None, model)
+        }
+        self._last_shard_at = service.last_shard_at
+        self._suspects = SuspectsTurn(
+            claims, service.in_flight, service.begin, (None, model), settings.stale_seconds
+        )
+        self._closing = threading.Event()
+        self._reported = (time.monotonic(), 0)
+        beat = settings.heartbeat_seconds
+        chores = [
+            (CANCEL_POLL_SECONDS, service.poll_cancellations),
+            (settings.save_seconds, service.save_partials),
+            (beat, self.beat),
+            (beat, self.sweep),
+            (LOOK_SECONDS, self._suspects.look),
+        ]
+        self._threads = [
+            watched_thread("housekeeper", partial(self._repeat, *chore), service.fail) for chore in chores
+        ]
+
+    def start(self) -> None:
+        """Begin; the first heartbeat and the first sweep are at once. Suspects come before any other job."""
+        self._service.in_flight.pause()  # ends with the first look for them
+        for thread in self._threads:
+            thread.start()
+
+    def close(self) -> None:
+        """End the threads after what they are doing."""
+        self._closing.set()
+        for thread in self._threads:
+            if thread.is_alive():
+                thread.join()
+
+    def _repeat(self, seconds: float, chore: Callable[[], None]) -> None:
+        complaint = ""
+        while True:
+            try:
+                chore()
+                complaint = ""
+            except (DatabaseError, BrokerError) as error:
+                if str(error) != complaint:  # once, not in every round
+                    complaint = str(error)
+                    log.warning("%s", error)
+            if self._closing.wait(seconds):
+                return
+
+    def beat(self) -> None:
+        """Say that this worker lives, and see which jobs are still its own."""
+        known = self._heart.beat("draining" if self._service.draining else "ready")
+        if not known:
+            log.warning("this worker had been given up for dead; its jobs went to others")
+        self._service.reconcile()
+        self._report()
+
+    def sweep(self) -> None:
+        """Rescue, expire, send: what any live worker does for all jobs."""
+        if self._heart.steady:
+            stale = timedelta(seconds=self._settings.stale_seconds)
+            rescued = self._sweep.rescue(stale, rescuer=self._claims.worker_id)
+            if rescued:
+                log.warning("%d jobs of workers that fell silent are queued again", len(rescued))
+        expired = self._sweep.expire()
+        if expired:
+            log.info("%d queued jobs passed their deadline", expired)
+        try:
+            self._announce(lambda: self._sweep.unsent(SWEEP_LIMIT))
+            self._look_into_queues()
+        except BrokerError:  # nobody hears anything from a broker that is away
+            for silence in self._hearing.values():
+                silence.broken()
+            raise
+
+    def _look_into_queues(self) -> None:
+        """Send what the queues have lost, and see whether this worker still hears of what is in them."""
+        service = self._service
+        heard, self._last_shard_at = service.last_shard_at != self._last_shard_at, service.last_shard_at
+        busy = heard or service.draining or not service.in_flight.idle
+        age = timedelta(seconds=self._settings.resend_seconds)
+        for model, silence in self._hearing.items():
+            heads = self._broker.heads(model)
+            self._announce(lambda: self._sweep.unanswered(model, age, SWEEP_LIMIT, heads))  # noqa: B023
+            if busy or not heads:
+                silence.broken()
+            elif silence.too_long():
+                silence.broken()  # once said is enough
+                service.fail(
+                    f"messages wait in the queue of {model or 'any model'}, and none reached this idle "
+                    f"worker for {silence.limit:.0f} s: its broker connection is dead"
+                )
+
+    def _report(self) -> None:
+        """Say in the log how it goes, while there is anything to say."""
+        stats = self._service.engine.stats
+        moment, tokens = self._reported
+        seconds = time.monotonic() - moment
+        if seconds < REPORT_SECONDS or stats.generated_tokens == tokens:
+            return
+        self._reported = (time.monotonic(), stats.generated_tokens)
+        log.info(
+            "%d sequences running, %d waiting; %.0f tokens/s; %d of %d KV pages free",
+            stats.running,
+            stats.waiting,
+            (stats.generated_tokens - tokens) / seconds,
+            stats.free_pages,
+            stats.pages,
+        )
+
+    def _announce(self, take: Callable[[], list[Announcement]]) -> None:
+        """Send messages for what `take` takes, until that is all."""
+        for _ in range(SWEEP_TRANSACTIONS):
+            announcements = take()
+            self._send(announcements)
+            if sum(len(item.job_ids) for item in announcements) < SWEEP_LIMIT:
+                return
+
+    def _send(self, announcements: list[Announcement]) -> None:
+        for index, item in enumerate(announcements):
+            try:
+                self._broker.announce(item.job_ids, item.model, item.priority)
+            except BrokerError:
+                for unsent in announcements[index:]:
+                    self._claims.leave_queued(unsent.job_ids)
+                raise

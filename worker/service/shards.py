@@ -1,0 +1,329 @@
+"""A shard's way through a worker: claim, tokenise, generate, write; and how a worker stops.
+
+Threads: Celery's task threads call `run_shard`; the engine's link receives what the engine's process
+completes; the writer thread writes; the housekeeper's thread polls. What they share is in `InFlight`, behind
+one lock.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+
+from nightmill.jobs.contract import StopReason
+from nightmill.jobs.errors import DatabaseError, DatabaseRefusedError, NightmillError, RunnerError
+from nightmill.jobs.sql.claims import Claim, Claims, Outcome
+from nightmill.jobs.sql.jobs import chunked
+from nightmill.jobs.sql.partials import SavedTokens
+from nightmill.worker.engine.request import Completion, Progress, Request
+from nightmill.worker.link.link import EngineLink
+from nightmill.worker.service.in_flight import InFlight, JobKey
+from nightmill.worker.service.resume import SAVE_GROUP, SAVE_TOKENS, fingerprint, tokens_to_resume
+from nightmill.worker.service.writer import ResultWriter
+from nightmill.worker.watched import describe
+
+log = logging.getLogger(__name__)
+
+_CLAIM_SETTLED = timedelta(seconds=30)
+_CLAIM_PATIENCE = 35.0  # SQLite waits 30 s for its write lock
+
+Prompt = tuple[int, ...] | NightmillError  # its token ids, or why there are none
+
+Tokenize = Callable[[Sequence[Claim]], Sequence[Prompt]]
+"""A shard at once: one answer for each claim, in their order."""
+
+
+class Service:
+    """Runs shards of jobs on one engine, which it starts and stops; raises RunnerError where it does not.
+
+    `model_digest` tells its model from others of the same name.
+    """
+
+    def __init__(
+        self,
+        claims: Claims,
+        engine: EngineLink,
+        tokenize: Tokenize,
+        *,
+        model_digest: str,
+        capacity: int,
+        drain_seconds: float,
+        on_fatal: Callable[[str], None],
+        while_loading: Callable[[str | None], None] = lambda news: None,
+    ) -> None:
+        self.claims = claims
+        self.in_flight = InFlight(capacity, self._hand_back)
+        self.drain_seconds = drain_seconds
+        self.last_shard_at = time.monotonic()
+        self._tokenize = tokenize
+        self._model_digest = model_digest
+        self._on_fatal = on_fatal
+        self._drain_until: float | None = None
+        self._cancels_sent: set[JobKey] = set()
+        self._cancelling = threading.Lock()
+        self._writer = ResultWriter(claims.finish, self._forget, self._cannot_be_written, self.fail)
+        self.engine = engine
+        engine.start(self._on_completion, self._on_engine_failure, while_loading)
+
+    # -- shards ----------------------------------------------------------------------------------
+
+    def run_shard(self, job_ids: Sequence[str]) -> None:
+        """Claim and run what can be claimed of a shard; returns when every job of it has ended.
+
+        A draining worker leaves the rest of a shard queued, to be announced again. Never raises: Celery would
+        drop the message, and leave the jobs claimed.
+        """
+        self.last_shard_at = time.monotonic()
+        try:
+            ours: list[JobKey] = []
+            left = list(job_ids)
+            while left:
+                places = self.in_flight.reserve(len(left))
+                if places == 0:
+                    self._leave_queued(left)
+                    break
+                taken, left = left[:places], left[places:]
+                ours += self._start(taken)
+            self.in_flight.wait_for_end(ours)
+        except Exception as error:
+            log.critical("a shard could not be run", exc_info=True)
+            self.fail(f"a shard could not be run: {describe(error)}")
+
+    def _start(self, job_ids: Sequence[str]) -> list[JobKey]:
+        claims: list[Claim] = []
+        try:
+            claims = self._claim(job_ids)
+        finally:
+            ours = self.in_flight.fill(len(job_ids), claims)
+        return self.begin(claims) if ours else []
+
+    def _claim(self, job_ids: Sequence[str]) -> list[Claim]:
+        """Claim a shard. Where a row of it makes that fail, its halves, until this row is alone and fails."""
+        try:
+            return self.claims.claim(job_ids)
+        except Exception as error:
+            if isinstance(error, DatabaseError) and not isinstance(error, DatabaseRefusedError):
+                log.warning("%d jobs stay queued, to be announced again: %s", len(job_ids), error)
+                return []
+            log.exception("%d jobs could not be claimed", len(job_ids))
+            fault = describe(error)
+        if len(job_ids) > 1:
+            middle = len(job_ids) // 2
+            return self._claim(job_ids[:middle]) + self._claim(job_ids[middle:])
+        self._refuse(job_ids[0], f"the job could not be claimed: {fault}")
+        return []
+
+    def begin(self, claims: Sequence[Claim]) -> list[JobKey]:
+        """Tokenise claimed jobs and give them to the engine; one that cannot be fails alone."""
+        prompts = iter(self._prompts([claim for claim in claims if claim.unreadable is None]))
+        resumed: list[int] = []
+        for claim in claims:
+            prompt = next(prompts) if claim.unreadable is None else NightmillError(claim.unreadable)
+            if isinstance(prompt, NightmillError):
+                self._fail_job(claim, str(prompt))
+                continue
+            try:
+                resumed.append(self._submit(claim, prompt))
+            except Exception as error:
+                log.exception("job %s could not be submitted", claim.job_id)
+                self._fail_job(claim, f"the job could not be submitted to the engine: {describe(error)}")
+        if any(resumed):
+            count = sum(1 for tokens in resumed if tokens)
+            log.info("%d jobs go on from %d tokens that were saved", count, sum(resumed))
+        return [(claim.job_id, claim.attempt) for claim in claims]
+
+    def _prompts(self, claims: Sequence[Claim]) -> list[Prompt]:
+        """Token ids, or errors; an exception that nobody expected is one job's alone."""
+        if not claims:
+            return []
+        try:
+            prompts = list(self._tokenize(claims))
+            if len(prompts) != len(claims):
+                raise ValueError(f"{len(prompts)} answers to {len(claims)} prompts")
+            return prompts
+        except RunnerError:
+            raise  # what tokenises cannot be had: no job's fault
+        except Exception as error:
+            log.exception("%d prompts could not be tokenised", len(claims))
+            fault = describe(error)
+        if len(claims) > 1:
+            return [prompt for claim in claims for prompt in self._prompts([claim])]
+        return [NightmillError(f"the prompt could not be tokenised: {fault}")]
+
+    def _submit(self, claim: Claim, prompt_ids: tuple[int, ...]) -> int:
+        """Give a job to the engine; returns how many tokens it goes on from."""
+        mark = fingerprint(self._model_digest, self.engine.arithmetic, prompt_ids)
+        self.in_flight.mark((claim.job_id, claim.attempt), mark)
+        generated_ids = tokens_to_resume(claim.saved, mark)
+        deadline = None
+        if claim.deadline_at is not None:  # the engine counts on this host's clock, the row on the database's
+            deadline = time.time() + (claim.deadline_at - self.claims.database.now()).total_seconds()
+        assert claim.params.seed is not None
+        self.engine.submit(
+            Request(
+                job_id=claim.job_id,
+                attempt=claim.attempt,
+                prompt_ids=prompt_ids,
+                params=claim.params,
+                seed=claim.params.seed,
+                deadline=deadline,
+                priority=claim.priority,
+                generated_ids=generated_ids,
+            )
+        )
+        with self._cancelling:  # one that was sent before the engine knew the job had no effect
+            self._cancels_sent.discard((claim.job_id, claim.attempt))
+        return len(generated_ids)
+
+    def _fail_job(self, claim: Claim, error: str) -> None:
+        self._writer.put(Outcome(claim.job_id, claim.attempt, StopReason.ERROR, "", 0, 0, error=error))
+
+    def _refuse(self, job_id: str, reason: str) -> None:
+        try:
+            self.claims.refuse(job_id, reason)
+        except DatabaseError as error:  # its message comes again
+            log.warning("job %s stays queued: %s", job_id, error)
+
+    def _cannot_be_written(self, outcome: Outcome, reason: str) -> None:
+        """Not even the failure of this job can be written: charge it as if it had killed a worker, alone."""
+        try:
+            self.claims.give_up([(outcome.job_id, outcome.attempt)], reason)
+        except DatabaseError as error:  # it is handed back once it is known that nobody runs it
+            log.error("job %s stays as it is for now: %s", outcome.job_id, error)
+
+    def _leave_queued(self, job_ids: Sequence[str]) -> None:
+        try:
+            self.claims.leave_queued(job_ids)
+        except DatabaseError as error:  # the sweep finds them all the same, once their message is old
+            log.warning("%d jobs stay queued: %s", len(job_ids), error)
+
+    # -- what the engine says --------------------------------------------------------------------
+
+    def _on_completion(self, completion: Completion) -> None:
+        self._writer.put(
+            Outcome(
+                job_id=completion.job_id,
+                attempt=completion.attempt,
+                stop_reason=completion.stop_reason,
+                text=completion.text,
+                prompt_tokens=completion.prompt_tokens,
+                completion_tokens=completion.completion_tokens,
+                error=completion.error,
+            )
+        )
+
+    def _on_engine_failure(self, error: RunnerError) -> None:
+        self.fail(f"the engine failed: {error}")
+
+    def fail(self, reason: str) -> None:
+        """This worker is of no use any more: give its jobs to others and end the process. Never raises."""
+        self.in_flight.close()
+        keys = self.in_flight.keys()
+        try:
+            self.claims.give_up(keys, reason)
+        except Exception as error:
+            expected = isinstance(error, DatabaseError)
+            log.error("%d jobs wait for another worker's rescue: %s", len(keys), error, exc_info=not expected)
+        self.in_flight.remove(keys)
+        self._on_fatal(reason)
+
+    def _forget(self, outcomes: Sequence[Outcome]) -> None:
+        self.last_shard_at = time.monotonic()  # it was not deaf, but busy
+        self.in_flight.remove([(outcome.job_id, outcome.attempt) for outcome in outcomes])
+
+    # -- what the housekeeper asks for -----------------------------------------------------------
+
+    def poll_cancellations(self) -> None:
+        """Stop the running jobs that somebody cancelled: one query for all, one command for each."""
+        if self.in_flight.keys():
+            asked = set(self.claims.cancel_requests())
+            with self._cancelling:
+                fresh = asked - self._cancels_sent
+                self._cancels_sent = asked
+            for key in fresh:
+                if not self.engine.cancel(key[0]):
+                    with self._cancelling:
+                        self._cancels_sent.discard(key)
+
+    def save_partials(self) -> None:
+        """Save the tokens of the jobs that have grown, so that they are not drawn again if this worker dies.
+
+        Raises DatabaseError. The engine is asked for few jobs at a time, so that its next step is not late;
+        writing is the caller's time.
+        """
+        for group in chunked(self.in_flight.keys(), SAVE_GROUP):
+            self._save(self.engine.progress([job_id for job_id, _ in group], SAVE_TOKENS))
+
+    def _save(self, reports: Sequence[Progress]) -> None:
+        saved = [
+            SavedTokens(report.job_id, report.attempt, mark, report.token_ids)
+            for report in reports
+            if report.token_ids and (mark := self.in_flight.fingerprint((report.job_id, report.attempt)))
+        ]
+        if saved:
+            self.claims.save(saved)
+
+    def reconcile(self) -> None:
+        """Bring this worker and the database to one opinion on which jobs are this worker's.
+
+        Jobs that were taken from us are dropped. Jobs that we hold without knowing it (the claim's answer
+        got lost on the way) are handed back.
+        """
+        before = set(self.in_flight.keys())
+        running = self.claims.running()
+        after = set(self.in_flight.keys())
+        for job_id, _attempt in (before & after) - running.keys():
+            self.engine.cancel(job_id)  # its completion, if it makes one, is fenced off
+        long_ago = self.claims.database.now() - _CLAIM_SETTLED
+        strays = [key for key, since in running.items() if key not in after and since < long_ago]
+        if strays:
+            log.warning("%d claims that this worker lost sight of are handed back", len(strays))
+            self.claims.hand_back(strays)
+
+    # -- the end ---------------------------------------------------------------------------------
+
+    def begin_drain(self, *, at_once: bool = False) -> None:
+        """Take no more jobs; `at_once`: nor go on with those in hand. Only sets a field: signals call it."""
+        if at_once:
+            self._drain_until = time.monotonic()
+        elif self._drain_until is None:
+            self._drain_until = time.monotonic() + self.drain_seconds
+
+    @property
+    def draining(self) -> bool:
+        """True once the worker is to stop."""
+        return self._drain_until is not None
+
+    def drain(self) -> None:
+        """Finish what can be finished in time, hand the rest back with no attempt lost."""
+        self.begin_drain()
+        assert self._drain_until is not None
+        self.in_flight.close()
+        while not self.in_flight.idle and self.engine.alive and time.monotonic() < self._drain_until:
+            time.sleep(0.02)
+        unfinished = self.engine.abandon()
+        self._writer.close()  # what completed before is written first
+        left = self.in_flight.end()  # a claim that is still under way is handed back by who made it
+        if left:
+            try:
+                self._save(unfinished)
+            except DatabaseError as error:
+                log.warning("the tokens of %d jobs were not saved: %s", len(left), error)
+        self._hand_back(left)
+        self.in_flight.remove(left)
+        if not self.in_flight.wait_for_claims(_CLAIM_PATIENCE):
+            log.error("a claim is still under way; its jobs wait to be rescued by another worker")
+
+    def _hand_back(self, keys: Sequence[JobKey]) -> None:
+        if not keys:
+            return
+        try:
+            returned = self.claims.hand_back(keys)
+            log.info("%d unfinished jobs were handed back to the queue", len(returned))
+        except DatabaseError as error:
+            log.error("%d jobs wait to be rescued by another worker: %s", len(keys), error)
+
+    def close(self) -> None:
+        """Stop the engine; call `drain` first."""
+        self.engine.stop()
