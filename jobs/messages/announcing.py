@@ -43,6 +43,7 @@ class Announcer:
 def _level_of_caller() -> int:
     """The stack level for a warning, given where this is called, that points out of this package."""
     frame, level = inspect.currentframe(), 0
-    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] == __package__:
+    ours = __name__.partition(".")[0] + "."
+    while frame is not None and frame.f_globals.get("__name__", "").startswith(ours):
         frame, level = frame.f_back, level + 1
     return level

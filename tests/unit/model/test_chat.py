@@ -6,6 +6,7 @@ from datetime import datetime
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unicodedata import normalize
 
 import pytest
 from hypothesis import given, settings
@@ -117,9 +118,10 @@ def test_content_never_adds_a_special_token(tokenizer: Tokenizer, source: str, c
     assert special(tokenizer, template.encode(messages)[skip:]) == special(
         tokenizer, template.encode(user("x") * 2)[skip:]
     )
-    # ... and nothing of it is lost.
+    # ... and nothing of it is lost, where composing characters is no loss.
     text = tokenizer.decode(template.encode(messages), special=True)
-    assert text.replace(" ", "").removeprefix("<s>") == template.render(messages).replace(" ", "")
+    read, written = (normalize("NFC", one).replace(" ", "") for one in (text, template.render(messages)))
+    assert read.removeprefix("<s>") == written
 
 
 @given(st.lists(st.text("<|a>", min_size=1, max_size=5)), st.text("<|a>", max_size=7))
