@@ -169,6 +169,7 @@ class RecordedDriver:
         driver.cuGraphInstantiate = lambda graph, flags: (0, "executable")
         for name in (
             "cuModuleUnload", "cuStreamBeginCapture", "cuGraphDestroy", "cuGraphExecDestroy", "cuGraphLaunch",
+            "cuGraphUpload",
         ):  # fmt: skip
             setattr(driver, name, lambda *arguments: (0,))
         return driver

@@ -1,10 +1,14 @@
 """How contexts are shared out among blocks of decode attention: each token once, none waits for one block."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nightmill.worker.runners.gpu.decode import Planner, decode_pieces
+from nightmill.worker.runners.gpu.decode import DecodeAttention, Planner, decode_pieces
+from tests.gpu.oracles import make_config
 
 SEGMENT = 256
 LENGTHS = st.lists(st.integers(0, 40_000), min_size=1, max_size=80)
@@ -98,3 +102,41 @@ def test_the_same_contexts_of_other_sequences_are_another_plan() -> None:
     for sequences in ([4, 9], [9, 4], [4, 9]):
         pieces = planner.pieces(lengths, np.array(sequences, dtype=np.int32))
         assert pieces[:, [0, 3]].tolist() == [[sequences[1], 500], [sequences[0], 300]]
+
+
+class OneOf:
+    """Stands for a GPU and its kernels: so many multiprocessors, each of which holds so many blocks."""
+
+    def __init__(self, multiprocessors: int, held: int) -> None:
+        self.multiprocessors = multiprocessors
+        self.many = SimpleNamespace(blocks_at_once=lambda threads, shared: held)
+
+    def allocate(self, size: int, purpose: str) -> int:
+        return 0
+
+    def fill(self, address: int, value: int, size: int) -> None:
+        pass
+
+
+@given(
+    st.sampled_from([(14, 2, 64), (28, 4, 128), (32, 32, 128), (2, 1, 64)]),
+    st.sampled_from([40, 132]),
+    st.integers(1, 7),
+    st.sampled_from([300, 1025, 32_768]),
+    st.lists(st.integers(1, 32_768), min_size=1, max_size=40),
+    st.integers(1, 20),
+)
+def test_whatever_contexts_a_step_has_it_is_padded_to_a_size_that_is_known_at_the_start(
+    heads: tuple[int, int, int], multiprocessors: int, held: int, most: int, lengths: list[int], times: int
+) -> None:
+    """One that is not would have no graph."""
+    gpu: Any = OneOf(multiprocessors, held)
+    config = make_config(heads=heads[0], kv_heads=heads[1], head_dim=heads[2])
+    attention = DecodeAttention(gpu, config, lambda *arguments: gpu, max_context=most, clusters=True)
+    contexts = np.minimum(np.array(lengths * times, dtype=np.int32), most)
+    count = len(contexts)
+    pieces = len(attention.pieces(contexts, np.arange(count, dtype=np.int32)))
+    room = attention.room(count, pieces) if pieces else 0
+    assert pieces <= room <= attention.most_pieces(count)
+    assert room in attention.rooms(count)
+    assert len(attention.rooms(count)) <= 4

@@ -6,7 +6,8 @@ import pytest
 
 from nightmill.worker.runners.gpu.device import NoDeviceError
 from nightmill.worker.runners.gpu.functions import bindings
-from nightmill.worker.runners.gpu.gemm import MANY_ROWS, Shortlist, padded_rows
+from nightmill.worker.runners.gpu.gemm import MANY_ROWS, Shortlist, nearest, padded_rows
+from nightmill.worker.runners.gpu.graphs import buckets
 from nightmill.worker.runners.gpu.hopper import QKV_TILES, TILES, Kind, Tile, first_sum
 from nightmill.worker.runners.gpu.split import SPLIT_TILES, SplitTile, split_tiles
 
@@ -42,6 +43,24 @@ def test_a_shortlist_holds_the_best_few_for_sizes_between_the_same_powers_of_two
     shortlist.learn(300, range(20, 0, -1))
     assert shortlist.of(300) == shortlist.of(257) == shortlist.of(512) == [20, 19, 18, 17, 16, 15]
     assert shortlist.of(256) == shortlist.of(513) == []
+
+
+def test_what_was_timed_at_the_start_tells_how_to_multiply_any_number_of_rows() -> None:
+    """So nothing has to be asked of the library, or loaded, in the middle of a night."""
+    slots, most = 2048, 16384
+    timed = {padded_rows(size) for size in buckets(slots)} | {most >> turn for turn in range(4)}
+    for rows in sorted({padded_rows(rows) for rows in range(1, most + 1)}):
+        found = nearest(timed, rows)
+        assert found is not None
+        assert max(found, rows) / min(found, rows) <= (1.5 if rows > MANY_ROWS else 1.25)
+
+
+def test_far_numbers_of_rows_tell_nothing_of_fewer_and_many_have_each_other() -> None:
+    assert nearest([64, 256, 2048], 512) is None
+    assert nearest([64, 256, 2048], 320) == 256
+    assert nearest([64, 256, 2048], 16384) == 2048
+    assert nearest([1024], 1152) is None
+    assert nearest([], 8) is None
 
 
 @pytest.mark.parametrize("tile", SPLIT_TILES, ids=lambda tile: tile.name)

@@ -1,6 +1,7 @@
 """The GPU runner's launches, without a GPU: against the compiled kernels where nvcc is."""
 
 import fcntl
+import random
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
@@ -12,8 +13,11 @@ import numpy as np
 import pytest
 from annotated_types import Le
 
+from nightmill.jobs.contract import GenerationParams
 from nightmill.jobs.errors import RunnerError
 from nightmill.jobs.settings import Settings
+from nightmill.worker.engine.engine import Engine
+from nightmill.worker.engine.request import Request
 from nightmill.worker.model.config import ModelConfig
 from nightmill.worker.model.gguf_file import GgufFile
 from nightmill.worker.runners.base import FROM_SLOT, IntArray, StepBatch
@@ -23,6 +27,7 @@ from nightmill.worker.runners.gpu.compiler import compile_all
 from nightmill.worker.runners.gpu.device import Device
 from nightmill.worker.runners.gpu.few_rows import MAX_ROWS
 from nightmill.worker.runners.gpu.gemm import Gemm, padded_rows
+from nightmill.worker.runners.gpu.graphs import Graph
 from nightmill.worker.runners.gpu.hopper import Kind
 from nightmill.worker.runners.gpu.kernels import Kernels
 from nightmill.worker.runners.gpu.runner import CudaRunner
@@ -100,6 +105,49 @@ def test_steps_of_all_sizes_launch_kernels_as_they_were_compiled(driver: Recorde
     assert expected <= driver.launches.keys()
     assert driver.launches.keys() - {"library"} <= driver.checked
     runner.close()
+
+
+class NoText:
+    """Detokenising is not what is tested."""
+
+    def push(self, token_id: int) -> str:
+        return ""
+
+    def flush(self) -> str:
+        return ""
+
+
+def test_nothing_is_captured_in_the_middle_of_a_night(
+    driver: RecordedDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts and answers of many lengths, a few so long that contexts are cut; and all end one by one."""
+    file = GgufFile.open(MODEL)
+    context = 4200
+    config = replace(ModelConfig.from_gguf(file), context_length=context)
+    replayed: list[Graph] = []
+    launch = Graph.launch
+
+    def noted(graph: Graph) -> None:
+        replayed.append(graph)
+        launch(graph)
+
+    with closing(CudaRunner(file, config, slots=SLOTS)) as runner:
+        monkeypatch.setattr(Graph, "launch", noted)
+        monkeypatch.setattr(Graph, "__init__", lambda *_: pytest.fail("captured late"))
+        engine = Engine(
+            runner, text_stream=NoText, eos_ids=frozenset(), context_length=context,
+            max_sequences=SLOTS, token_budget=8192,
+        )  # fmt: skip
+        draw = random.Random(1)
+        for number in range(3 * SLOTS):
+            prompt = draw.randint(5, 4000 if number % 9 == 0 else 60)
+            params = GenerationParams(max_tokens=draw.randint(1, 40), ignore_eos=True)
+            engine.submit(Request(str(number), 1, (number, *[1] * prompt), params, seed=1))
+        while engine.has_work:
+            engine.step()
+        assert len(replayed) > engine.stats.steps // 3
+        used = [key for key, graph in runner._graphs.items() if graph in replayed]
+        assert len(used) > len({size for size, _ in used})  # some sizes come with contexts cut and whole
 
 
 def decode_all(slots: int, pages: IntArray) -> StepBatch:

@@ -1,6 +1,7 @@
 """Decode attention: how the contexts of a step's sequences are shared out among blocks of the GPU."""
 
 from collections.abc import Callable
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -172,15 +173,25 @@ class DecodeAttention:
         return self._planner.pieces(lengths, sequences)
 
     def room(self, sequences: int, pieces: int) -> int:
-        """The number that so many pieces are padded to: one of few for each number of sequences."""
-        for room in (sequences, self._far_pieces):
-            if pieces <= room:
-                return room
-        return sequences + _WAVES * self._held
+        """The number that so many pieces are padded to: the least of `rooms`."""
+        return next(room for room in self._paddings(sequences) if pieces <= room)
+
+    def rooms(self, sequences: int) -> list[int]:
+        """All that the pieces of a step of so many may be padded to; 0: split attention, which has none."""
+        segments = sequences * self._segments  # at most
+        split = self._blocks * sequences < self._full_chip
+        if split and segments < _SPLIT_SEGMENTS * self._held:
+            return [0]
+        reached = [room for less, room in pairwise([0, *self._paddings(sequences)]) if less < segments]
+        return [0, *reached] if split else reached
 
     def most_pieces(self, sequences: int) -> int:
         """The largest room."""
-        return max(sequences + _WAVES * self._held, self._far_pieces)
+        return self._paddings(sequences)[-1]
+
+    def _paddings(self, sequences: int) -> list[int]:
+        most = sequences + _WAVES * self._held
+        return sorted({sequences, max(sequences, self._far_pieces), most})
 
     @property
     def _far_pieces(self) -> int:

@@ -9,7 +9,7 @@ written to them means nothing.
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
@@ -23,7 +23,7 @@ from nightmill.worker.runners.gpu.library import Algorithm, Library, Product, Wa
 from nightmill.worker.runners.gpu.sources import source_of
 from nightmill.worker.runners.gpu.split import HopperSplit, SplitTile, split_tiles
 
-__all__ = ["MANY_ROWS", "Gemm", "Shortlist", "nothing", "padded_rows"]
+__all__ = ["MANY_ROWS", "Gemm", "Shortlist", "nearest", "nothing", "padded_rows"]
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +33,8 @@ MAX_GEMV_ROWS = 8
 MANY_ROWS = 1024  # above, shapes are too many to try each: they take what was best at the nearest size tried
 _TIMED_RUNS = 8
 _FINALISTS, _RETRIALS = 4, 2
+_CLOSE = 1.15  # times the least time: clocks do not change by more within milliseconds
+_NEARBY = 1.25  # times the rows, or a part of them: up to MANY_ROWS, what is best further away is not so here
 _SHORTLIST = 6  # ways that are tried at sizes near one where all were
 # Rows of the weight a warp _ warps a row; the last needs too many registers beyond 4 rows of x.
 _GEMV_VARIANTS = ("1_4", "1_1", "2_1", "4_1")
@@ -78,6 +80,17 @@ class _Shape:
             return (whole,)
         parts = first, self.inputs - first
         return tuple(replace(whole, inputs=part, stride=self.inputs) for part in parts)
+
+
+def nearest(tried: Iterable[int], rows: int) -> int | None:
+    """Of the numbers of rows that were tried, the one to choose by for others; None if all are too far.
+
+    More than MANY_ROWS have only each other.
+    """
+    many = rows > MANY_ROWS
+    ratios = [(max(other, rows) / min(other, rows), other) for other in tried if (other > MANY_ROWS) == many]
+    ratio, found = min(ratios, default=(0.0, None))
+    return found if many or ratio <= _NEARBY else None
 
 
 def nothing() -> None:
@@ -199,14 +212,17 @@ class Gemm:
 
         They are timed as they run in a step: in a graph, so that no pause of the host counts, and with
         `beside` between the calls, since kernels of ours overlap with what is before and after them, the
-        library's do not. The best few are measured again, and each one's least time counts: clocks change.
+        library's do not. The best few, where they are close, are measured again, and each one's least time
+        counts: clocks change.
         """
         graphs: list[Graph] = []
         try:
             graphs.extend(self._repeated(way, beside) for way in ways)
             times = [self._seconds(graph) for graph in graphs]
             for _ in range(_RETRIALS):
-                for index in np.argsort(times)[:_FINALISTS]:
+                best = np.argsort(times)[:_FINALISTS]
+                close = [index for index in best if times[index] <= _CLOSE * times[best[0]]]
+                for index in close if len(close) > 1 else ():
                     times[index] = min(times[index], self._seconds(graphs[index]))
         finally:
             for graph in graphs:
@@ -246,19 +262,14 @@ class Gemm:
         return plan
 
     def _tried_nearby(self, shape: _Shape) -> Candidate | None:
-        """What was fastest at the nearest number of rows, for many rows."""
-        if shape.rows <= MANY_ROWS:
-            return None
-        tried = [
-            (max(other.rows, shape.rows) / min(other.rows, shape.rows), plan.candidate)
+        """What was fastest at the nearest number of rows: nothing has to be asked for, or loaded, now."""
+        tried = {
+            other.rows: plan.candidate
             for other, plan in self._plans.items()
-            if plan.tuned and other.rows > MANY_ROWS and other.sizes[1:] == shape.sizes[1:]
-            and other.kind is shape.kind
-        ]  # fmt: skip
-        if not tried:
-            return None
-        candidate = min(tried, key=lambda pair: pair[0])[1]
-        return candidate if self._suits(candidate, shape) else None
+            if plan.tuned and other.sizes[1:] == shape.sizes[1:] and other.kind is shape.kind
+        }
+        rows = nearest(tried, shape.rows)
+        return tried[rows] if rows and self._suits(tried[rows], shape) else None
 
     def _suits(self, candidate: Candidate, shape: _Shape) -> bool:
         """Whether what was found for more rows or fewer can compute this shape."""

@@ -217,8 +217,12 @@ class Kernels:
         return self._decode.pieces(lengths, sequences) if self._fast else NO_PIECES
 
     def piece_room(self, sequences: int, pieces: int) -> int:
-        """The number that so many pieces are padded to: one of few for each number of sequences."""
+        """The number that so many pieces are padded to: one of `piece_rooms`."""
         return self._decode.room(sequences, pieces) if pieces else 0
+
+    def piece_rooms(self, sequences: int) -> list[int]:
+        """All numbers that the pieces of so many contexts are padded to, few; 0: without pieces."""
+        return self._decode.rooms(sequences) if self._fast else [0]
 
     def most_pieces(self, sequences: int) -> int:
         """The most pieces that there are of so many contexts, padded."""

@@ -5,7 +5,7 @@ from functools import partial
 
 from nightmill.worker.model.config import ModelConfig
 from nightmill.worker.runners.gpu.device import Device
-from nightmill.worker.runners.gpu.gemm import MANY_ROWS, Gemm, Shortlist, nothing, padded_rows
+from nightmill.worker.runners.gpu.gemm import Gemm, Shortlist, nearest, nothing, padded_rows
 from nightmill.worker.runners.gpu.hopper import HopperQkv, Kind, Tile, is_hopper
 from nightmill.worker.runners.gpu.kernels import Kernels
 from nightmill.worker.runners.gpu.steps import StepInputs
@@ -79,14 +79,11 @@ class Qkv:
         self._tuned[padded_rows(rows)] = ways[ranked[0]]
 
     def _choice(self, tokens: int) -> Tile | None:
-        """For many rows, what was fastest at the nearest number that was tried."""
+        """What was fastest for so many rows, or for the nearest number that was tried."""
         rows = padded_rows(tokens)
-        if rows in self._tuned or rows <= MANY_ROWS:
-            return self._tuned.get(rows)
-        tried = [other for other in self._tuned if other > MANY_ROWS]
-        return (
-            self._tuned[min(tried, key=lambda other: max(other, rows) / min(other, rows))] if tried else None
-        )
+        if rows not in self._tuned:
+            rows = nearest(self._tuned, rows) or rows
+        return self._tuned.get(rows)
 
     def _run(
         self, tile: Tile | None, x: int, layer: LayerWeights, positions: int, cache_rows: int, qkv: int,

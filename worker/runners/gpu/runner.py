@@ -1,8 +1,9 @@
 """The runner on an NVIDIA GPU: `launch` queues a step and returns, `collect` waits for its tokens.
 
 Steps in which every sequence decodes one token are replayed from CUDA graphs, padded to a batch size that has
-one; other steps, with chunks of prompts, are launched kernel by kernel. Tokens that the host does not know
-yet never leave the GPU: they are taken from the slot where they were drawn.
+one; other steps, with chunks of prompts, are launched kernel by kernel. All graphs are captured at the start:
+a step that came for the first time would wait for milliseconds, and there are a hundred in a night. Tokens
+that the host does not know yet never leave the GPU: they are taken from the slot where they were drawn.
 """
 
 import logging
@@ -92,7 +93,6 @@ class CudaRunner:
         self._pending: deque[_Launch] = deque()
         self._graphs: dict[tuple[int, int], Graph] = {}
         """By sequences, and pieces of their contexts."""
-        self._use_graphs = graphs
         self._tune = tune
         self._reproducible = reproducible
         self._turn = 0
@@ -101,6 +101,8 @@ class CudaRunner:
         self.arithmetic = f"{self.device.name} in FP16, kernels {kernel_revision()[:16]}"
         try:
             self._build(file, config, kv_blocks, gpu_memory)
+            if graphs:
+                self._capture_all()
         except BaseException:  # Ctrl-C too, while it loads: the GPU is given back, and the error goes on up
             self.close()
             raise
@@ -168,8 +170,6 @@ class CudaRunner:
         self._done: list[Any] = [device.event() for _ in range(self.depth)]
         if self._tune:
             self._tune_many_rows()
-        if self._use_graphs:
-            self._capture_all()
 
     def launch(self, batch: StepBatch) -> None:
         """Queue a step. Raises RunnerError where it is too large or the GPU refuses."""
@@ -188,13 +188,12 @@ class CudaRunner:
         turn, self._turn = self._turn, (self._turn + 1) % self.depth
         self._slots.admit(batch.admissions, turn)
         count, draws = len(batch.slots), len(batch.sample_rows)
-        if self._use_graphs and count == batch.drawn == draws:
+        if self._graphs and count == batch.drawn == draws:
             size = min(bucket_of(count), self.slots)
             pieces = self._decode_pieces(batch, size)
             room = self._kernels.piece_room(size, len(pieces))
-            graph = self._graphs.get((size, room)) or self._capture(size, room, turn)
             self._steps.write_padded(turn, batch, size, pieces, room)
-            graph.launch()
+            self._graphs[size, room].launch()
         else:
             self._launch_kernels(turn, batch)
         if draws:
@@ -242,33 +241,36 @@ class CudaRunner:
             rows //= 2
 
     def _capture_all(self) -> None:
-        began = time.monotonic()
-        sizes = buckets(self.slots)
-        for size in reversed(sizes):
-            self._capture(size, len(self._decode_pieces(PADDING, size)), 0)
-        self._report(f"captured {len(sizes)} decode graphs in {time.monotonic() - began:.1f} s")
+        """Every batch size, with every number of pieces that its contexts may be shared out in."""
+        began, free = time.monotonic(), self.device.free_memory()
+        for size in reversed(buckets(self.slots)):
+            if self._tune:
+                self._model.tune(size, size)
+            for room in self._kernels.piece_rooms(size):
+                self._graphs[size, room] = self._capture(size, room)
+        self.device.synchronize()
+        self._report(
+            f"captured {len(self._graphs)} decode graphs in {time.monotonic() - began:.1f} s; they take "
+            f"{(free - self.device.free_memory()) >> 20:,} MiB"
+        )
 
     def _decode_pieces(self, batch: StepBatch, size: int) -> IntArray:
         """How a decode step, padded to `size`, is shared out."""
         lengths = padded_lengths(batch, size)
         return self._kernels.decode_pieces(lengths, np.arange(size, dtype=np.int32))
 
-    def _capture(self, size: int, room: int, turn: int) -> Graph:
+    def _capture(self, size: int, room: int) -> Graph:
         """Capture a decode step of `size` sequences, after one run in the open, which loads what it needs.
 
-        room  for pieces of contexts; steps with long contexts are captured when they first come
+        room  for pieces of contexts
         """
-        if self._tune:
-            self._model.tune(size, size)
         ones = np.ones(size if room else 0, dtype=np.int32)
         pieces = whole_pieces(ones, np.arange(len(ones), dtype=np.int32), segment=PAGE)
-        inputs = self._steps.write_padded(turn, PADDING, size, pieces, room)
+        self.device.synchronize()  # the host's copy of the inputs is still those of the run before
+        inputs = self._steps.write_padded(0, PADDING, size, pieces, room)
         shape = StepShape(tokens=size, sequences=size, drawn=size, draws=size, tiles=0, pieces=room)
         self._model.forward(inputs, shape)
-        self.device.synchronize()
-        graph = Graph(self.device, lambda: self._model.forward(inputs, shape))
-        self._graphs[size, room] = graph
-        return graph
+        return Graph(self.device, lambda: self._model.forward(inputs, shape))
 
     def _launch_kernels(self, turn: int, batch: StepBatch) -> None:
         """Queue a step of any composition, kernel by kernel."""
