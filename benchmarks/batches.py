@@ -22,6 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from benchmarks import instant_worker
 from benchmarks.servers import durable_client
 from nightmill.jobs.client import Client
 from nightmill.jobs.contract import JobState
@@ -30,7 +31,6 @@ from nightmill.worker.commands.process import running_worker
 from nightmill.worker.link.loading import demo_model
 from tests.servers import worker_env
 
-HERE = Path(__file__).resolve().parent
 EVERY = 100  # one bad row in so many
 
 _HEAD = '{"custom_id": "{id}", "method": "POST", "url": "/v1/chat/completions"'
@@ -78,9 +78,8 @@ def night(client: Client, home: Path, rows: int) -> dict[str, Any]:
     submit += ["--model", "nightmill-demo", "--max-tokens", "8", "--ignore-eos"]
     seconds, peak = nightmill(client.settings, *submit)
     report |= {"submit_seconds": seconds, "submit_peak_mib": peak}
-    command = [sys.executable, str(HERE / "instant_worker.py")]
     batch = client.get_batch("night")
-    with running_worker(client, home / "worker.log", command=command):
+    with running_worker(client, home / "worker.log", command=instant_worker.COMMAND):
         began, done = time.perf_counter(), batch.status(errors=False).done
         status = batch.wait()
         report["rows_per_second"] = round((status.done - done) / (time.perf_counter() - began))

@@ -11,7 +11,6 @@ import os
 import random
 import resource
 import statistics
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -20,6 +19,7 @@ from typing import Any
 
 import psutil
 
+from benchmarks import instant_worker
 from benchmarks.servers import durable_client
 from nightmill.jobs.client import Client
 from nightmill.jobs.contract import JobState
@@ -27,8 +27,6 @@ from nightmill.jobs.sql.jobs import Selection
 from nightmill.worker.commands.process import running_worker
 from nightmill.worker.link.loading import demo_model
 from tools.demo_corpus import topics, words
-
-HERE = Path(__file__).resolve().parent
 
 
 def main() -> None:
@@ -74,8 +72,7 @@ def enqueue(client: Client, home: Path, jobs: int) -> dict[str, Any]:
 def service(client: Client, home: Path, jobs: int) -> dict[str, Any]:
     """Claim, tokenise, schedule, detokenise, write: an instant runner draws 8 tokens a job."""
     ids = client.enqueue_many(prompts(jobs), batch="service", max_tokens=8, ignore_eos=True)
-    command = [sys.executable, str(HERE / "instant_worker.py")]
-    with running_worker(client, home / "instant.log", command=command) as process:
+    with running_worker(client, home / "instant.log", command=instant_worker.COMMAND) as process:
         # The worker may have begun before it said that it is ready: count from a job that is done.
         began, done = time.perf_counter(), client.stats("service")["state"].get("succeeded", 0)
         client.wait(batch="service")

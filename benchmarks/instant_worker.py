@@ -5,17 +5,19 @@ For `end_to_end.py` only. Texts it writes are meaningless.
 
 import sys
 from collections import deque
+from collections.abc import Sequence
 
 import numpy as np
 
-import nightmill.worker.app
-import nightmill.worker.link.process
 from nightmill.jobs.settings import Settings
-from nightmill.worker.commands.serving import worker as worker_command
+from nightmill.worker.commands.serving import worker
 from nightmill.worker.engine.engine import Engine
 from nightmill.worker.link.loading import OpenModel, max_sequences
-from nightmill.worker.model.tokenizer import TextStream
 from nightmill.worker.runners.base import SampledTokens, StepBatch
+from tests.own_engine import engine_on, run_module
+
+NAME = "benchmarks.instant_worker"
+COMMAND = (sys.executable, "-m", NAME)
 
 SEQUENCES = 512  # unless --max-sequences says more
 CONTEXT = 1024
@@ -48,20 +50,15 @@ class InstantRunner:
 
 def build_engine(settings: Settings, model: OpenModel) -> Engine:
     """The real engine, tokenizer and scheduler on the instant runner."""
-    slots = max_sequences(settings)
-    return Engine(
-        InstantRunner(model.config.vocab, slots),
-        text_stream=lambda: TextStream(model.vocabulary, strip_space=False),
-        eos_ids=model.vocabulary.eos_ids,
-        context_length=CONTEXT,
-        max_sequences=slots,
-        token_budget=16384,
-    )
+    runner = InstantRunner(model.config.vocab, max_sequences(settings))
+    return engine_on(runner, settings, model, context=CONTEXT)
+
+
+def serve(arguments: Sequence[str]) -> None:
+    """Run a worker with such an engine."""
+    options = ["--max-sequences", str(SEQUENCES), *arguments]
+    run_module(NAME, build_engine, lambda: worker.main(options))
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["engine"]:  # started by the worker, below
-        nightmill.worker.link.process.build_engine = build_engine
-        sys.exit(nightmill.worker.link.process.main())
-    nightmill.worker.app.ENGINE_COMMAND = (sys.executable, __file__, "engine")
-    worker_command.main(["--max-sequences", str(SEQUENCES), *sys.argv[1:]])
+    serve(sys.argv[1:])

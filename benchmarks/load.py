@@ -63,9 +63,7 @@ def main() -> None:
 
 def timed_worker() -> None:
     """The instant worker, with every claim and every write timed into the file that LOAD_TIMES names."""
-    import nightmill.worker.app
     from nightmill.jobs.sql.claims import Claims
-    from nightmill.worker.commands.serving import worker as worker_command
 
     times: list[tuple[str, float, float, int]] = []
     lock = threading.Lock()
@@ -94,8 +92,7 @@ def timed_worker() -> None:
                 file.flush()
 
     threading.Thread(target=flush, daemon=True).start()
-    nightmill.worker.app.ENGINE_COMMAND = (sys.executable, instant_worker.__file__, "engine")  # type: ignore[attr-defined]
-    worker_command.main(["--max-sequences", str(instant_worker.SEQUENCES), *sys.argv[2:]])
+    instant_worker.serve(sys.argv[2:])
 
 
 # -- one measurement -----------------------------------------------------------------------------

@@ -12,13 +12,13 @@ Prints one JSON line each. No GPU: what CUDA itself keeps on the host comes on t
 
 import argparse
 import json
-import sys
 import time
 from typing import Any
 
 import psutil
 
-from benchmarks.end_to_end import HERE, PeakMemory
+from benchmarks import instant_worker
+from benchmarks.end_to_end import PeakMemory
 from benchmarks.engine import WORKLOADS
 from benchmarks.nightly import prompts
 from benchmarks.scheduling import VOCAB, NoRunner, NoText
@@ -70,7 +70,7 @@ def host(options: argparse.Namespace) -> dict[str, Any]:
         client,
         home,
     ):
-        command = [sys.executable, str(HERE / "instant_worker.py"), "--max-sequences", most]
+        command = [*instant_worker.COMMAND, "--max-sequences", most]
         with running_worker(client, home / "instant.log", command=command) as process:
             family = [process.pid, *(child.pid for child in psutil.Process(process.pid).children())]
             peaks = [PeakMemory(pid) for pid in family]

@@ -5,11 +5,14 @@
 Texts of 50 to 400 words (about 64 to 512 tokens of Qwen's) go through enqueue_many, Redis, a Celery worker
 and PostgreSQL (both started here, durable), 64 to 256 tokens are drawn for each. Then the engine computes the
 same token ids in a process that does nothing else. With --gpus, one worker and then N workers share the
-queue, each on a GPU of its own, and the engine is left out. Prints one JSON line; the ratio is of one run.
+queue, each on a GPU of its own, and the engine is left out. Prints one JSON line; the ratios are of one run:
+of each night, the first being a worker's first, and of the medians. For each, what the engine's steps cost
+(`StepTimes`).
 """
 
 import argparse
 import json
+import os
 import random
 import statistics
 import sys
@@ -21,8 +24,10 @@ from typing import Any
 
 import psutil
 
+from benchmarks import timed_worker
 from benchmarks.end_to_end import PeakMemory
 from benchmarks.servers import durable_client
+from benchmarks.timed_worker import StepTimes, difference
 from nightmill.jobs.client import Client
 from nightmill.jobs.contract import GenerationParams
 from nightmill.jobs.settings import Settings
@@ -64,15 +69,17 @@ def against_engine(
     client: Client, home: Path, nights: Sequence[list[dict[str, Any]]], options: argparse.Namespace
 ) -> None:
     """One worker, then its engine alone."""
-    with running_worker(client, home / "worker.log") as process:
+    os.environ[timed_worker.TIMES] = str(home / "steps.jsonl")  # the worker inherits it
+    with running_worker(client, home / "worker.log", command=timed_worker.COMMAND) as process:
         peak = PeakMemory(process.pid)
-        reports = [
-            through_the_service(client, [process.pid], f"night-{turn}", items)
-            for turn, items in enumerate(nights)
-        ]
+        reports = []
+        for turn, items in enumerate(nights):
+            began = time.time()
+            report = through_the_service(client, [process.pid], f"night-{turn}", items)
+            reports.append(report | timed_worker.between(home / "steps.jsonl", began, time.time()))
         rss = peak.stop()
     print((home / "worker.log").read_text(), file=sys.stderr)
-    alone = engine_alone(client.settings, nights)
+    alone, steps_alone = engine_alone(client.settings, nights)
     rate = statistics.median(report["output_tokens_per_s"] for report in reports)
     report = {
         "workload": "nightly through the service",
@@ -81,7 +88,12 @@ def against_engine(
         "database": "sqlite" if options.sqlite else "postgresql",
         "service": reports,
         "engine_alone": alone,
+        "engine_alone_steps": steps_alone,
         "service_tokens_per_s": rate,
+        "ratios": [
+            round(report["output_tokens_per_s"] / other, 3)
+            for report, other in zip(reports, alone, strict=True)
+        ],
         "ratio": round(rate / statistics.median(alone), 3),
         "worker_peak_rss_mib": round(rss / 2**20),
     }
@@ -152,11 +164,17 @@ def families(pids: Sequence[int]) -> list[psutil.Process]:
     return [process for pid in pids for process in (psutil.Process(pid), *psutil.Process(pid).children())]
 
 
-def engine_alone(settings: Settings, nights: Sequence[list[dict[str, Any]]]) -> list[int]:
-    """Output tokens per second of the engine that a worker builds, with nothing else in its process."""
+def engine_alone(
+    settings: Settings, nights: Sequence[list[dict[str, Any]]]
+) -> tuple[list[int], list[dict[str, float]]]:
+    """Output tokens per second of the engine that a worker builds, with nothing else in its process.
+
+    And what its steps cost, for each night.
+    """
     model = load_model(settings)
     engine = build_engine(settings, model)
-    rates = []
+    times = StepTimes(engine)
+    rates, steps = [], []
     for turn, items in enumerate(nights):
         requests = [
             Request(
@@ -167,15 +185,16 @@ def engine_alone(settings: Settings, nights: Sequence[list[dict[str, Any]]]) -> 
             for number, item in enumerate(items)
         ]  # fmt: skip
         with QuietCollector():  # as in a worker
-            began = time.perf_counter()
+            before, began = times.counted(), time.perf_counter()
             for request in requests:
                 engine.submit(request)
             tokens = 0
             while engine.has_work:
                 tokens += sum(completion.completion_tokens for completion in engine.step())
             rates.append(round(tokens / (time.perf_counter() - began)))
+            steps.append(difference(before, times.counted()))
     engine.close()
-    return rates
+    return rates, steps
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from benchmarks.poisoned_worker import POISON, TOKENS
+from benchmarks.poisoned_worker import COMMAND, POISON, TOKENS
 from benchmarks.servers import durable_client
 from nightmill.jobs.client import Client
 from nightmill.jobs.contract import JobState
@@ -25,7 +25,6 @@ from nightmill.worker.commands.process import WorkerProcess
 from nightmill.worker.link.loading import demo_model
 
 BATCH = "poison"
-WORKER = (sys.executable, "-m", "benchmarks.poisoned_worker")
 
 
 def main() -> None:
@@ -90,7 +89,7 @@ def supervise(client: Client, home: Path, jobs: int, kills: int, draw: random.Ra
     while left := client.store.count_unfinished(mine):
         restarts += 1
         print(f"start {restarts + 1}: {left} jobs left", file=sys.stderr)
-        worker = WorkerProcess(client, home / "worker.log", ["--max-sequences", str(jobs)], WORKER)
+        worker = WorkerProcess(client, home / "worker.log", ["--max-sequences", str(jobs)], COMMAND)
         kill_at = time.monotonic() + draw.uniform(2.0, 12.0) if killed < kills else float("inf")
         while worker.exit_code is None and client.store.count_unfinished(mine):
             if time.monotonic() > kill_at:

@@ -9,15 +9,15 @@ import signal
 import sys
 import time
 
-import nightmill.worker.app
-import nightmill.worker.link.process
 from benchmarks.instant_worker import InstantRunner
 from nightmill.jobs.settings import Settings
-from nightmill.worker.commands.serving import worker as worker_command
 from nightmill.worker.engine.engine import Engine
 from nightmill.worker.link.loading import OpenModel, max_sequences
-from nightmill.worker.model.tokenizer import TextStream
 from nightmill.worker.runners.base import StepBatch
+from tests.own_engine import engine_on, run_module
+
+NAME = "benchmarks.poisoned_worker"
+COMMAND = (sys.executable, "-m", NAME)
 
 POISON = 666
 SETTLE_SECONDS, SLOW_STEP_SECONDS = 0.5, 0.25
@@ -48,19 +48,8 @@ def build_engine(settings: Settings, model: OpenModel) -> Engine:
     slots = max_sequences(settings)
     runner = PoisonedRunner(model.config.vocab, slots)
     runner.kv_blocks = slots * CONTEXT // runner.block_size
-    return Engine(
-        runner,
-        text_stream=lambda: TextStream(model.vocabulary, strip_space=False),
-        eos_ids=model.vocabulary.eos_ids,
-        context_length=CONTEXT,
-        max_sequences=slots,
-        token_budget=16384,
-    )
+    return engine_on(runner, settings, model, context=CONTEXT)
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["engine"]:  # started by the worker, below
-        nightmill.worker.link.process.build_engine = build_engine
-        sys.exit(nightmill.worker.link.process.main())
-    nightmill.worker.app.ENGINE_COMMAND = (sys.executable, __file__, "engine")
-    worker_command.main(sys.argv[1:])
+    run_module(NAME, build_engine)

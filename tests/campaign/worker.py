@@ -19,18 +19,17 @@ from typing import Any
 import numpy as np
 
 import nightmill.jobs.sql.database
-import nightmill.worker.app
 import nightmill.worker.commands.keeper
 import nightmill.worker.commands.process
-import nightmill.worker.link.process
 from nightmill.jobs.settings import Settings
 from nightmill.worker.engine.engine import Engine
 from nightmill.worker.link.loading import OpenModel, max_sequences
-from nightmill.worker.model.tokenizer import TextStream
 from nightmill.worker.runners.base import NOT_A_NUMBER, Admission, SampledTokens, StepBatch
 from tests.campaign.texts import CONTEXT, SAMPLING, checksum, draw
+from tests.own_engine import engine_on, run_module
 
-OURS = (sys.executable, "-m", "tests.campaign.worker")
+NAME = "tests.campaign.worker"
+OURS = (sys.executable, "-m", NAME)
 POISONS = {
     b"!kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
     b"!abort": lambda: os.kill(os.getpid(), signal.SIGSEGV),
@@ -100,15 +99,8 @@ class ScriptedRunner:
 
 def build_engine(settings: Settings, model: OpenModel) -> Engine:
     """Nightmill's engine on the scripted runner."""
-    slots = max_sequences(settings)
-    return Engine(
-        ScriptedRunner(model.config.vocab, slots),
-        text_stream=lambda: TextStream(model.vocabulary, strip_space=False),
-        eos_ids=model.vocabulary.eos_ids,
-        context_length=CONTEXT,
-        max_sequences=slots,
-        token_budget=1024,
-    )
+    runner = ScriptedRunner(model.config.vocab, max_sequences(settings))
+    return engine_on(runner, settings, model, context=CONTEXT, token_budget=1024)
 
 
 def _wrong_by() -> float:
@@ -133,19 +125,14 @@ class _OurWorker(nightmill.worker.commands.process.WorkerProcess):
         super().__init__(*args, **{"command": (*OURS, "worker"), **more})
 
 
-def main() -> int:
-    """Be an engine, or a command of `nightmill` whose engines are ours."""
-    if sys.argv[1:2] == ["engine"]:
-        nightmill.worker.link.process.build_engine = build_engine
-        return nightmill.worker.link.process.main()
+def serve() -> None:
+    """Be a command of `nightmill`."""
     nightmill.jobs.sql.database.datetime = _SteppedDatetime  # type: ignore[attr-defined,misc]
-    nightmill.worker.app.ENGINE_COMMAND = (*OURS, "engine")  # type: ignore[attr-defined]
     nightmill.worker.commands.keeper.WorkerProcess = _OurWorker  # type: ignore[attr-defined]
     from nightmill.jobs.commands.main import main as run_command
 
     run_command()
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_module(NAME, build_engine, serve)

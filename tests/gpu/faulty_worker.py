@@ -2,12 +2,15 @@
 
 import sys
 
-import nightmill.worker.app
-from nightmill.worker.commands.serving import worker as worker_command
-from nightmill.worker.link import process as engine_process
+from nightmill.jobs.settings import Settings
+from nightmill.worker.engine.engine import Engine
+from nightmill.worker.link.loading import OpenModel, build_engine
 from nightmill.worker.runners.base import StepBatch
 from nightmill.worker.runners.gpu.runner import CudaRunner
+from tests.own_engine import run_module
 
+NAME = "tests.gpu.faulty_worker"
+COMMAND = (sys.executable, "-m", NAME)
 WILD = 0x10
 STEPS = 20
 
@@ -24,9 +27,11 @@ def launch_and_fail(self: CudaRunner, batch: StepBatch) -> None:
         self._kernels.embed(WILD, WILD, WILD, 1)
 
 
+def build_faulty(settings: Settings, model: OpenModel) -> Engine:
+    """As `build_engine`, with that runner."""
+    CudaRunner.launch = launch_and_fail  # type: ignore[method-assign]
+    return build_engine(settings, model)
+
+
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["engine"]:  # started by the worker, below
-        CudaRunner.launch = launch_and_fail  # type: ignore[method-assign]
-        sys.exit(engine_process.main())
-    nightmill.worker.app.ENGINE_COMMAND = (sys.executable, __file__, "engine")
-    worker_command.main()
+    run_module(NAME, build_faulty)

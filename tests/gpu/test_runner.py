@@ -18,6 +18,7 @@ from nightmill.worker.model.config import ModelConfig
 from nightmill.worker.model.gguf_file import GgufFile
 from nightmill.worker.model.tokenizer import Tokenizer
 from nightmill.worker.runners.gpu.device import DeviceMemoryError
+from nightmill.worker.runners.gpu.graphs import Graph
 from nightmill.worker.runners.gpu.runner import CudaRunner
 from tests.gpu.comparing import compare_logits, nmse
 from tests.gpu.driving import BLOCK, Chunk, Cuda, Pages, Reference, generate, logits_of
@@ -227,17 +228,26 @@ def test_graphs_change_no_token(make: Make, prompts: list[tuple[int, ...]]) -> N
 
 
 def test_contexts_that_grow_until_they_are_cut_change_no_token(
-    make: Make, prompts: list[tuple[int, ...]]
+    make: Make, prompts: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Steps are captured for whole contexts at the start, for pieces of them when the first come."""
+    """Whole contexts and pieces of them have graphs of their own."""
+    replayed: list[Graph] = []
+    launch = Graph.launch
+
+    def noted(graph: Graph) -> None:
+        replayed.append(graph)
+        launch(graph)
+
     asked = requests(prompts[:64], GenerationParams(temperature=0.8, max_tokens=270, ignore_eos=True))
     results = []
     for graphs in (False, True):
         runner = make(graphs=graphs, slots=64, kv_blocks=64 * 24)
+        monkeypatch.setattr(Graph, "launch", noted)
         results.append(generate(runner, asked, context=CONTEXT, token_budget=2048, check=False))
     contexts = np.full(64, 300, dtype=np.int32), np.arange(64, dtype=np.int32)
     are_cut = len(runner._kernels.decode_pieces(*contexts)) > 64
-    assert any(room > size for size, room in runner._graphs) == are_cut
+    cut = [graph for (size, room), graph in runner._graphs.items() if room > size]
+    assert any(graph in replayed for graph in cut) == are_cut
     assert results[0] == results[1]
 
 

@@ -1,6 +1,5 @@
 """A worker process on the GPU: what users see, and what becomes of their jobs when the GPU fails."""
 
-import sys
 from pathlib import Path
 
 from nightmill.jobs.client import Client
@@ -8,10 +7,10 @@ from nightmill.jobs.contract import JobState, StopReason
 from nightmill.jobs.settings import Settings
 from nightmill.worker.commands.process import running_worker
 from nightmill.worker.link.loading import demo_model
+from tests.gpu import faulty_worker
 from tests.servers import wait_until
 
 PATIENCE = 180.0
-FAULTY = (sys.executable, str(Path(__file__).parent / "faulty_worker.py"))
 
 
 def test_fault_of_the_gpu_hands_the_jobs_back_and_ends_the_process(
@@ -19,7 +18,7 @@ def test_fault_of_the_gpu_hands_the_jobs_back_and_ends_the_process(
 ) -> None:
     settings = sqlite_settings.model_copy(update={"model": demo_model(), "gpu": 0})
     with Client(settings) as client:
-        with running_worker(client, tmp_path / "faulty.log", command=FAULTY) as process:
+        with running_worker(client, tmp_path / "faulty.log", command=faulty_worker.COMMAND) as process:
             ids = client.enqueue_many(["Write a haiku about rain"] * 40, max_tokens=200, ignore_eos=True)
             assert process.wait(PATIENCE) == 1
         said = (tmp_path / "faulty.log").read_text()

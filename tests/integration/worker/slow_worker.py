@@ -5,12 +5,13 @@ import sys
 import time
 from pathlib import Path
 
-import nightmill.worker.app
 from nightmill.jobs.settings import Settings
-from nightmill.worker.commands.serving import worker as worker_command
 from nightmill.worker.engine.engine import Engine
-from nightmill.worker.link import process as engine_process
 from nightmill.worker.link.loading import OpenModel, ReportingFile, build_engine
+from tests.own_engine import run_module
+
+NAME = "tests.integration.worker.slow_worker"
+SLOW_WORKER = (sys.executable, "-m", NAME)
 
 
 def build_slowly(settings: Settings, model: OpenModel) -> Engine:
@@ -24,8 +25,4 @@ def build_slowly(settings: Settings, model: OpenModel) -> Engine:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["engine"]:  # started by the worker, below
-        engine_process.build_engine = build_slowly
-        sys.exit(engine_process.main())
-    nightmill.worker.app.ENGINE_COMMAND = (sys.executable, __file__, "engine")
-    worker_command.main()
+    run_module(NAME, build_slowly)

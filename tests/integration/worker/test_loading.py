@@ -1,7 +1,6 @@
 """A worker that loads a large model is alive: it beats, says how far it is, and may be stopped."""
 
 import re
-import sys
 from datetime import timedelta
 from pathlib import Path
 
@@ -13,9 +12,9 @@ from nightmill.jobs.sql.sweep import Sweep
 from nightmill.worker.commands.keeper import WorkerKeeper
 from nightmill.worker.commands.process import WorkerProcess
 from tests.integration.worker.conftest import on_sqlite
+from tests.integration.worker.slow_worker import SLOW_WORKER
 from tests.servers import wait_until
 
-SLOW = [sys.executable, str(Path(__file__).with_name("slow_worker.py"))]
 PATIENCE = 120.0
 
 
@@ -30,7 +29,7 @@ def test_a_slow_load_is_seen_outlasts_the_stale_time_and_can_be_stopped(
     def reading(worker: WorkerProcess) -> bool:
         return worker.ready or re.search(r"^loading the model: \d+% of 0.0 GB$", worker.progress) is not None
 
-    worker = WorkerProcess(jobs_client, tmp_path / "slow.log", command=SLOW)
+    worker = WorkerProcess(jobs_client, tmp_path / "slow.log", command=SLOW_WORKER)
     try:
         wait_until(lambda: reading(worker), PATIENCE)
         first = jobs_client.store.worker(worker.id)
@@ -52,7 +51,7 @@ def test_a_slow_load_is_seen_outlasts_the_stale_time_and_can_be_stopped(
     finally:
         worker.close()
     (tmp_path / "gate").unlink()
-    stopped = WorkerProcess(jobs_client, tmp_path / "stopped.log", command=SLOW)
+    stopped = WorkerProcess(jobs_client, tmp_path / "stopped.log", command=SLOW_WORKER)
     wait_until(lambda: reading(stopped), PATIENCE)
     stopped.close()  # SIGTERM, and waits
     assert stopped.exit_code == 0

@@ -1,16 +1,14 @@
 """One job of many kills the engine's process: it fails alone, once workers have been started often enough."""
 
-import sys
 import time
 from pathlib import Path
 
-from benchmarks.poisoned_worker import POISON, TOKENS
+from benchmarks.poisoned_worker import COMMAND, POISON, TOKENS
 from nightmill.jobs.client import Client
 from nightmill.jobs.contract import JobState
 from nightmill.worker.commands.process import WorkerProcess
 from tests.integration.worker.conftest import on_postgresql
 
-COMMAND = (sys.executable, "-m", "benchmarks.poisoned_worker")
 PATIENCE = 120.0
 
 
