@@ -20,8 +20,9 @@ from typing import Any
 import numpy as np
 
 from nightmill.jobs.contract import GenerationParams
-from nightmill.worker.model.config import ModelConfig
+from nightmill.worker.model.families import read_spec
 from nightmill.worker.model.gguf_file import GgufFile
+from nightmill.worker.model.spec import ModelSpec
 from nightmill.worker.runners.base import Admission, StepBatch
 from nightmill.worker.runners.gpu.graphs import Graph
 from nightmill.worker.runners.gpu.kv_cache import PAGE
@@ -78,11 +79,12 @@ class Recorder:
 class Costs:
     """Bytes and FLOPs of the operations of one step, all layers together."""
 
-    def __init__(self, config: ModelConfig, tokens: int, draws: int, keys: int, pairs: int) -> None:
+    def __init__(self, spec: ModelSpec, tokens: int, draws: int, keys: int, pairs: int) -> None:
         """keys: cached tokens that attention reads; pairs: visible (query, key) pairs, both of one layer."""
-        self._config = config
-        heads, kv_heads, head = config.heads, config.kv_heads, config.head_dim
-        width, ffn, layers, vocab = config.width, config.ffn_width, config.layers, config.vocab
+        self._config = spec
+        attention, ffn = spec.layers[0].attention, spec.layers[0].feed_forward.width
+        heads, kv_heads, head = attention.heads, attention.kv_heads, attention.head_dim
+        width, layers, vocab = spec.width, len(spec.layers), spec.vocab
         queries, qkv = heads * head, (heads + 2 * kv_heads) * head
 
         def product(outputs: int, inputs: int, rows: int = tokens, size: int = 2) -> tuple[int, int]:
@@ -239,16 +241,16 @@ def main() -> None:
     arguments.add_argument("--json", type=Path)
     options = arguments.parse_args()
     file = GgufFile.open(options.model)
-    config = ModelConfig.from_gguf(file)
+    spec = read_spec(file)
     longest = max(PROMPT, options.context + 1)
     sequences = max([*options.batch, options.prefill // PROMPT])  # --batch may name none
     runner = CudaRunner(
-        file, config, slots=sequences, context=longest,
+        file, spec, slots=sequences, context=longest,
         kv_blocks=sequences * -(-longest // PAGE),
         max_tokens=max(options.prefill, FILL), graphs=False, report=lambda line: print(line, file=sys.stderr),
     )  # fmt: skip
     rates = options.bytes_per_s, options.flops
-    report: dict[str, Any] = {"gpu": runner.device.name, "model": config.name, "context": options.context}
+    report: dict[str, Any] = {"gpu": runner.device.name, "model": spec.name, "context": options.context}
     try:
         steps = Steps(runner, longest)
         if options.batch:
@@ -256,14 +258,14 @@ def main() -> None:
         for size in options.batch:
             batch = steps.batch(range(size), options.context, 1, admit=False)
             keys = size * (options.context + 1)
-            lines = list(measure(runner, batch, Costs(config, size, size, keys, keys), rates))
+            lines = list(measure(runner, batch, Costs(spec, size, size, keys, keys), rates))
             show(f"Decode, batch {size}, context {options.context}", lines)
             report[f"decode {size}"] = [asdict(line) for line in lines]
         if options.prefill:
             count = options.prefill // PROMPT
             batch = steps.batch(range(count), 0, PROMPT, admit=True)
             pairs = count * PROMPT * (PROMPT + 1) // 2
-            costs = Costs(config, options.prefill, count, options.prefill, pairs)
+            costs = Costs(spec, options.prefill, count, options.prefill, pairs)
             runner.launch(batch)
             runner.collect()
             lines = list(measure(runner, batch, costs, rates))

@@ -17,7 +17,7 @@ from nightmill.jobs.contract import GenerationParams
 from nightmill.worker.engine.engine import Engine
 from nightmill.worker.engine.request import Request
 from nightmill.worker.link.loading import demo_model
-from nightmill.worker.model.config import ModelConfig
+from nightmill.worker.model.families import read_spec
 from nightmill.worker.model.gguf_file import GgufFile
 from nightmill.worker.model.tokenizer import Tokenizer
 from nightmill.worker.runners.gpu.runner import CudaRunner
@@ -36,9 +36,9 @@ def main() -> None:
     arguments.add_argument("--steps", type=int, default=100_000)
     options = arguments.parse_args()
     file = GgufFile.open(options.model)
-    config = ModelConfig.from_gguf(file)
+    spec = read_spec(file)
     tokenizer = Tokenizer.from_gguf(file)
-    runner = CudaRunner(file, config, kv_blocks=PAGES, slots=SLOTS, depth=3, context=CONTEXT, max_tokens=2048)
+    runner = CudaRunner(file, spec, kv_blocks=PAGES, slots=SLOTS, depth=3, context=CONTEXT, max_tokens=2048)
     engine = Engine(
         runner,
         text_stream=lambda: tokenizer.stream(continues=True),
@@ -53,7 +53,7 @@ def main() -> None:
     began = time.perf_counter()
     while engine.stats.steps < options.steps:
         while engine.running + engine.waiting < 2 * SLOTS:
-            engine.submit(request(draw, submitted, config.vocab))
+            engine.submit(request(draw, submitted, spec.vocab))
             submitted += 1
         if draw.random() < 0.002:
             engine.cancel(f"job-{draw.randrange(max(0, submitted - 2 * SLOTS), submitted)}")

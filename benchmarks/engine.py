@@ -18,8 +18,9 @@ from nightmill.jobs.contract import GenerationParams
 from nightmill.worker.engine.engine import Engine
 from nightmill.worker.engine.request import Request
 from nightmill.worker.link.garbage import QuietCollector
-from nightmill.worker.model.config import ModelConfig
+from nightmill.worker.model.families import read_spec
 from nightmill.worker.model.gguf_file import GgufFile
+from nightmill.worker.model.spec import ModelSpec
 from nightmill.worker.runners.gpu.runner import CudaRunner
 
 
@@ -101,19 +102,19 @@ def main() -> None:
     arguments.add_argument("--fast", action="store_true", help="tokens may depend on the batch")
     options = arguments.parse_args()
     file = GgufFile.open(options.model)
-    config = ModelConfig.from_gguf(file)
+    spec = read_spec(file)
     for name in options.workloads:
-        print(json.dumps(measure(name, file, config, options)), flush=True)
+        print(json.dumps(measure(name, file, spec, options)), flush=True)
 
 
-def measure(name: str, file: GgufFile, config: ModelConfig, options: argparse.Namespace) -> dict[str, object]:
+def measure(name: str, file: GgufFile, spec: ModelSpec, options: argparse.Namespace) -> dict[str, object]:
     """Run one workload on a runner of its own."""
     workload = WORKLOADS[name]
     slots = options.slots or workload.slots
     budget = max(options.token_budget or workload.token_budget, slots)
     began = time.perf_counter()
     runner = CudaRunner(
-        file, config, slots=slots, depth=options.depth, context=workload.context + 1, max_tokens=budget,
+        file, spec, slots=slots, depth=options.depth, context=workload.context + 1, max_tokens=budget,
         gpu=options.gpu, graphs=not options.no_graphs, reproducible=not options.fast,
         report=lambda line: print(line, file=sys.stderr),
     )  # fmt: skip
@@ -125,7 +126,7 @@ def measure(name: str, file: GgufFile, config: ModelConfig, options: argparse.Na
                 runner, text_stream=NoText, eos_ids=frozenset(), context_length=workload.context + 1,
                 max_sequences=slots, token_budget=budget, prefix_sharing=not options.no_prefix_sharing,
             )  # fmt: skip
-            requests = workload.requests(config.vocab, turn)
+            requests = workload.requests(spec.vocab, turn)
             for request in requests:
                 engine.submit(request)
             done = []
@@ -146,7 +147,7 @@ def measure(name: str, file: GgufFile, config: ModelConfig, options: argparse.Na
                 times.append(seconds)
         return {
             "workload": name,
-            "model": config.name,
+            "model": spec.name,
             "gpu": runner.device.name,
             "prompt_tokens_per_s" if workload.counts_prompts else "output_tokens_per_s": round(
                 statistics.median(rates)

@@ -50,7 +50,7 @@ class InstantRunner:
 
 def build_engine(settings: Settings, model: OpenModel) -> Engine:
     """The real engine, tokenizer and scheduler on the instant runner."""
-    runner = InstantRunner(model.config.vocab, max_sequences(settings))
+    runner = InstantRunner(model.spec.vocab, max_sequences(settings))
     return engine_on(runner, settings, model, context=CONTEXT)
 
 

@@ -13,39 +13,19 @@ import itertools
 import json
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import numpy as np
 
-from nightmill.worker.model.config import ModelConfig, RopeScaling, RopeStyle, rope_frequencies
+from nightmill.worker.model.spec import ModelSpec
 from nightmill.worker.runners.gpu.device import Device
 from nightmill.worker.runners.gpu.graphs import Graph
 from nightmill.worker.runners.gpu.kernels import Kernels
+from tests.specs import dense_spec
 
-SMALL = ModelConfig(
-    architecture="qwen2",
-    name="0.5B",
-    layers=24,
-    width=896,
-    heads=14,
-    kv_heads=2,
-    head_dim=64,
-    ffn_width=4864,
-    vocab=151_936,
-    rope_base=1e6,
-    rope_dim=64,
-    rope_scaling=RopeScaling(),
-    rope_style=RopeStyle.HALVES,
-    norm_eps=1e-6,
-    context_length=32_768,
-    tied_head=True,
-    qkv_bias=True,
-    qk_norm=False,
-)
-LARGE = replace(
-    SMALL, name="7B", width=3584, heads=28, kv_heads=4, head_dim=128, rope_dim=128, ffn_width=18_944
-)
+SMALL = dense_spec(name="0.5B", vocab=151_936)
+LARGE = dense_spec(name="7B", width=3584, heads=28, kv_heads=4, head_dim=128, ffn_width=18_944, vocab=151_936)
 ROUND = 192 << 20  # bytes that a round through the buffers takes at least: three times an H200's L2
 REPLAYS = 5
 
@@ -119,20 +99,22 @@ def rounds_for(size: int) -> int:
     return min(-(-ROUND // size), 40)
 
 
-def row_cases(bench: Bench, config: ModelConfig) -> Iterator[Case]:
+def row_cases(bench: Bench, spec: ModelSpec) -> Iterator[Case]:
     """Embedding, norms, SwiGLU, rotation."""
-    kernels = Kernels(bench.device, config, max_context=4096)
-    kernels.set_rope(*rope_frequencies(config))
-    width, ffn, eps = config.width, config.ffn_width, config.norm_eps
-    table = bench.random(config.vocab * width)
+    kernels = Kernels(bench.device, spec, max_context=4096)
+    layer = spec.layers[0]
+    attention, ffn = layer.attention, layer.feed_forward.width
+    width, eps = spec.width, layer.attention_norm.eps
+    kernels.set_rope(attention.rope.frequencies(), attention.rope.magnitude)
+    table = bench.random(spec.vocab * width)
     gains = bench.random(width, np.float32)
-    heads = config.heads + 2 * config.kv_heads
-    bias = bench.random(heads * config.head_dim, np.float32)
+    heads = attention.heads + 2 * attention.kv_heads
+    bias = bench.random(heads * attention.head_dim, np.float32)
     for count in (1, 256, 8192):
         rounds = rounds_for(count * width * 6)
         x = [bench.random(count * width, np.float32) for _ in range(rounds)]
         out = [bench.random(count * width) for _ in range(rounds)]
-        tokens = [bench.ints(bench.rng.integers(0, config.vocab, count)) for _ in range(rounds)]
+        tokens = [bench.ints(bench.rng.integers(0, spec.vocab, count)) for _ in range(rounds)]
         values = count * width
         yield Case(
             "embed",
@@ -158,16 +140,17 @@ def row_cases(bench: Bench, config: ModelConfig) -> Iterator[Case]:
             rounds,
             count * ffn * 6,
         )
-        values = count * heads * config.head_dim
+        values = count * heads * attention.head_dim
         rounds = rounds_for(values * 4)
         qkv = [bench.random(values) for _ in range(rounds)]
         caches = [
-            bench.random(-(-count // 16) * 16 * config.kv_heads * config.head_dim) for _ in range(2 * rounds)
+            bench.random(-(-count // 16) * 16 * attention.kv_heads * attention.head_dim)
+            for _ in range(2 * rounds)
         ]
         positions, rows = bench.ints(np.arange(count) % 4096), bench.ints(np.arange(count))
         yield Case(
             "qkv_rope_write",
-            f"{count}x{heads}x{config.head_dim}",
+            f"{count}x{heads}x{attention.head_dim}",
             lambda i: kernels.qkv_rope_write(
                 qkv[i], bias, 0, 0, positions, rows, caches[2 * i], caches[2 * i + 1], count
             ),
@@ -176,10 +159,11 @@ def row_cases(bench: Bench, config: ModelConfig) -> Iterator[Case]:
         )
 
 
-def attention_cases(bench: Bench, config: ModelConfig) -> Iterator[Case]:
+def attention_cases(bench: Bench, spec: ModelSpec) -> Iterator[Case]:
     """Decode over contexts of one length and of many, prefill of whole prompts."""
-    heads, kv_heads, head = config.heads, config.kv_heads, config.head_dim
-    kernels = Kernels(bench.device, config, max_context=32_768)
+    attention = spec.layers[0].attention
+    heads, kv_heads, head = attention.heads, attention.kv_heads, attention.head_dim
+    kernels = Kernels(bench.device, spec, max_context=32_768)
     pages = (2 << 30) // (kv_heads * 16 * head * 2)
     caches = [bench.random(pages * kv_heads * 16 * head) for _ in range(2)]
     decode: list[tuple[int, int | tuple[int, int]]] = [
@@ -216,7 +200,7 @@ def attention_cases(bench: Bench, config: ModelConfig) -> Iterator[Case]:
         out = bench.random(count * heads * head)
         yield Case(
             "decode_attention",
-            f"{config.name} {count}x{context}",
+            f"{spec.name} {count}x{context}",
             lambda i: kernels.decode_attention(
                 qkv, *caches, tables[i], contexts, out, count, stride, 0, 0, pieces, piece_count
             ),
@@ -237,7 +221,7 @@ def attention_cases(bench: Bench, config: ModelConfig) -> Iterator[Case]:
         where, pieces = bench.ints(starts), bench.ints(tiles)
         yield Case(
             "prefill_attention",
-            f"{config.name} {count}x{length}",
+            f"{spec.name} {count}x{length}",
             lambda i: kernels.prefill_attention(
                 qkv, *caches, tables, where, contexts, out, pieces, len(tiles), need, rows=rows, pages=pages
             ),
@@ -247,10 +231,10 @@ def attention_cases(bench: Bench, config: ModelConfig) -> Iterator[Case]:
         )
 
 
-def sampling_cases(bench: Bench, config: ModelConfig) -> Iterator[Case]:
+def sampling_cases(bench: Bench, spec: ModelSpec) -> Iterator[Case]:
     """Greedy, temperature and filters."""
-    kernels = Kernels(bench.device, config, max_context=64)
-    vocab = config.vocab
+    kernels = Kernels(bench.device, spec, max_context=64)
+    vocab = spec.vocab
     words = -(-vocab // 32)
     for count in (1, 64, 512):
         rounds = rounds_for(count * vocab * 4)
@@ -294,22 +278,20 @@ def sampling_cases(bench: Bench, config: ModelConfig) -> Iterator[Case]:
 def main() -> None:
     """Measure the kernels named on the command line, or all."""
     wanted = sys.argv[1:]
-    groups: list[tuple[Callable[[Bench, ModelConfig], Iterator[Case]], ModelConfig]] = [
+    groups: list[tuple[Callable[[Bench, ModelSpec], Iterator[Case]], ModelSpec]] = [
         (row_cases, SMALL),
         (attention_cases, SMALL),
         (attention_cases, LARGE),
         (sampling_cases, SMALL),
     ]
     copy = 0.0
-    for group, config in groups:
+    for group, spec in groups:
         with Device(0) as device:
             bench = Bench(device)
             if not copy:
                 copy = bench.copy_rate()
                 print(json.dumps({"gpu": device.name, "copy_gb_s": round(copy / 1e9)}), flush=True)
-            for case in itertools.filterfalse(
-                lambda c: wanted and c.name not in wanted, group(bench, config)
-            ):
+            for case in itertools.filterfalse(lambda c: wanted and c.name not in wanted, group(bench, spec)):
                 seconds = bench.seconds(case.launch, case.rounds)
                 line = {"kernel": case.name, "size": case.size, "us": round(seconds * 1e6, 2)}
                 if case.flops:

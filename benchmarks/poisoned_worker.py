@@ -46,7 +46,7 @@ class PoisonedRunner(InstantRunner):
 def build_engine(settings: Settings, model: OpenModel) -> Engine:
     """The real engine, tokenizer and scheduler on that runner."""
     slots = max_sequences(settings)
-    runner = PoisonedRunner(model.config.vocab, slots)
+    runner = PoisonedRunner(model.spec.vocab, slots)
     runner.kv_blocks = slots * CONTEXT // runner.block_size
     return engine_on(runner, settings, model, context=CONTEXT)
 

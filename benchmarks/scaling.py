@@ -25,8 +25,9 @@ from nightmill.jobs.contract import GenerationParams
 from nightmill.worker.engine.engine import Engine
 from nightmill.worker.engine.request import Request
 from nightmill.worker.link.garbage import QuietCollector
-from nightmill.worker.model.config import ModelConfig, expected_tensors
+from nightmill.worker.model.families import read_spec
 from nightmill.worker.model.gguf_file import GgufFile
+from nightmill.worker.model.spec import ModelSpec, Role
 from nightmill.worker.runners.base import Runner
 from nightmill.worker.runners.gpu.kv_cache import PAGE, page_bytes
 from nightmill.worker.runners.gpu.runner import CudaRunner
@@ -73,9 +74,9 @@ def main() -> None:
     arguments.add_argument("--flops", type=float, default=FLOPS)
     options = arguments.parse_args()
     file = GgufFile.open(options.model)
-    config = ModelConfig.from_gguf(file)
-    measure_series("sequences", [(count, PROMPT, ANSWER) for count in SEQUENCES], file, config, options)
-    measure_series("contexts", [long_point(context) for context in CONTEXTS], file, config, options)
+    spec = read_spec(file)
+    measure_series("sequences", [(count, PROMPT, ANSWER) for count in SEQUENCES], file, spec, options)
+    measure_series("contexts", [long_point(context) for context in CONTEXTS], file, spec, options)
 
 
 def long_point(context: int) -> tuple[int, int, int]:
@@ -89,14 +90,14 @@ def long_point(context: int) -> tuple[int, int, int]:
 
 def measure_series(
     series: Literal["sequences", "contexts"], points: list[tuple[int, int, int]],
-    file: GgufFile, config: ModelConfig, options: argparse.Namespace,
+    file: GgufFile, spec: ModelSpec, options: argparse.Namespace,
 ) -> None:  # fmt: skip
     """Print the points of one series, all measured on one runner."""
-    points = [point for point in points if point[1] + point[2] < config.context_length]
+    points = [point for point in points if point[1] + point[2] < spec.context_length]
     if not points:
         return
     runner = CudaRunner(
-        file, config, slots=max(count for count, _, _ in points), depth=3, max_tokens=TOKEN_BUDGET,
+        file, spec, slots=max(count for count, _, _ in points), depth=3, max_tokens=TOKEN_BUDGET,
         context=max(prompt + answer for _, prompt, answer in points) + 1,
         report=lambda line: print(line, file=sys.stderr),
     )  # fmt: skip
@@ -110,11 +111,11 @@ def measure_series(
                 for turn in range(options.repeat + 1)
             ]
             run = Run(*(statistics.median(values) for values in zip(*runs[1:], strict=True)))
-            limit = decode_limit(config, count, run.context, options.bytes_per_s, options.flops)
+            limit = decode_limit(spec, count, run.context, options.bytes_per_s, options.flops)
             point = Point(
                 series=series, sequences=count, prompt=prompt, answer=answer, context=round(run.context),
                 output_tokens_per_s=round(run.output), decode_tokens_per_s=round(run.decode),
-                limit_tokens_per_s=round(limit), model=config.name, gpu=runner.device.name,
+                limit_tokens_per_s=round(limit), model=spec.name, gpu=runner.device.name,
             )  # fmt: skip
             print(point.model_dump_json(), flush=True)
     finally:
@@ -168,7 +169,7 @@ def measure(
 
 
 def decode_limit(
-    config: ModelConfig,
+    spec: ModelSpec,
     sequences: int,
     context: float,
     bytes_per_s: float = BYTES_PER_S,
@@ -179,13 +180,11 @@ def decode_limit(
     Products take as long as reading all weights, in half, or as their FLOPs, whichever is longer; attention
     takes as long as reading the keys and values of `sequences` contexts.
     """
-    lookup = "" if config.tied_head else "token_embd.weight"  # of which a token needs one row
-    matrices = [
-        shape for name, shape in expected_tensors(config).items() if name != lookup and len(shape) == 2
-    ]
-    weights = sum(outputs * inputs for outputs, inputs in matrices)
+    lookup = None if spec.tied_head else Role.EMBEDDING  # of which a token needs one row
+    matrices = [weight for role, weight in spec.all_weights() if weight.is_matrix and role != lookup]
+    weights = sum(math.prod(matrix.shape) for matrix in matrices)
     products = max(2 * weights / bytes_per_s, 2 * weights * sequences / flops)
-    attention = sequences * context * page_bytes(config) / PAGE / bytes_per_s
+    attention = sequences * context * page_bytes(spec) / PAGE / bytes_per_s
     return sequences / (products + attention)
 
 

@@ -16,8 +16,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
-from nightmill.worker.model.config import ModelConfig, RopeStyle
+from nightmill.worker.model.families import read_spec
 from nightmill.worker.model.gguf_file import GgufFile
+from nightmill.worker.model.rope import RopeStyle
+from nightmill.worker.model.spec import ModelSpec
 from nightmill.worker.runners.gpu.catalogue import sources_for
 from nightmill.worker.runners.gpu.compiler import COMMON_OPTIONS, cubin_name
 from nightmill.worker.runners.gpu.sources import Source, source_of
@@ -49,14 +51,22 @@ def main() -> int:
 
 def every_source() -> Iterator[tuple[Path, tuple[str, ...], str]]:
     """File, options and architecture of all that runners compile, for heads of 64, 128 and other sizes."""
-    bundled = ModelConfig.from_gguf(GgufFile.open(ROOT / "models" / "nightmill-demo.gguf"))
-    large = replace(bundled, head_dim=128, rope_dim=128, rope_style=RopeStyle.PAIRS)
-    for config in (bundled, large, replace(bundled, head_dim=32, rope_dim=32)):
+    bundled = read_spec(GgufFile.open(ROOT / "models" / "nightmill-demo.gguf"))
+    large, small = with_heads(bundled, 128, RopeStyle.PAIRS), with_heads(bundled, 32, RopeStyle.HALVES)
+    for spec in (bundled, large, small):
         for architecture in ARCHITECTURES:
-            sources: list[Source] = sources_for(config, hopper=architecture == HOPPER)
-            sources += sources_for(config, hopper=False)  # as a runner of portable kernels does
+            sources: list[Source] = sources_for(spec, hopper=architecture == HOPPER)
+            sources += sources_for(spec, hopper=False)  # as a runner of portable kernels does
             sources += [source_of(name) for name in ELSEWHERE]
             yield from ((path, options, architecture) for path, options in sources)
+
+
+def with_heads(spec: ModelSpec, size: int, style: RopeStyle) -> ModelSpec:
+    """The model with heads of another size, rotated in that style."""
+    layer = spec.layers[0]
+    rope = replace(layer.attention.rope, dim=size, style=style)
+    attention = replace(layer.attention, head_dim=size, rope=rope)
+    return replace(spec, layers=(replace(layer, attention=attention),) * len(spec.layers))
 
 
 def compile_one(nvcc: str, version: str, source: Path, options: tuple[str, ...], architecture: str) -> str:

@@ -7,7 +7,7 @@ from nightmill.worker.engine.engine import Engine, EngineStats
 from nightmill.worker.engine.request import Completion, Request
 from nightmill.worker.link.loading import BLOCK_SIZE, demo_model
 from nightmill.worker.model.chat import ChatTemplate
-from nightmill.worker.model.config import ModelConfig
+from nightmill.worker.model.families import read_spec
 from nightmill.worker.model.gguf_file import GgufFile
 from nightmill.worker.model.tokenizer import Tokenizer
 from nightmill.worker.runners.reference import ReferenceRunner
@@ -26,20 +26,20 @@ class Model:
 
     def __init__(self, path: Path) -> None:
         self.file = GgufFile.open(path)
-        self.config = ModelConfig.from_gguf(self.file)
+        self.spec = read_spec(self.file)
         self.tokenizer = Tokenizer.from_gguf(self.file)
 
     def generate(
         self, requests: list[Request], *, sharing: bool, slots: int, pages: int
     ) -> tuple[dict[str, Completion], EngineStats]:
         runner = ReferenceRunner(
-            self.file, self.config, kv_blocks=pages, block_size=BLOCK_SIZE, slots=slots, depth=2
+            self.file, self.spec, kv_blocks=pages, block_size=BLOCK_SIZE, slots=slots, depth=2
         )
         engine = Engine(
             runner,
             text_stream=lambda: self.tokenizer.stream(continues=True),
             eos_ids=self.tokenizer.eos_ids,
-            context_length=self.config.context_length,
+            context_length=self.spec.context_length,
             max_sequences=slots,
             token_budget=512,
             prefix_sharing=sharing,

@@ -99,7 +99,7 @@ class ScriptedRunner:
 
 def build_engine(settings: Settings, model: OpenModel) -> Engine:
     """Nightmill's engine on the scripted runner."""
-    runner = ScriptedRunner(model.config.vocab, max_sequences(settings))
+    runner = ScriptedRunner(model.spec.vocab, max_sequences(settings))
     return engine_on(runner, settings, model, context=CONTEXT, token_budget=1024)
 
 

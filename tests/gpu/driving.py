@@ -10,8 +10,8 @@ import numpy.typing as npt
 from nightmill.jobs.contract import GenerationParams
 from nightmill.worker.engine.engine import Engine
 from nightmill.worker.engine.request import Request
-from nightmill.worker.model.config import ModelConfig
 from nightmill.worker.model.gguf_file import GgufFile
+from nightmill.worker.model.spec import ModelSpec
 from nightmill.worker.runners.base import Admission, Runner, StepBatch
 from nightmill.worker.runners.gpu.runner import CudaRunner
 from nightmill.worker.runners.reference import ReferenceRunner
@@ -88,8 +88,8 @@ class HasLogits(Protocol):
 class Cuda:
     """The CUDA runner, with its logits."""
 
-    def __init__(self, file: GgufFile, config: ModelConfig, **options: Any) -> None:
-        self.runner = CudaRunner(file, config, **options)
+    def __init__(self, file: GgufFile, spec: ModelSpec, **options: Any) -> None:
+        self.runner = CudaRunner(file, spec, **options)
 
     def show(self, rows: int) -> Logits:
         return self.runner.logits(rows)
@@ -98,9 +98,9 @@ class Cuda:
 class Reference:
     """The reference runner, with its logits."""
 
-    def __init__(self, file: GgufFile, config: ModelConfig, **options: Any) -> None:
+    def __init__(self, file: GgufFile, spec: ModelSpec, **options: Any) -> None:
         self._logits: Logits | None = None
-        self.runner = ReferenceRunner(file, config, trace=self._record, **options)
+        self.runner = ReferenceRunner(file, spec, trace=self._record, **options)
 
     def _record(self, stage: str, values: npt.NDArray[Any]) -> None:
         if stage == "logits":

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from nightmill.worker.model.config import ModelConfig, RopeScaling, RopeStyle
+from nightmill.worker.model.spec import Attention
 from nightmill.worker.runners import reference_ops as ops
 from nightmill.worker.runners.gpu.kv_cache import PAGE
 from nightmill.worker.runners.philox import token_words, uniform
@@ -16,19 +16,6 @@ Array = npt.NDArray[Any]
 EXACT = 1e-6  # NMSE allowed to a kernel whose result is rounded to half once (the rounding alone: 8e-8)
 ATTENTION = 5e-5
 NEAR_TIE = 1e-5  # between noisy scores, where either token is right
-
-
-def make_config(**changes: Any) -> ModelConfig:
-    """A Qwen2.5-0.5B's sizes, with changes."""
-    sizes: dict[str, Any] = {
-        "architecture": "qwen2", "name": "test", "layers": 1, "width": 896, "heads": 14, "kv_heads": 2,
-        "head_dim": 64, "ffn_width": 4864, "vocab": 1000, "rope_base": 1e6, "rope_scaling": RopeScaling(),
-        "rope_style": RopeStyle.HALVES, "norm_eps": 1e-6, "context_length": 32768, "tied_head": True,
-        "qkv_bias": True, "qk_norm": False,
-    }  # fmt: skip
-    sizes |= changes
-    sizes.setdefault("rope_dim", sizes["head_dim"])
-    return ModelConfig(**sizes)
 
 
 def nmse(actual: Array, expected: Array) -> float:
@@ -119,8 +106,9 @@ SLOW_SHAPES = [(4, 2, 16), (3, 3, 40), (8, 2, 32), (2, 1, 96), (2, 1, 256)]
 LONG = 32_000  # tokens
 
 
-def make_queries(rng: np.random.Generator, rows: int, config: Any) -> np.ndarray:
+def make_queries(rng: np.random.Generator, rows: int, attention: Attention) -> np.ndarray:
     """qkv (rows, H + 2 G, D): queries large enough for sharp softmax, the rest poison."""
-    qkv = np.full((rows, config.heads + 2 * config.kv_heads, config.head_dim), np.nan, dtype=np.float16)
-    qkv[:, : config.heads] = rng.standard_normal((rows, config.heads, config.head_dim)) * 2
+    heads, head_dim = attention.heads, attention.head_dim
+    qkv = np.full((rows, heads + 2 * attention.kv_heads, head_dim), np.nan, dtype=np.float16)
+    qkv[:, :heads] = rng.standard_normal((rows, heads, head_dim)) * 2
     return qkv

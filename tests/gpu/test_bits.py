@@ -14,8 +14,9 @@ import pytest
 from nightmill.jobs.contract import GenerationParams
 from nightmill.worker.engine.engine import Engine
 from nightmill.worker.engine.request import Request
-from nightmill.worker.model.config import ModelConfig
+from nightmill.worker.model.families import read_spec
 from nightmill.worker.model.gguf_file import GgufFile
+from nightmill.worker.model.spec import ModelSpec
 from nightmill.worker.runners.gpu.runner import CudaRunner
 from tests.ggufs import write_model
 from tests.gpu.driving import BLOCK, Chunk, Cuda, NoText, Pages, generate, logits_of
@@ -42,12 +43,12 @@ def file(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 @pytest.fixture(scope="module")
-def config(file: GgufFile) -> ModelConfig:
-    return ModelConfig.from_gguf(file)
+def spec(file: GgufFile) -> ModelSpec:
+    return read_spec(file)
 
 
 @pytest.fixture
-def make(file: GgufFile, config: ModelConfig) -> Iterator[Make]:
+def make(file: GgufFile, spec: ModelSpec) -> Iterator[Make]:
     """Makes runners that are closed at the end; one at a time."""
     made: list[CudaRunner] = []
 
@@ -55,7 +56,7 @@ def make(file: GgufFile, config: ModelConfig) -> Iterator[Make]:
         for runner in made:
             runner.close()
         defaults: dict[str, object] = {"max_tokens": 2048, "tune": False}
-        made.append(CudaRunner(file, config, **(defaults | options)))  # type: ignore[arg-type]
+        made.append(CudaRunner(file, spec, **(defaults | options)))  # type: ignore[arg-type]
         return made[-1]
 
     yield build
@@ -63,9 +64,9 @@ def make(file: GgufFile, config: ModelConfig) -> Iterator[Make]:
         runner.close()
 
 
-def texts(config: ModelConfig, lengths: list[int], seed: int) -> list[tuple[int, ...]]:
+def texts(spec: ModelSpec, lengths: list[int], seed: int) -> list[tuple[int, ...]]:
     rng = np.random.default_rng(seed)
-    return [tuple(rng.integers(0, config.vocab, length).tolist()) for length in lengths]
+    return [tuple(rng.integers(0, spec.vocab, length).tolist()) for length in lengths]
 
 
 def cuts(rng: np.random.Generator, length: int) -> list[tuple[int, int]]:
@@ -81,14 +82,14 @@ def cuts(rng: np.random.Generator, length: int) -> list[tuple[int, int]]:
     return pieces
 
 
-def test_logits_of_a_prompt_do_not_depend_on_how_it_is_cut(file: GgufFile, config: ModelConfig) -> None:
+def test_logits_of_a_prompt_do_not_depend_on_how_it_is_cut(file: GgufFile, spec: ModelSpec) -> None:
     context = CONTEXT
     rng = np.random.default_rng(11)
     lengths = [1, 2, 15, 16, 17, 33, 1 + 64 * 5, *rng.integers(1, LONGEST + 1, 20).tolist(), LONGEST]
     pages = Pages(2, -(-context // BLOCK))
     cuda = Cuda(
         file,
-        config,
+        spec,
         slots=2,
         kv_blocks=2 * -(-context // BLOCK),
         tune=False,
@@ -96,7 +97,7 @@ def test_logits_of_a_prompt_do_not_depend_on_how_it_is_cut(file: GgufFile, confi
         context=context,
     )
     with closing(cuda.runner):
-        for text in texts(config, lengths, 5):
+        for text in texts(spec, lengths, 5):
             whole = logits_of(cuda, pages, [Chunk(0, text, 0, len(text))], admit=True)
             for start, length in cuts(rng, len(text)):
                 last = logits_of(cuda, pages, [Chunk(1, text, start, length)], admit=start == 0)
@@ -109,15 +110,15 @@ def again(slot: int, text: tuple[int, ...], places: range) -> list[Chunk]:
 
 
 def test_logits_after_drawn_tokens_are_the_same_when_these_are_computed_again(
-    file: GgufFile, config: ModelConfig
+    file: GgufFile, spec: ModelSpec
 ) -> None:
     context = CONTEXT
     per_slot = -(-context // BLOCK)
     pages = Pages(40, per_slot)
-    cuda = Cuda(file, config, slots=40, kv_blocks=40 * per_slot, tune=False, max_tokens=2048, context=context)
+    cuda = Cuda(file, spec, slots=40, kv_blocks=40 * per_slot, tune=False, max_tokens=2048, context=context)
     with closing(cuda.runner):
         for prompt, drawn in ((1, 30), (16, 33), (33, 30), (700, 35)):
-            (text,) = texts(config, [prompt + drawn], prompt)
+            (text,) = texts(spec, [prompt + drawn], prompt)
             logits_of(cuda, pages, [Chunk(0, text, 0, prompt)], admit=True)
             for place in range(prompt, prompt + drawn):
                 first = logits_of(cuda, pages, [Chunk(0, text, place, 1, drawn=True)], admit=False)
@@ -166,14 +167,14 @@ def answers(
 
 
 def test_answers_are_the_same_in_any_company_and_through_any_interruption(
-    config: ModelConfig, make: Make
+    spec: ModelSpec, make: Make
 ) -> None:
     context = CONTEXT
     rng = np.random.default_rng(3)
-    beginnings = texts(config, [400, 33, 16], 8)
+    beginnings = texts(spec, [400, 33, 16], 8)
     prompts = []
     for index in range(96):
-        own = texts(config, [int(rng.choice([1, 2, 16, 17, rng.integers(1, 200)]))], 100 + index)[0]
+        own = texts(spec, [int(rng.choice([1, 2, 16, 17, rng.integers(1, 200)]))], 100 + index)[0]
         beginning = beginnings[index % 4] if index % 4 < 3 else ()
         prompts.append(beginning + own)
     prompts += [(prompt[:-1] or prompt) for prompt in prompts[:8]]

@@ -5,7 +5,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nightmill.worker.model.config import ModelConfig, RopeStyle, rope_frequencies
+from nightmill.worker.model.rope import RopeStyle
+from nightmill.worker.model.spec import ModelSpec
 from nightmill.worker.runners.gpu.device import Device
 from nightmill.worker.runners.gpu.few_rows import MAX_ROWS, FewRows
 from nightmill.worker.runners.gpu.gemm import Gemm
@@ -13,14 +14,15 @@ from nightmill.worker.runners.gpu.hopper import is_hopper
 from nightmill.worker.runners.gpu.kernels import Kernels
 from nightmill.worker.runners.gpu.steps import StepInputs
 from nightmill.worker.runners.gpu.weights import LayerWeights
-from tests.gpu.oracles import PAGE, make_config
+from tests.gpu.oracles import PAGE
+from tests.specs import dense_spec
 
 CONTEXT = 4096
 MODELS = {
     "qwen2.5-0.5b": {},
     "llama-3.2-1b": {
-        "heads": 32, "kv_heads": 8, "width": 2048, "ffn_width": 8192, "rope_style": RopeStyle.PAIRS,
-        "qkv_bias": False,
+        "heads": 32, "kv_heads": 8, "width": 2048, "ffn_width": 8192, "style": RopeStyle.PAIRS,
+        "bias": False,
     },
     "heads-of-128": {"heads": 12, "kv_heads": 2, "head_dim": 128, "width": 1536, "ffn_width": 4512},
 }  # fmt: skip
@@ -29,19 +31,20 @@ MODELS = {
 class Bench:
     """A layer's weights, both ways to compute with them, and arrays full of poison."""
 
-    def __init__(self, device: Device, config: ModelConfig) -> None:
-        self.device, self.config = device, config
-        self.rng = np.random.default_rng(config.width)
-        self.kernels = Kernels(device, config, max_context=CONTEXT)
-        self.kernels.set_rope(*rope_frequencies(config))
+    def __init__(self, device: Device, spec: ModelSpec) -> None:
+        self.device, self.spec = device, spec
+        self.rng = np.random.default_rng(spec.width)
+        self.kernels = Kernels(device, spec, max_context=CONTEXT)
+        layer = spec.layers[0]
+        attention, ffn, self.eps = layer.attention, layer.feed_forward.width, layer.attention_norm.eps
+        self.attention, self.ffn = attention, ffn
+        self.kernels.set_rope(attention.rope.frequencies(), attention.rope.magnitude)
         self.gemm = Gemm(device, own_kernels=False, reproducible=True)
-        self.few = FewRows(device, config, self.kernels, max_context=CONTEXT)
-        width, ffn = config.width, config.ffn_width
-        self.queries = config.heads * config.head_dim
-        self.qkv_width = self.queries + 2 * config.kv_heads * config.head_dim
+        self.few = FewRows(device, spec, self.kernels, max_context=CONTEXT)
+        width, self.queries, self.qkv_width = spec.width, attention.queries, attention.qkv
         self.layer = LayerWeights(
             attn_norm=self.floats(width), qkv=self.halves(self.qkv_width, width),
-            qkv_bias=self.floats(self.qkv_width) if config.qkv_bias else 0, q_norm=0, k_norm=0,
+            qkv_bias=self.floats(self.qkv_width) if attention.bias else 0, q_norm=0, k_norm=0,
             attn_output=self.halves(width, self.queries), ffn_norm=self.floats(width),
             gate_up=self.halves(2 * ffn, width), ffn_down=self.halves(width, ffn),
         )  # fmt: skip
@@ -57,8 +60,8 @@ class Bench:
         return self.device.upload(np.full(shape, np.nan, dtype=np.float16))
 
     def normed(self, x: int, weight: int, tokens: int) -> int:
-        out = self.poison(tokens, self.config.width)
-        self.kernels.rms_norm(x, weight, out, tokens, self.config.width, self.config.norm_eps)
+        out = self.poison(tokens, self.spec.width)
+        self.kernels.rms_norm(x, weight, out, tokens, self.spec.width, self.eps)
         return out
 
 
@@ -66,9 +69,9 @@ class Bench:
 def bench(device: Device, request: pytest.FixtureRequest) -> Bench:
     if not is_hopper(device):
         pytest.skip("these kernels run on Hopper only")
-    config = make_config(**MODELS[request.param])
-    assert FewRows.suits(config)
-    return Bench(device, config)
+    spec = dense_spec(**MODELS[request.param])
+    assert FewRows.suits(spec)
+    return Bench(device, spec)
 
 
 def inputs_of(device: Device, **arrays: Any) -> StepInputs:
@@ -79,13 +82,13 @@ def inputs_of(device: Device, **arrays: Any) -> StepInputs:
 
 @pytest.mark.parametrize("tokens", [1, 2, MAX_ROWS])
 def test_norm_qkv_bias_rotation_and_cache_write(bench: Bench, tokens: int) -> None:
-    device, config, kernels = bench.device, bench.config, bench.kernels
-    x = bench.floats(tokens, config.width)
+    device, spec, kernels, attention = bench.device, bench.spec, bench.kernels, bench.attention
+    x = bench.floats(tokens, spec.width)
     positions = bench.rng.integers(0, CONTEXT, tokens, dtype=np.int32)
     rows = bench.rng.permutation(4 * PAGE)[:tokens].astype(np.int32)
     rows[0] = -1 if tokens > 1 else rows[0]  # not written
     inputs = inputs_of(device, positions=positions, cache_rows=rows)
-    shape = (4, config.kv_heads, PAGE, config.head_dim)
+    shape = (4, attention.kv_heads, PAGE, attention.head_dim)
     results = []
     for fused in (True, False):
         qkv = bench.poison(tokens, bench.qkv_width)
@@ -94,23 +97,23 @@ def test_norm_qkv_bias_rotation_and_cache_write(bench: Bench, tokens: int) -> No
             bench.few.qkv(x, bench.layer, inputs, qkv, keys, values, tokens)
         else:
             normed = bench.normed(x, bench.layer.attn_norm, tokens)
-            bench.gemm(normed, bench.layer.qkv, qkv, tokens, bench.qkv_width, config.width)
+            bench.gemm(normed, bench.layer.qkv, qkv, tokens, bench.qkv_width, spec.width)
             kernels.qkv_rope_write(
                 qkv, bench.layer.qkv_bias, 0, 0, inputs.positions, inputs.cache_rows, keys, values, tokens
             )
         queries = device.download(qkv, (tokens, bench.qkv_width), np.float16)[:, : bench.queries]
         results.append((queries, *(device.download(cache, shape, np.float16) for cache in (keys, values))))
     assert np.isfinite(results[0][0]).all()
-    assert np.isfinite(results[0][1]).sum() == (tokens - (tokens > 1)) * config.kv_heads * config.head_dim
+    assert np.isfinite(results[0][1]).sum() == (tokens - (tokens > 1)) * attention.keys
     for fused_array, plain in zip(*results, strict=True):
         np.testing.assert_array_equal(fused_array, plain)
 
 
 @pytest.mark.parametrize("tokens", [1, 2, MAX_ROWS])
 def test_products_added_to_the_residual_stream(bench: Bench, tokens: int) -> None:
-    device, width = bench.device, bench.config.width
+    device, width = bench.device, bench.spec.width
     for weight, inputs in (
-        (bench.layer.attn_output, bench.queries), (bench.layer.ffn_down, bench.config.ffn_width)
+        (bench.layer.attn_output, bench.queries), (bench.layer.ffn_down, bench.ffn)
     ):  # fmt: skip
         before = bench.rng.standard_normal((tokens + 1, width)).astype(np.float32)
         x, source = device.upload(before), bench.halves(tokens, inputs)
@@ -125,7 +128,7 @@ def test_products_added_to_the_residual_stream(bench: Bench, tokens: int) -> Non
 
 @pytest.mark.parametrize("tokens", [1, 2, MAX_ROWS])
 def test_norm_gate_up_and_swiglu(bench: Bench, tokens: int) -> None:
-    device, width, ffn = bench.device, bench.config.width, bench.config.ffn_width
+    device, width, ffn = bench.device, bench.spec.width, bench.ffn
     x = bench.floats(tokens, width)
     fused = bench.poison(tokens + 1, ffn)
     bench.few.swiglu(x, bench.layer, fused, tokens)
@@ -140,4 +143,4 @@ def test_norm_gate_up_and_swiglu(bench: Bench, tokens: int) -> None:
 
 def test_models_with_other_sizes_take_the_general_way(device: Device) -> None:
     odd = ({"qk_norm": True}, {"head_dim": 96, "heads": 10}, {"width": 904}, {"ffn_width": 18_944})
-    assert not any(FewRows.suits(make_config(**changes)) for changes in odd)
+    assert not any(FewRows.suits(dense_spec(**changes)) for changes in odd)

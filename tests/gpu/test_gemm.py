@@ -13,7 +13,7 @@ from nightmill.worker.runners.gpu.hopper import TILES, HopperProducts, Kind, Til
 from nightmill.worker.runners.gpu.kernels import Kernels
 from nightmill.worker.runners.gpu.split import SPLIT_TILES, HopperSplit, SplitTile, split_tiles
 from tests.gpu.comparing import nmse
-from tests.gpu.oracles import make_config
+from tests.specs import dense_spec
 
 LIMIT = 5e-5
 ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 63, 65, 257, 1000)
@@ -117,7 +117,7 @@ def test_swiglu_in_a_product_gives_the_bits_of_two_kernels(
     device: Device, hopper: HopperProducts, tile: Tile
 ) -> None:
     gemm = Gemm(device, own_kernels=False, reproducible=True)
-    kernels = Kernels(device, make_config(), max_context=64)
+    kernels = Kernels(device, dense_spec(), max_context=64)
     for ffn, inputs in ((4864, 896), (520, 72)):
         for rows in (1, 65, 300, 1000):
             x, weight = operands(padded_rows(rows), 2 * ffn, inputs)
@@ -248,7 +248,7 @@ def test_a_launch_that_waits_for_the_one_before_sees_its_sums(device: Device, ho
 def test_a_row_has_the_same_bits_among_any_number_of_rows_whatever_becomes_of_it(
     device: Device, kind: Kind
 ) -> None:
-    kernels = Kernels(device, make_config(), max_context=64)
+    kernels = Kernels(device, dense_spec(), max_context=64)
     for outputs, inputs in ADDED if kind is Kind.RESIDUAL else ((4864, 896), (520, 72)):
         gemm = Gemm(device, reproducible=True)
         most = 4096

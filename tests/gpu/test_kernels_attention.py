@@ -1,10 +1,9 @@
 """Decode attention against the reference in float64, with poison around every context."""
 
-from typing import Any
-
 import numpy as np
 import pytest
 
+from nightmill.worker.model.spec import Attention
 from nightmill.worker.runners.gpu.decode import decode_pieces
 from nightmill.worker.runners.gpu.device import Device
 from nightmill.worker.runners.gpu.graphs import Graph
@@ -17,16 +16,16 @@ from tests.gpu.oracles import (  # fmt: skip
     Paged,
     assert_close,
     attention_oracle,
-    make_config,
     make_paged,
     make_queries,
 )
+from tests.specs import dense_spec
 
 BORDERS = [1, 2, 15, 16, 17, 63, 64, 65, 255, 256, 257, 511, 513, 1000]
 
 
 def run_decode(
-    device: Device, kernels: Kernels, config: Any, qkv: np.ndarray, paged: Paged, lengths: list[int],
+    device: Device, kernels: Kernels, attention: Attention, qkv: np.ndarray, paged: Paged, lengths: list[int],
     listed: list[int] | None = None, pieces: np.ndarray | None = None,
 ) -> np.ndarray:  # fmt: skip
     """pieces: in place of those that the kernels choose; a padding piece is added."""
@@ -38,20 +37,22 @@ def run_decode(
     else:
         padded = np.concatenate([pieces, [[-1] * 4]]).astype(np.int32)
         shared_out = (device.upload(padded), len(padded))
-    out = device.upload(np.full((len(lengths), config.heads, config.head_dim), np.nan, dtype=np.float16))
+    out = device.upload(
+        np.full((len(lengths), attention.heads, attention.head_dim), np.nan, dtype=np.float16)
+    )
     kernels.decode_attention(
         device.upload(qkv), device.upload(paged.k_cache), device.upload(paged.v_cache),
         device.upload(paged.tables), device.upload(contexts), out,
         len(lengths if listed is None else listed), paged.tables.shape[1], 0,
         0 if listed is None else device.upload(np.array(listed, dtype=np.int32)), *shared_out,
     )  # fmt: skip
-    return device.download(out, (len(lengths), config.heads, config.head_dim), np.float16)
+    return device.download(out, (len(lengths), attention.heads, attention.head_dim), np.float16)
 
 
-def decode_oracle(config: Any, qkv: np.ndarray, paged: Paged, lengths: list[int]) -> np.ndarray:
+def decode_oracle(attention: Attention, qkv: np.ndarray, paged: Paged, lengths: list[int]) -> np.ndarray:
     return np.concatenate(
         [
-            attention_oracle(qkv[s : s + 1, : config.heads], k, v, np.array([length]))
+            attention_oracle(qkv[s : s + 1, : attention.heads], k, v, np.array([length]))
             for s, (k, v, length) in enumerate(zip(paged.keys, paged.values, lengths, strict=True))
         ]
     )
@@ -59,46 +60,49 @@ def decode_oracle(config: Any, qkv: np.ndarray, paged: Paged, lengths: list[int]
 
 @pytest.mark.parametrize("shape", SHAPES + SLOW_SHAPES)
 def test_decode_at_page_and_segment_borders(device: Device, shape: tuple[int, int, int]) -> None:
-    config = make_config(heads=shape[0], kv_heads=shape[1], head_dim=shape[2])
-    kernels = Kernels(device, config, max_context=LONG)
+    spec = dense_spec(heads=shape[0], kv_heads=shape[1], head_dim=shape[2])
+    attention = spec.layers[0].attention
+    kernels = Kernels(device, spec, max_context=LONG)
     rng = np.random.default_rng(shape[2])
-    paged = make_paged(rng, BORDERS, config.kv_heads, config.head_dim)
-    qkv = make_queries(rng, len(BORDERS), config)
-    actual = run_decode(device, kernels, config, qkv, paged, BORDERS)
-    assert_close(actual, decode_oracle(config, qkv, paged, BORDERS), ATTENTION)
+    paged = make_paged(rng, BORDERS, attention.kv_heads, attention.head_dim)
+    qkv = make_queries(rng, len(BORDERS), attention)
+    actual = run_decode(device, kernels, attention, qkv, paged, BORDERS)
+    assert_close(actual, decode_oracle(attention, qkv, paged, BORDERS), ATTENTION)
 
 
 @pytest.mark.parametrize("shape", SHAPES[:2])
 def test_decode_of_long_contexts(device: Device, shape: tuple[int, int, int]) -> None:
-    config = make_config(heads=shape[0], kv_heads=shape[1], head_dim=shape[2])
-    kernels = Kernels(device, config, max_context=LONG)
+    spec = dense_spec(heads=shape[0], kv_heads=shape[1], head_dim=shape[2])
+    attention = spec.layers[0].attention
+    kernels = Kernels(device, spec, max_context=LONG)
     rng = np.random.default_rng(5)
     for lengths in ([LONG], [LONG, 1, 31_999, 7000]):
-        paged = make_paged(rng, lengths, config.kv_heads, config.head_dim)
-        qkv = make_queries(rng, len(lengths), config)
-        actual = run_decode(device, kernels, config, qkv, paged, lengths)
-        assert_close(actual, decode_oracle(config, qkv, paged, lengths), ATTENTION)
+        paged = make_paged(rng, lengths, attention.kv_heads, attention.head_dim)
+        qkv = make_queries(rng, len(lengths), attention)
+        actual = run_decode(device, kernels, attention, qkv, paged, lengths)
+        assert_close(actual, decode_oracle(attention, qkv, paged, lengths), ATTENTION)
 
 
 @pytest.mark.parametrize("shape", SHAPES[:2])
 def test_decode_alone_and_in_a_large_batch_gives_the_same_bits(
     device: Device, shape: tuple[int, int, int]
 ) -> None:
-    config = make_config(heads=shape[0], kv_heads=shape[1], head_dim=shape[2])
-    kernels = Kernels(device, config, max_context=LONG)
+    spec = dense_spec(heads=shape[0], kv_heads=shape[1], head_dim=shape[2])
+    attention = spec.layers[0].attention
+    kernels = Kernels(device, spec, max_context=LONG)
     rng = np.random.default_rng(6)
     lengths = [int(length) for length in rng.integers(1, 1500, 300)]
     lengths[7] = 3000
-    paged = make_paged(rng, lengths, config.kv_heads, config.head_dim, stride=LONG // 16)
-    qkv = make_queries(rng, len(lengths), config)
-    together = run_decode(device, kernels, config, qkv, paged, lengths)
-    assert_close(together, decode_oracle(config, qkv, paged, lengths), ATTENTION)
+    paged = make_paged(rng, lengths, attention.kv_heads, attention.head_dim, stride=LONG // 16)
+    qkv = make_queries(rng, len(lengths), attention)
+    together = run_decode(device, kernels, attention, qkv, paged, lengths)
+    assert_close(together, decode_oracle(attention, qkv, paged, lengths), ATTENTION)
     for count in (1, 3, 40):
         part = Paged(
             paged.keys[7 : 7 + count], paged.values[7 : 7 + count], paged.k_cache, paged.v_cache,
             paged.tables[7 : 7 + count],
         )  # fmt: skip
-        alone = run_decode(device, kernels, config, qkv[7 : 7 + count], part, lengths[7 : 7 + count])
+        alone = run_decode(device, kernels, attention, qkv[7 : 7 + count], part, lengths[7 : 7 + count])
         np.testing.assert_array_equal(alone, together[7 : 7 + count])
 
 
@@ -107,26 +111,27 @@ def test_decode_alone_and_in_a_large_batch_gives_the_same_bits(
 def test_decode_in_clusters_gives_the_bits_of_other_launches(
     device: Device, shape: tuple[int, int, int], context: int
 ) -> None:
-    config = make_config(heads=shape[0], kv_heads=shape[1], head_dim=shape[2])
-    best, portable = (Kernels(device, config, max_context=context, portable=p) for p in (False, True))
+    spec = dense_spec(heads=shape[0], kv_heads=shape[1], head_dim=shape[2])
+    attention = spec.layers[0].attention
+    best, portable = (Kernels(device, spec, max_context=context, portable=p) for p in (False, True))
     rng = np.random.default_rng(context)
     candidates = [1, 256, 0, 257, 16, 500, 255, 513, 1000, 1025, 2047, 2048, 1793, 2049, 300, 7000]
     lengths = [length for length in candidates if length <= context]
-    paged = make_paged(rng, lengths, config.kv_heads, config.head_dim, stride=-(-context // 16))
-    qkv = make_queries(rng, len(lengths), config)
+    paged = make_paged(rng, lengths, attention.kv_heads, attention.head_dim, stride=-(-context // 16))
+    qkv = make_queries(rng, len(lengths), attention)
     # In one piece: so many sequences that none is split.
     many = np.resize(np.arange(len(lengths)), 3 * device.multiprocessors)
     repeated = Paged([], [], paged.k_cache, paged.v_cache, paged.tables[many])
-    together = run_decode(device, best, config, qkv[many], repeated, [lengths[s] for s in many])
+    together = run_decode(device, best, attention, qkv[many], repeated, [lengths[s] for s in many])
     together = together[: len(lengths)]
     held = np.flatnonzero(lengths)
     visible = Paged([paged.keys[s] for s in held], [paged.values[s] for s in held], *[np.empty(0)] * 3)
-    expected = decode_oracle(config, qkv[held], visible, [lengths[s] for s in held])
+    expected = decode_oracle(attention, qkv[held], visible, [lengths[s] for s in held])
     assert_close(together[held], expected, ATTENTION)
     for first in range(len(lengths)):
         for listed in ([first], [first, -1, (first + 3) % len(lengths)]):
             for kernels in (best, portable):
-                actual = run_decode(device, kernels, config, qkv, paged, lengths, listed)
+                actual = run_decode(device, kernels, attention, qkv, paged, lengths, listed)
                 computed = [s for s in listed if s >= 0]
                 np.testing.assert_array_equal(actual[computed], together[computed])
                 assert np.isnan(np.delete(actual, computed, axis=0)).all()
@@ -134,12 +139,13 @@ def test_decode_in_clusters_gives_the_bits_of_other_launches(
 
 @pytest.mark.parametrize("shape", [(14, 2, 64), (16, 2, 128), (32, 2, 64), (20, 1, 64)])
 def test_contexts_cut_anyhow_give_the_bits_of_whole_ones(device: Device, shape: tuple[int, int, int]) -> None:
-    config = make_config(heads=shape[0], kv_heads=shape[1], head_dim=shape[2])
-    kernels = Kernels(device, config, max_context=LONG)
+    spec = dense_spec(heads=shape[0], kv_heads=shape[1], head_dim=shape[2])
+    attention = spec.layers[0].attention
+    kernels = Kernels(device, spec, max_context=LONG)
     rng = np.random.default_rng(13)
     lengths = [9000, 1, 300, 5000, 255, 256, 257, LONG, 0, 4097, 2000, 16]
-    paged = make_paged(rng, lengths, config.kv_heads, config.head_dim, stride=LONG // 16)
-    qkv = make_queries(rng, len(lengths), config)
+    paged = make_paged(rng, lengths, attention.kv_heads, attention.head_dim, stride=LONG // 16)
+    qkv = make_queries(rng, len(lengths), attention)
     held = np.flatnonzero(lengths)
     contexts, everyone = np.array(lengths, dtype=np.int32), np.arange(len(lengths), dtype=np.int32)
     cuts = [
@@ -156,38 +162,39 @@ def test_contexts_cut_anyhow_give_the_bits_of_whole_ones(device: Device, shape: 
     )
     assert len(whole) == len(lengths)
     assert len({len(pieces) for pieces in cut}) > 3
-    expected = run_decode(device, kernels, config, qkv, paged, lengths, pieces=whole)
+    expected = run_decode(device, kernels, attention, qkv, paged, lengths, pieces=whole)
     visible = Paged([paged.keys[s] for s in held], [paged.values[s] for s in held], *[np.empty(0)] * 3)
-    oracle = decode_oracle(config, qkv[held], visible, [lengths[s] for s in held])
+    oracle = decode_oracle(attention, qkv[held], visible, [lengths[s] for s in held])
     assert_close(expected[held], oracle, ATTENTION)
     assert np.isnan(expected[8]).all()
     for pieces in cut:
-        actual = run_decode(device, kernels, config, qkv, paged, lengths, pieces=pieces)
+        actual = run_decode(device, kernels, attention, qkv, paged, lengths, pieces=pieces)
         np.testing.assert_array_equal(actual, expected)
-    split = run_decode(device, kernels, config, qkv, paged, lengths, pieces=whole[:0])
+    split = run_decode(device, kernels, attention, qkv, paged, lengths, pieces=whole[:0])
     np.testing.assert_array_equal(split, expected)
 
 
 @pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[1], SLOW_SHAPES[0]])
 def test_decode_leaves_unlisted_and_empty_sequences_alone(device: Device, shape: tuple[int, ...]) -> None:
-    config = make_config(heads=shape[0], kv_heads=shape[1], head_dim=shape[2])
-    kernels = Kernels(device, config, max_context=4096)
+    spec = dense_spec(heads=shape[0], kv_heads=shape[1], head_dim=shape[2])
+    attention = spec.layers[0].attention
+    kernels = Kernels(device, spec, max_context=4096)
     rng = np.random.default_rng(8)
     lengths = [100, 50, 700, 33, 20]
     starts = np.array([0, 1, 6, 7, 8, 9], dtype=np.int32)  # the second is a chunk of five tokens
-    paged = make_paged(rng, lengths, config.kv_heads, config.head_dim)
-    qkv = make_queries(rng, 9, config)
-    out = device.upload(np.full((9, config.heads, config.head_dim), np.nan, dtype=np.float16))
+    paged = make_paged(rng, lengths, attention.kv_heads, attention.head_dim)
+    qkv = make_queries(rng, 9, attention)
+    out = device.upload(np.full((9, attention.heads, attention.head_dim), np.nan, dtype=np.float16))
     contexts = np.array([100, 50, 700, 0, 20], dtype=np.int32)
     kernels.decode_attention(
         device.upload(qkv), device.upload(paged.k_cache), device.upload(paged.v_cache),
         device.upload(paged.tables), device.upload(contexts), out, 4, paged.tables.shape[1],
         device.upload(starts), device.upload(np.array([2, -1, 0, 3], dtype=np.int32)),
     )  # fmt: skip
-    actual = device.download(out, (9, config.heads, config.head_dim), np.float16)
+    actual = device.download(out, (9, attention.heads, attention.head_dim), np.float16)
     for sequence, row in ((0, 0), (2, 6)):
         expected = attention_oracle(
-            qkv[row : row + 1, : config.heads], paged.keys[sequence], paged.values[sequence],
+            qkv[row : row + 1, : attention.heads], paged.keys[sequence], paged.values[sequence],
             np.array([lengths[sequence]]),
         )  # fmt: skip
         assert_close(actual[row : row + 1], expected, ATTENTION)
@@ -195,34 +202,36 @@ def test_decode_leaves_unlisted_and_empty_sequences_alone(device: Device, shape:
 
 
 def test_scores_far_beyond_half_precision_are_fine(device: Device) -> None:
-    config = make_config()
-    kernels = Kernels(device, config, max_context=4096)
+    spec = dense_spec()
+    attention = spec.layers[0].attention
+    kernels = Kernels(device, spec, max_context=4096)
     rng = np.random.default_rng(11)
     lengths = [300, 40]
-    paged = make_paged(rng, lengths, config.kv_heads, config.head_dim)
+    paged = make_paged(rng, lengths, attention.kv_heads, attention.head_dim)
     for keys, table in zip(paged.keys, paged.tables, strict=True):
         keys[..., 0] = 600.0  # as Qwen2's key bias: scores of several 100,000
         places = np.arange(len(keys))
         paged.k_cache[table[places // 16], :, places % 16] = keys
-    qkv = make_queries(rng, 2, config)
-    qkv[:, : config.heads, 0] = 400.0
-    actual = run_decode(device, kernels, config, qkv, paged, lengths)
-    assert_close(actual, decode_oracle(config, qkv, paged, lengths), ATTENTION)
+    qkv = make_queries(rng, 2, attention)
+    qkv[:, : attention.heads, 0] = 400.0
+    actual = run_decode(device, kernels, attention, qkv, paged, lengths)
+    assert_close(actual, decode_oracle(attention, qkv, paged, lengths), ATTENTION)
 
 
 @pytest.mark.parametrize("count", [3, 300])  # split and in one piece
 def test_a_captured_launch_serves_other_contexts(device: Device, count: int) -> None:
-    config = make_config()
-    kernels = Kernels(device, config, max_context=8192)
+    spec = dense_spec()
+    attention = spec.layers[0].attention
+    kernels = Kernels(device, spec, max_context=8192)
     rng = np.random.default_rng(12)
     lengths = [int(length) for length in rng.integers(1, 900, count)]
     lengths[0], lengths[1] = 5000, 0  # the second is padding
-    paged = make_paged(rng, lengths, config.kv_heads, config.head_dim)
-    qkv = make_queries(rng, count, config)
+    paged = make_paged(rng, lengths, attention.kv_heads, attention.head_dim)
+    qkv = make_queries(rng, count, attention)
     contexts = device.upload(np.ones(count, dtype=np.int32))
     tables = device.upload(np.zeros_like(paged.tables))
     addresses = [device.upload(array) for array in (qkv, paged.k_cache, paged.v_cache)]
-    out = device.upload(np.full((count, config.heads, config.head_dim), np.nan, dtype=np.float16))
+    out = device.upload(np.full((count, attention.heads, attention.head_dim), np.nan, dtype=np.float16))
     now = np.array(lengths, dtype=np.int32)
     pieces = kernels.decode_pieces(now, np.arange(count, dtype=np.int32))
     assert (len(pieces) > 0) == (count > 3)
@@ -239,12 +248,12 @@ def test_a_captured_launch_serves_other_contexts(device: Device, count: int) -> 
         device.copy_in(later, pieces)
     device.synchronize()
     graph.launch()
-    actual = device.download(out, (count, config.heads, config.head_dim), np.float16)
+    actual = device.download(out, (count, attention.heads, attention.head_dim), np.float16)
     graph.close()
     assert np.isnan(actual[1]).all()
     for sequence in (0, 2):
         expected = attention_oracle(
-            qkv[sequence : sequence + 1, : config.heads], paged.keys[sequence], paged.values[sequence],
+            qkv[sequence : sequence + 1, : attention.heads], paged.keys[sequence], paged.values[sequence],
             np.array([lengths[sequence]]),
         )  # fmt: skip
         assert_close(actual[sequence : sequence + 1], expected, ATTENTION)

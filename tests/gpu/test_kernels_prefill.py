@@ -1,10 +1,9 @@
 """Prefill attention against the reference in float64, with poison around every context."""
 
-from typing import Any
-
 import numpy as np
 import pytest
 
+from nightmill.worker.model.spec import Attention
 from nightmill.worker.runners.gpu.device import Device
 from nightmill.worker.runners.gpu.kernels import Kernels
 from tests.gpu.oracles import (  # fmt: skip
@@ -15,37 +14,37 @@ from tests.gpu.oracles import (  # fmt: skip
     Paged,
     assert_close,
     attention_oracle,
-    make_config,
     make_paged,
     make_queries,
 )
+from tests.specs import dense_spec
 
 
 def run_prefill(
-    device: Device, kernels: Kernels, config: Any, qkv: np.ndarray, paged: Paged, lengths: list[int],
+    device: Device, kernels: Kernels, attention: Attention, qkv: np.ndarray, paged: Paged, lengths: list[int],
     chunks: list[int], drawn: int = 0,
 ) -> np.ndarray:  # fmt: skip
     starts = np.cumsum([0, *chunks]).astype(np.int32)
     tiles = kernels.prefill_tiles(starts, np.array(lengths, dtype=np.int32), drawn)
     tiles = np.concatenate([tiles, [[-1, 0]]]).astype(np.int32)  # a padding tile
-    out = device.upload(np.full((starts[-1], config.heads, config.head_dim), np.nan, dtype=np.float16))
+    out = device.upload(np.full((starts[-1], attention.heads, attention.head_dim), np.nan, dtype=np.float16))
     kernels.prefill_attention(
         device.upload(qkv), device.upload(paged.k_cache), device.upload(paged.v_cache),
         device.upload(paged.tables), device.upload(starts),
         device.upload(np.array(lengths, dtype=np.int32)), out, device.upload(tiles), len(tiles),
         paged.tables.shape[1], rows=len(qkv), pages=len(paged.k_cache),
     )  # fmt: skip
-    return device.download(out, (starts[-1], config.heads, config.head_dim), np.float16)
+    return device.download(out, (starts[-1], attention.heads, attention.head_dim), np.float16)
 
 
 def prefill_oracle(
-    config: Any, qkv: np.ndarray, paged: Paged, lengths: list[int], chunks: list[int]
+    attention: Attention, qkv: np.ndarray, paged: Paged, lengths: list[int], chunks: list[int]
 ) -> np.ndarray:
     ends = np.cumsum(chunks)
     return np.concatenate(
         [
             attention_oracle(
-                qkv[end - chunk : end, : config.heads], keys, values, length - chunk + np.arange(chunk) + 1
+                qkv[end - chunk : end, : attention.heads], keys, values, length - chunk + np.arange(chunk) + 1
             )
             for end, chunk, length, keys, values in zip(
                 ends, chunks, lengths, paged.keys, paged.values, strict=True
@@ -57,16 +56,17 @@ def prefill_oracle(
 @pytest.mark.parametrize("portable", [False, True], ids=["best", "portable"])
 @pytest.mark.parametrize("shape", SHAPES + SLOW_SHAPES)
 def test_prefill_of_ragged_chunks(device: Device, shape: tuple[int, int, int], portable: bool) -> None:
-    config = make_config(heads=shape[0], kv_heads=shape[1], head_dim=shape[2])
-    kernels = Kernels(device, config, max_context=LONG, portable=portable)
+    spec = dense_spec(heads=shape[0], kv_heads=shape[1], head_dim=shape[2])
+    attention = spec.layers[0].attention
+    kernels = Kernels(device, spec, max_context=LONG, portable=portable)
     rng = np.random.default_rng(shape[0])
     # First a token that was drawn; whole prompts, then chunks in the middle of a context, at page borders.
     chunks = [1, 7, 63, 64, 65, 130, 1, 2, 16, 17, 15, 100, 33, 1]
     before = [40, 0, 0, 0, 0, 0, 0, 1, 15, 16, 17, 128, 999, 64]
     lengths = [chunk + earlier for chunk, earlier in zip(chunks, before, strict=True)]
-    paged = make_paged(rng, lengths, config.kv_heads, config.head_dim)
-    qkv = make_queries(rng, sum(chunks), config)
-    actual = run_prefill(device, kernels, config, qkv, paged, lengths, chunks, drawn=1)
+    paged = make_paged(rng, lengths, attention.kv_heads, attention.head_dim)
+    qkv = make_queries(rng, sum(chunks), attention)
+    actual = run_prefill(device, kernels, attention, qkv, paged, lengths, chunks, drawn=1)
     assert np.isnan(actual[0]).all()  # not ours
     row = 1
     for sequence, chunk in enumerate(chunks[1:], start=1):
@@ -74,25 +74,26 @@ def test_prefill_of_ragged_chunks(device: Device, shape: tuple[int, int, int], p
         row += chunk
         visible = lengths[sequence] - chunk + np.arange(chunk) + 1
         expected = attention_oracle(
-            qkv[part, : config.heads], paged.keys[sequence], paged.values[sequence], visible
+            qkv[part, : attention.heads], paged.keys[sequence], paged.values[sequence], visible
         )
         assert_close(actual[part], expected, ATTENTION)
 
 
 @pytest.mark.parametrize("shape", SHAPES[:2])
 def test_prefill_deep_in_a_long_context(device: Device, shape: tuple[int, int, int]) -> None:
-    config = make_config(heads=shape[0], kv_heads=shape[1], head_dim=shape[2])
-    kernels = Kernels(device, config, max_context=LONG)
+    spec = dense_spec(heads=shape[0], kv_heads=shape[1], head_dim=shape[2])
+    attention = spec.layers[0].attention
+    kernels = Kernels(device, spec, max_context=LONG)
     rng = np.random.default_rng(9)
     chunks, lengths = [129, 1000], [LONG, 1000]
-    paged = make_paged(rng, lengths, config.kv_heads, config.head_dim)
-    qkv = make_queries(rng, sum(chunks), config)
-    actual = run_prefill(device, kernels, config, qkv, paged, lengths, chunks)
+    paged = make_paged(rng, lengths, attention.kv_heads, attention.head_dim)
+    qkv = make_queries(rng, sum(chunks), attention)
+    actual = run_prefill(device, kernels, attention, qkv, paged, lengths, chunks)
     for sequence, part in enumerate((slice(0, 129), slice(129, 1129))):
         chunk = part.stop - part.start
         visible = lengths[sequence] - chunk + np.arange(chunk) + 1
         expected = attention_oracle(
-            qkv[part, : config.heads], paged.keys[sequence], paged.values[sequence], visible
+            qkv[part, : attention.heads], paged.keys[sequence], paged.values[sequence], visible
         )
         assert_close(actual[part], expected, ATTENTION)
 
@@ -102,32 +103,34 @@ def test_prefill_deep_in_a_long_context(device: Device, shape: tuple[int, int, i
 def test_prefill_in_chunks_gives_the_bits_of_prefill_in_one_piece(
     device: Device, shape: tuple[int, int, int], portable: bool
 ) -> None:
-    config = make_config(heads=shape[0], kv_heads=shape[1], head_dim=shape[2])
-    kernels = Kernels(device, config, max_context=4096, portable=portable)
+    spec = dense_spec(heads=shape[0], kv_heads=shape[1], head_dim=shape[2])
+    attention = spec.layers[0].attention
+    kernels = Kernels(device, spec, max_context=4096, portable=portable)
     rng = np.random.default_rng(10)
-    paged = make_paged(rng, [600], config.kv_heads, config.head_dim)
-    qkv = make_queries(rng, 600, config)
-    whole = run_prefill(device, kernels, config, qkv, paged, [600], [600])
+    paged = make_paged(rng, [600], attention.kv_heads, attention.head_dim)
+    qkv = make_queries(rng, 600, attention)
+    whole = run_prefill(device, kernels, attention, qkv, paged, [600], [600])
     first = 0
     for chunk in (100, 2, 37, 461):
         part = slice(first, first + chunk)
         first += chunk
-        piece = run_prefill(device, kernels, config, qkv[part], paged, [first], [chunk])
+        piece = run_prefill(device, kernels, attention, qkv[part], paged, [first], [chunk])
         np.testing.assert_array_equal(piece, whole[part])
 
 
 @pytest.mark.parametrize("shape", [(14, 2, 64), (16, 8, 128), (4, 4, 64), (32, 1, 128)])
 def test_prefill_of_more_tiles_than_blocks(device: Device, shape: tuple[int, int, int]) -> None:
-    config = make_config(heads=shape[0], kv_heads=shape[1], head_dim=shape[2])
-    kernels = Kernels(device, config, max_context=LONG)
+    spec = dense_spec(heads=shape[0], kv_heads=shape[1], head_dim=shape[2])
+    attention = spec.layers[0].attention
+    kernels = Kernels(device, spec, max_context=LONG)
     rng = np.random.default_rng(13)
     chunks = [int(chunk) for chunk in rng.integers(2, 200, 150)]
     lengths = [chunk + int(earlier) for chunk, earlier in zip(chunks, rng.integers(0, 150, 150), strict=True)]
-    paged = make_paged(rng, lengths, config.kv_heads, config.head_dim)
-    qkv = make_queries(rng, sum(chunks), config)
-    actual = run_prefill(device, kernels, config, qkv, paged, lengths, chunks)
-    assert_close(actual, prefill_oracle(config, qkv, paged, lengths, chunks), ATTENTION)
-    again = run_prefill(device, kernels, config, qkv, paged, lengths, chunks)
+    paged = make_paged(rng, lengths, attention.kv_heads, attention.head_dim)
+    qkv = make_queries(rng, sum(chunks), attention)
+    actual = run_prefill(device, kernels, attention, qkv, paged, lengths, chunks)
+    assert_close(actual, prefill_oracle(attention, qkv, paged, lengths, chunks), ATTENTION)
+    again = run_prefill(device, kernels, attention, qkv, paged, lengths, chunks)
     np.testing.assert_array_equal(again, actual)
 
 
@@ -137,50 +140,51 @@ RISING = 600  # tokens
 @pytest.fixture(params=[False, True], ids=["best", "portable"])
 def rising(
     device: Device, request: pytest.FixtureRequest, shape: tuple[int, int, int]
-) -> tuple[Any, Kernels, np.ndarray, Paged]:
+) -> tuple[Attention, Kernels, np.ndarray, Paged]:
     """Queries, and keys whose first element grows with their position, by leaps after 300 and 400.
 
     Heads take it with factors 0, 4, -4 and 1: maxima that stay, that rise in every tile, that are the first.
     """
-    config = make_config(heads=shape[0], kv_heads=shape[1], head_dim=shape[2])
+    spec = dense_spec(heads=shape[0], kv_heads=shape[1], head_dim=shape[2])
+    attention = spec.layers[0].attention
     kernels, rng = (
-        Kernels(device, config, max_context=4096, portable=request.param),
+        Kernels(device, spec, max_context=4096, portable=request.param),
         np.random.default_rng(14),
     )
-    paged = make_paged(rng, [RISING], config.kv_heads, config.head_dim)
+    paged = make_paged(rng, [RISING], attention.kv_heads, attention.head_dim)
     places = np.arange(RISING)
     growing = places * 0.5 + 1000.0 * (places > 300) + 29_000.0 * (places > 400)
     paged.keys[0][..., 0] = growing[:, None]
     paged.k_cache[paged.tables[0][places // 16], :, places % 16] = paged.keys[0]
-    qkv = make_queries(rng, RISING, config)
-    qkv[:, : config.heads, 0] = np.resize([0.0, 4.0, -4.0, 1.0], config.heads)
-    return config, kernels, qkv, paged
+    qkv = make_queries(rng, RISING, attention)
+    qkv[:, : attention.heads, 0] = np.resize([0.0, 4.0, -4.0, 1.0], attention.heads)
+    return attention, kernels, qkv, paged
 
 
 @pytest.mark.parametrize("shape", SHAPES[:2])
 def test_prefill_where_later_scores_are_much_larger(
-    device: Device, rising: tuple[Any, Kernels, np.ndarray, Paged]
+    device: Device, rising: tuple[Attention, Kernels, np.ndarray, Paged]
 ) -> None:
-    config, kernels, qkv, paged = rising
-    whole = run_prefill(device, kernels, config, qkv, paged, [RISING], [RISING])
-    expected = prefill_oracle(config, qkv, paged, [RISING], [RISING])
-    for head in range(config.heads):
+    attention, kernels, qkv, paged = rising
+    whole = run_prefill(device, kernels, attention, qkv, paged, [RISING], [RISING])
+    expected = prefill_oracle(attention, qkv, paged, [RISING], [RISING])
+    for head in range(attention.heads):
         assert_close(whole[:, head], expected[:, head], ATTENTION)
     first = 0
     for chunk in (100, 2, 37, 461):
         part = slice(first, first + chunk)
         first += chunk
-        piece = run_prefill(device, kernels, config, qkv[part], paged, [first], [chunk])
+        piece = run_prefill(device, kernels, attention, qkv[part], paged, [first], [chunk])
         np.testing.assert_array_equal(piece, whole[part])
 
 
 @pytest.mark.parametrize("shape", SHAPES[:2])
 def test_rising_scores_of_some_rows_leave_the_bits_of_others(
-    device: Device, rising: tuple[Any, Kernels, np.ndarray, Paged]
+    device: Device, rising: tuple[Attention, Kernels, np.ndarray, Paged]
 ) -> None:
-    config, kernels, qkv, paged = rising
-    mixed = run_prefill(device, kernels, config, qkv, paged, [RISING], [RISING])
-    qkv[:, 1 : config.heads : 4, 0] = 0.0
-    plain = run_prefill(device, kernels, config, qkv, paged, [RISING], [RISING])
-    others = np.delete(np.arange(config.heads), np.arange(1, config.heads, 4))
+    attention, kernels, qkv, paged = rising
+    mixed = run_prefill(device, kernels, attention, qkv, paged, [RISING], [RISING])
+    qkv[:, 1 : attention.heads : 4, 0] = 0.0
+    plain = run_prefill(device, kernels, attention, qkv, paged, [RISING], [RISING])
+    others = np.delete(np.arange(attention.heads), np.arange(1, attention.heads, 4))
     np.testing.assert_array_equal(mixed[:, others], plain[:, others])

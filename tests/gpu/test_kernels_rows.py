@@ -3,11 +3,12 @@
 import numpy as np
 import pytest
 
-from nightmill.worker.model.config import RopeStyle, rope_frequencies
+from nightmill.worker.model.rope import RopeStyle
 from nightmill.worker.runners import reference_ops as ops
 from nightmill.worker.runners.gpu.device import Device
 from nightmill.worker.runners.gpu.kernels import Kernels
-from tests.gpu.oracles import EXACT, PAGE, assert_close, make_config
+from tests.gpu.oracles import EXACT, PAGE, assert_close
+from tests.specs import dense_spec
 
 ROWS = (1, 7, 63, 65, 1000)
 
@@ -17,22 +18,22 @@ def poisoned(device: Device, count: int, dtype: type) -> int:
 
 
 def test_embedding_rows_are_the_tables(device: Device) -> None:
-    config = make_config(vocab=1003)
-    kernels = Kernels(device, config, max_context=64)
+    spec = dense_spec(vocab=1003)
+    kernels = Kernels(device, spec, max_context=64)
     rng = np.random.default_rng(1)
-    table = rng.standard_normal((config.vocab, config.width)).astype(np.float16)
+    table = rng.standard_normal((spec.vocab, spec.width)).astype(np.float16)
     address = device.upload(table)
     for count in ROWS:
-        tokens = rng.integers(0, config.vocab, count, dtype=np.int32)
-        tokens[0] = config.vocab - 1
-        out = poisoned(device, count * config.width, np.float32)
+        tokens = rng.integers(0, spec.vocab, count, dtype=np.int32)
+        tokens[0] = spec.vocab - 1
+        out = poisoned(device, count * spec.width, np.float32)
         kernels.embed(device.upload(tokens), address, out, count)
-        actual = device.download(out, (count, config.width), np.float32)
+        actual = device.download(out, (count, spec.width), np.float32)
         np.testing.assert_array_equal(actual, ops.embedding(table, tokens).astype(np.float32))
 
 
 def test_unknown_tokens_come_from_their_slots(device: Device) -> None:
-    kernels = Kernels(device, make_config(), max_context=64)
+    kernels = Kernels(device, dense_spec(), max_context=64)
     rng = np.random.default_rng(2)
     last = rng.integers(0, 1000, 50, dtype=np.int32)
     for count in ROWS:
@@ -46,7 +47,7 @@ def test_unknown_tokens_come_from_their_slots(device: Device) -> None:
 
 @pytest.mark.parametrize("kind", [np.float32, np.float16])
 def test_gathered_rows_are_the_rows(device: Device, kind: type) -> None:
-    kernels = Kernels(device, make_config(), max_context=64)
+    kernels = Kernels(device, dense_spec(), max_context=64)
     rng = np.random.default_rng(3)
     x = rng.standard_normal((1000, 904)).astype(kind)
     address = device.upload(x)
@@ -59,7 +60,7 @@ def test_gathered_rows_are_the_rows(device: Device, kind: type) -> None:
 
 @pytest.mark.parametrize("width", [8, 64, 896, 1024, 2056, 3584, 4096, 8192, 12288])
 def test_norms(device: Device, width: int) -> None:
-    kernels = Kernels(device, make_config(), max_context=64)
+    kernels = Kernels(device, dense_spec(), max_context=64)
     rng = np.random.default_rng(width)
     weight = rng.standard_normal(width).astype(np.float32)
     gains = device.upload(weight)
@@ -74,7 +75,7 @@ def test_norms(device: Device, width: int) -> None:
 
 @pytest.mark.parametrize("ffn", [8, 1000, 4864])
 def test_swiglu(device: Device, ffn: int) -> None:
-    kernels = Kernels(device, make_config(), max_context=64)
+    kernels = Kernels(device, dense_spec(), max_context=64)
     rng = np.random.default_rng(ffn)
     for count in ROWS:
         gate_up = (rng.standard_normal((count, 2 * ffn)) * 4).astype(np.float16)
@@ -99,9 +100,10 @@ def test_qkv_is_rotated_and_written(
     device: Device, style: RopeStyle, heads: int, kv_heads: int, head_dim: int, norm: bool
 ) -> None:
     context = 40_000
-    config = make_config(heads=heads, kv_heads=kv_heads, head_dim=head_dim, rope_style=style)
-    kernels = Kernels(device, config, max_context=context)
-    frequencies, magnitude = rope_frequencies(config)
+    spec = dense_spec(heads=heads, kv_heads=kv_heads, head_dim=head_dim, style=style, qk_norm=norm)
+    attention = spec.layers[0].attention
+    kernels = Kernels(device, spec, max_context=context)
+    frequencies, magnitude = attention.rope.frequencies(), attention.rope.magnitude
     magnitude *= 1.25
     kernels.set_rope(frequencies, magnitude)
     rng = np.random.default_rng(head_dim)

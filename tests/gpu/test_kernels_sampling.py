@@ -14,7 +14,8 @@ from nightmill.worker.runners.base import NOT_A_NUMBER
 from nightmill.worker.runners.gpu.device import Device
 from nightmill.worker.runners.gpu.kernels import Kernels
 from nightmill.worker.runners.sampling import SamplingRows, penalise, sample
-from tests.gpu.oracles import NEAR_TIE, make_config, noisy_scores
+from tests.gpu.oracles import NEAR_TIE, noisy_scores
+from tests.specs import dense_spec
 
 Change = Callable[[np.random.Generator, SamplingRows], None]
 
@@ -125,7 +126,7 @@ def check(
 
 
 def make_kernels(device: Device, vocab: int) -> Kernels:
-    return Kernels(device, make_config(vocab=vocab), max_context=64, max_sample_rows=2048)
+    return Kernels(device, dense_spec(vocab=vocab), max_context=64, max_sample_rows=2048)
 
 
 def random_logits(rng: np.random.Generator, count: int, vocab: int) -> np.ndarray:

@@ -9,8 +9,9 @@ import numpy.typing as npt
 import pytest
 from gguf import GGMLQuantizationType
 
-from nightmill.worker.model.config import ModelConfig
+from nightmill.worker.model.families import read_spec
 from nightmill.worker.model.gguf_file import GgufFile
+from nightmill.worker.model.spec import ModelSpec
 from tests.ggufs import byte_vocabulary, write_model
 from tests.gpu.comparing import compare_logits
 from tests.gpu.driving import BLOCK, Chunk, Cuda, Pages, logits_of
@@ -42,16 +43,18 @@ TOKENS = 256
 DECODED = 16
 
 
-def transformers_model(file: GgufFile, config: ModelConfig) -> Any:
+def transformers_model(file: GgufFile, spec: ModelSpec) -> Any:
     """The file's weights in transformers' classes, in FP32 on the CPU."""
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
-    name = {"qwen2": "Qwen2", "llama": "Llama", "qwen3": "Qwen3"}[config.architecture]
+    name = {"qwen2": "Qwen2", "llama": "Llama", "qwen3": "Qwen3"}[spec.family]
+    attention, ffn = spec.layers[0].attention, spec.layers[0].feed_forward.width
     settings = getattr(transformers, f"{name}Config")(
-        hidden_size=config.width, intermediate_size=config.ffn_width, num_hidden_layers=config.layers,
-        num_attention_heads=config.heads, num_key_value_heads=config.kv_heads, head_dim=config.head_dim,
-        vocab_size=config.vocab, max_position_embeddings=512, rms_norm_eps=config.norm_eps,
-        tie_word_embeddings=True, rope_parameters={"rope_type": "default", "rope_theta": config.rope_base},
+        hidden_size=spec.width, intermediate_size=ffn, num_hidden_layers=len(spec.layers),
+        num_attention_heads=attention.heads, num_key_value_heads=attention.kv_heads,
+        head_dim=attention.head_dim, vocab_size=spec.vocab, max_position_embeddings=512,
+        rms_norm_eps=spec.output_norm.eps, tie_word_embeddings=True,
+        rope_parameters={"rope_type": "default", "rope_theta": attention.rope.base},
     )  # fmt: skip
     with torch.device("meta"):
         model = getattr(transformers, f"{name}ForCausalLM")(settings)
@@ -65,8 +68,8 @@ def transformers_model(file: GgufFile, config: ModelConfig) -> Any:
             _, _, layer, *parts, kind = key.split(".")
             part = NAMES[".".join(parts)]
             array = file.array(f"blk.{layer}.{part}.{kind}")
-            if config.architecture == "llama" and part in ("attn_q", "attn_k"):
-                array = halves(array, config.heads if part == "attn_q" else config.kv_heads)
+            if spec.family == "llama" and part in ("attn_q", "attn_k"):
+                array = halves(array, attention.heads if part == "attn_q" else attention.kv_heads)
         state[key] = torch.from_numpy(np.array(array))
     model = getattr(transformers, f"{name}ForCausalLM")(settings).eval()
     model.load_state_dict(state)
@@ -91,14 +94,14 @@ def test_logits_agree_with_transformers(shape: str, tmp_path: Path) -> None:
         tmp_path / "model.gguf", architecture, kind=GGMLQuantizationType.F16, padding_rows=padding, **options
     )
     file = GgufFile.open(path)
-    config = ModelConfig.from_gguf(file)
-    texts = np.random.default_rng(3).integers(0, config.vocab, (2, TOKENS + DECODED)).tolist()
+    spec = read_spec(file)
+    texts = np.random.default_rng(3).integers(0, spec.vocab, (2, TOKENS + DECODED)).tolist()
     with torch.no_grad():
-        expected = transformers_model(file, config)(torch.tensor(texts)).logits.numpy()
+        expected = transformers_model(file, spec)(torch.tensor(texts)).logits.numpy()
 
     pages = Pages(2, 512 // BLOCK)
     cuda = Cuda(
-        file, config, slots=2, kv_blocks=2 * 512 // BLOCK, max_tokens=512, max_draws=512, context=512,
+        file, spec, slots=2, kv_blocks=2 * 512 // BLOCK, max_tokens=512, max_draws=512, context=512,
         tune=False,
     )  # fmt: skip
     with closing(cuda.runner):
@@ -114,7 +117,7 @@ def test_logits_agree_with_transformers(shape: str, tmp_path: Path) -> None:
         ("prefill", whole, expected[:, :TOKENS]),
         ("decode", np.stack(one_by_one, 1), expected[:, TOKENS:]),
     ):
-        ours, theirs = ours.reshape(-1, config.vocab), theirs.reshape(-1, config.vocab)
+        ours, theirs = ours.reshape(-1, spec.vocab), theirs.reshape(-1, spec.vocab)
         agreement = compare_logits(ours, theirs)
         print(f"{shape} {name}: {agreement}")  # noqa: T201
         agreement.check()

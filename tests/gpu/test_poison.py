@@ -17,7 +17,7 @@ from nightmill.jobs.contract import GenerationParams, StopReason
 from nightmill.worker.engine.engine import Engine
 from nightmill.worker.engine.request import Completion, Request
 from nightmill.worker.engine.scheduler import Scheduler
-from nightmill.worker.model.config import ModelConfig
+from nightmill.worker.model.families import read_spec
 from nightmill.worker.model.gguf_file import GgufFile
 from nightmill.worker.runners.base import FROM_SLOT, NOT_A_NUMBER, Admission
 from nightmill.worker.runners.gpu.runner import CudaRunner
@@ -52,12 +52,12 @@ def write(path: Path, sizes: dict[str, Any], tensors: dict[str, Any]) -> GgufFil
 
 def make_runner(file: GgufFile, **options: Any) -> CudaRunner:
     defaults = {"slots": SLOTS, "kv_blocks": SLOTS * CONTEXT // BLOCK, "max_tokens": 2048, "tune": False}
-    return CudaRunner(file, ModelConfig.from_gguf(file), context=CONTEXT, **(defaults | options))
+    return CudaRunner(file, read_spec(file), context=CONTEXT, **(defaults | options))
 
 
 def spoil_embedding(runner: CudaRunner) -> None:
     """On the device, since the loader refuses what is not a number."""
-    width = runner._model._config.width
+    width = runner._model._spec.width
     row = runner.device.pinned(width, np.float16)
     row[:] = np.nan
     runner.device.copy_in(runner._model._weights.embedding + 2 * width * POISON, row)
@@ -242,8 +242,8 @@ LENGTHS = [1, 2, 15, 16, 17, 31, 32, 33, 47, 63, 64, 65, 127, 128, 129, 191, 192
 def fill_cache(runner: CudaRunner, byte: int) -> None:
     """All keys and values of all pages, that of padding rows too."""
     cache = runner._model._cache
-    config = runner._model._config
-    size = 2 * cache.pages * config.kv_heads * BLOCK * config.head_dim
+    attention = runner._model._spec.layers[0].attention
+    size = 2 * cache.pages * BLOCK * attention.keys
     for address in (*cache.keys, *cache.values):
         runner.device.fill(address, byte, size)
     runner.device.synchronize()
@@ -258,7 +258,7 @@ def test_what_lies_past_a_context_counts_for_nothing(sizes: str, graphs: bool, t
     texts = np.random.default_rng(6).integers(0, VOCAB, (count, CONTEXT)).tolist()
     pages = Pages(count, CONTEXT // BLOCK)
     cuda = Cuda(
-        file, ModelConfig.from_gguf(file), slots=count + 5, kv_blocks=count * CONTEXT // BLOCK,
+        file, read_spec(file), slots=count + 5, kv_blocks=count * CONTEXT // BLOCK,
         max_tokens=4096, context=CONTEXT, tune=False, graphs=graphs,
     )  # fmt: skip  # more slots than sequences: replayed steps are padded
     everyone = list(zip(range(count), texts, LENGTHS, strict=True))

@@ -3,48 +3,49 @@
 import numpy as np
 import pytest
 
-from nightmill.worker.model.config import ModelConfig
+from nightmill.worker.model.spec import ModelSpec
 from nightmill.worker.runners.gpu.device import Device
 from nightmill.worker.runners.gpu.gemm import padded_rows
 from nightmill.worker.runners.gpu.hopper import QKV_TILES, HopperQkv, Tile, is_hopper
 from nightmill.worker.runners.gpu.qkv import Qkv
-from tests.gpu.oracles import PAGE, make_config
+from tests.gpu.oracles import PAGE
 from tests.gpu.test_few_rows import CONTEXT, MODELS, Bench, inputs_of
+from tests.specs import dense_spec
 
-SOME_MODELS = MODELS | {"no-bias": {"qkv_bias": False}}
+SOME_MODELS = MODELS | {"no-bias": {"bias": False}}
 WHOLE_HEADS = [
     (name, tile)
     for name, changes in SOME_MODELS.items()
     for tile in QKV_TILES
-    if tile.columns % make_config(**changes).head_dim == 0
+    if tile.columns % dense_spec(**changes).layers[0].attention.head_dim == 0
 ]
 
 
 @pytest.fixture(params=SOME_MODELS)
 def bench(device: Device, request: pytest.FixtureRequest) -> Bench:
-    config = make_config(**SOME_MODELS[request.param])
-    if not (is_hopper(device) and HopperQkv.suits(config)):
+    spec = dense_spec(**SOME_MODELS[request.param])
+    if not (is_hopper(device) and HopperQkv.suits(spec)):
         pytest.skip("these kernels run on Hopper only")
-    return Bench(device, config)
+    return Bench(device, spec)
 
 
 @pytest.mark.parametrize(("bench", "tile"), WHOLE_HEADS, indirect=["bench"], ids=str)
 @pytest.mark.parametrize("tokens", [1, 63, 65, 300, 1000])
 def test_every_tile_gives_the_bits_of_two_launches(bench: Bench, tile: Tile, tokens: int) -> None:
-    device, config = bench.device, bench.config
-    fused = HopperQkv(device, config, bench.kernels.rope_table, CONTEXT)
+    device, spec, attention = bench.device, bench.spec, bench.attention
+    fused = HopperQkv(device, spec, bench.kernels.rope_table, CONTEXT)
     assert tile in fused.tiles
     room = padded_rows(tokens)
-    x = np.full((room, config.width), np.nan, dtype=np.float16)
-    x[:tokens] = bench.rng.standard_normal((tokens, config.width))
+    x = np.full((room, spec.width), np.nan, dtype=np.float16)
+    x[:tokens] = bench.rng.standard_normal((tokens, spec.width))
     address = device.upload(x)
     positions = bench.rng.integers(0, CONTEXT, tokens, dtype=np.int32)
     pages = -(-tokens // PAGE) + 2
     rows = bench.rng.permutation(pages * PAGE)[:tokens].astype(np.int32)
     rows[::7] = -1  # not written
     inputs = inputs_of(device, positions=positions, cache_rows=rows)
-    shape = (pages, config.kv_heads, PAGE, config.head_dim)
-    plain = Qkv(device, config, bench.kernels, bench.gemm, max_context=CONTEXT)
+    shape = (pages, attention.kv_heads, PAGE, attention.head_dim)
+    plain = Qkv(device, spec, bench.kernels, bench.gemm, max_context=CONTEXT)
     results = []
     for own in (True, False):
         qkv = bench.poison(room + 1, bench.qkv_width)
@@ -64,21 +65,21 @@ def test_every_tile_gives_the_bits_of_two_launches(bench: Bench, tile: Tile, tok
         for array in (qkv, keys, values):
             device.free(array)
     assert np.isfinite(results[0][0]).all()
-    written = np.count_nonzero(rows >= 0) * config.kv_heads * config.head_dim
+    written = np.count_nonzero(rows >= 0) * attention.keys
     assert np.isfinite(results[0][1]).sum() == np.isfinite(results[0][2]).sum() == written
     for own_array, plain_array in zip(*results, strict=True):
         np.testing.assert_array_equal(own_array, plain_array)
 
 
 def test_the_tuned_choice_serves_all_numbers_of_tokens(bench: Bench) -> None:
-    device, config = bench.device, bench.config
+    device, spec, attention = bench.device, bench.spec, bench.attention
     tokens, room = 3000, padded_rows(3000)
-    x = device.upload(bench.rng.standard_normal((room, config.width)).astype(np.float16))
+    x = device.upload(bench.rng.standard_normal((room, spec.width)).astype(np.float16))
     pages = -(-tokens // PAGE)
     positions, rows = (np.arange(tokens, dtype=np.int32) for _ in range(2))
     inputs = inputs_of(device, positions=positions, cache_rows=rows)
-    shape = (pages, config.kv_heads, PAGE, config.head_dim)
-    untuned, tuned = (Qkv(device, config, bench.kernels, bench.gemm, max_context=CONTEXT) for _ in range(2))
+    shape = (pages, attention.kv_heads, PAGE, attention.head_dim)
+    untuned, tuned = (Qkv(device, spec, bench.kernels, bench.gemm, max_context=CONTEXT) for _ in range(2))
     scratch = bench.poison(room, bench.qkv_width), bench.poison(*shape), bench.poison(*shape)
     numbers = device.allocate(4 * room)
     for rows_tried in (room, 1536, 256, 1):
@@ -102,5 +103,5 @@ def test_the_tuned_choice_serves_all_numbers_of_tokens(bench: Bench) -> None:
 
 
 def test_models_with_other_sizes_take_two_launches(device: Device) -> None:
-    odd: list[ModelConfig] = [make_config(qk_norm=True), make_config(head_dim=96, heads=10)]
-    assert not any(HopperQkv.suits(config) for config in odd)
+    odd: list[ModelSpec] = [dense_spec(qk_norm=True), dense_spec(head_dim=96, heads=10)]
+    assert not any(HopperQkv.suits(spec) for spec in odd)

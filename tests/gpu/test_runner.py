@@ -14,8 +14,9 @@ from nightmill.jobs.errors import RunnerError
 from nightmill.worker.engine.request import Request
 from nightmill.worker.link.loading import demo_model
 from nightmill.worker.model.chat import ChatTemplate
-from nightmill.worker.model.config import ModelConfig
+from nightmill.worker.model.families import read_spec
 from nightmill.worker.model.gguf_file import GgufFile
+from nightmill.worker.model.spec import ModelSpec
 from nightmill.worker.model.tokenizer import Tokenizer
 from nightmill.worker.runners.gpu.device import DeviceMemoryError
 from nightmill.worker.runners.gpu.graphs import Graph
@@ -37,12 +38,12 @@ def file() -> GgufFile:
 
 
 @pytest.fixture(scope="module")
-def config(file: GgufFile) -> ModelConfig:
-    return ModelConfig.from_gguf(file)
+def spec(file: GgufFile) -> ModelSpec:
+    return read_spec(file)
 
 
 @pytest.fixture
-def make(file: GgufFile, config: ModelConfig) -> Iterator[Make]:
+def make(file: GgufFile, spec: ModelSpec) -> Iterator[Make]:
     """Makes runners that are closed at the end; one at a time."""
     made: list[CudaRunner] = []
 
@@ -50,7 +51,7 @@ def make(file: GgufFile, config: ModelConfig) -> Iterator[Make]:
         for runner in made:
             runner.close()
         defaults = {"slots": 8, "kv_blocks": 8 * 32, "max_tokens": 2048, "tune": False, "context": CONTEXT}
-        made.append(CudaRunner(file, config, **(defaults | options)))  # type: ignore[arg-type]
+        made.append(CudaRunner(file, spec, **(defaults | options)))  # type: ignore[arg-type]
         return made[-1]
 
     yield build
@@ -69,19 +70,19 @@ def prompts(file: GgufFile) -> list[tuple[int, ...]]:
     ]
 
 
-def random_tokens(config: ModelConfig, count: int, seed: int) -> list[int]:
-    return np.random.default_rng(seed).integers(0, config.vocab, count).tolist()
+def random_tokens(spec: ModelSpec, count: int, seed: int) -> list[int]:
+    return np.random.default_rng(seed).integers(0, spec.vocab, count).tolist()
 
 
 def requests(prompts: Sequence[tuple[int, ...]], params: GenerationParams) -> list[Request]:
     return [Request(str(index), 1, prompt, params, seed=1000 + index) for index, prompt in enumerate(prompts)]
 
 
-def test_logits_agree_with_the_reference_in_every_kind_of_step(file: GgufFile, config: ModelConfig) -> None:
+def test_logits_agree_with_the_reference_in_every_kind_of_step(file: GgufFile, spec: ModelSpec) -> None:
     """A long prompt, a short one, one of a single token; then mixed steps; then steps of drawn tokens."""
     pages = Pages(4, CONTEXT // BLOCK)
     options = {"kv_blocks": 4 * CONTEXT // BLOCK, "slots": 4}
-    texts = [random_tokens(config, 400, seed) for seed in range(4)]
+    texts = [random_tokens(spec, 400, seed) for seed in range(4)]
 
     def drawn(slot: int, place: int) -> Chunk:
         return Chunk(slot, texts[slot], place, 1, drawn=True)
@@ -94,8 +95,8 @@ def test_logits_agree_with_the_reference_in_every_kind_of_step(file: GgufFile, c
         *((False, [drawn(0, 266 + i), drawn(2, 18 + i)]) for i in range(20)),
         *((False, [drawn(s, p + i) for s, p in ((0, 286), (1, 102), (2, 38))]) for i in range(20)),
     ]
-    cuda = Cuda(file, config, tune=False, max_tokens=512, max_draws=512, context=CONTEXT, **options)
-    reference = Reference(file, config, **options)
+    cuda = Cuda(file, spec, tune=False, max_tokens=512, max_draws=512, context=CONTEXT, **options)
+    reference = Reference(file, spec, **options)
     with closing(cuda.runner):
         ours, theirs = [], []
         for admit, chunks in steps:
@@ -111,13 +112,13 @@ def test_logits_agree_with_the_reference_in_every_kind_of_step(file: GgufFile, c
 
 
 def test_greedy_text_is_the_references(
-    file: GgufFile, config: ModelConfig, make: Make, prompts: list[tuple[int, ...]]
+    file: GgufFile, spec: ModelSpec, make: Make, prompts: list[tuple[int, ...]]
 ) -> None:
     """200 prompts; where texts part, the best two tokens were a near-tie, which is shown."""
     asked = requests(prompts, GenerationParams(temperature=0.0, max_tokens=48))
     eos = Tokenizer.from_gguf(file).eos_ids
     ours = generate(make(slots=64, kv_blocks=64 * 8), asked, context=CONTEXT, token_budget=1024, eos_ids=eos)
-    reference = Reference(file, config, kv_blocks=32 * 8, slots=32)
+    reference = Reference(file, spec, kv_blocks=32 * 8, slots=32)
     theirs = generate(reference.runner, asked, context=CONTEXT, token_budget=512, eos_ids=eos)
     assert len(ours) == len(theirs) == PROMPTS
     parted = [request for request in asked if ours[request.job_id] != theirs[request.job_id]]
@@ -134,11 +135,11 @@ def test_greedy_text_is_the_references(
     assert len(parted) <= PROMPTS // 25
 
 
-def test_a_prompt_in_one_piece_in_chunks_and_token_by_token(file: GgufFile, config: ModelConfig) -> None:
-    text = random_tokens(config, 300, 7)
+def test_a_prompt_in_one_piece_in_chunks_and_token_by_token(file: GgufFile, spec: ModelSpec) -> None:
+    text = random_tokens(spec, 300, 7)
     pages = Pages(4, CONTEXT // BLOCK)
     cuda = Cuda(
-        file, config, slots=4, kv_blocks=4 * 32, tune=False, max_tokens=512, max_draws=512, context=CONTEXT
+        file, spec, slots=4, kv_blocks=4 * 32, tune=False, max_tokens=512, max_draws=512, context=CONTEXT
     )
     with closing(cuda.runner):
         whole = logits_of(cuda, pages, [Chunk(0, text, 0, 300, 300)], admit=True)
@@ -154,12 +155,12 @@ def test_a_prompt_in_one_piece_in_chunks_and_token_by_token(file: GgufFile, conf
     compare_logits(np.concatenate(drawn), whole).check()
 
 
-def test_rows_that_draw_alone_and_beside_others(file: GgufFile, config: ModelConfig) -> None:
+def test_rows_that_draw_alone_and_beside_others(file: GgufFile, spec: ModelSpec) -> None:
     """Only they pass the whole last layer: the same logits where all draw, where some do, after none did."""
-    texts = [random_tokens(config, 80, seed) for seed in (8, 9, 10)]
+    texts = [random_tokens(spec, 80, seed) for seed in (8, 9, 10)]
     pages = Pages(6, CONTEXT // BLOCK)
     cuda = Cuda(
-        file, config, slots=6, kv_blocks=6 * 32, tune=False, max_tokens=512, max_draws=512, context=CONTEXT
+        file, spec, slots=6, kv_blocks=6 * 32, tune=False, max_tokens=512, max_draws=512, context=CONTEXT
     )
     steps = [  # length of each sequence's chunk, and how many of its rows draw
         ((40, 5, 1), (0, 0, 0)),
@@ -266,9 +267,9 @@ def test_a_model_that_cannot_fit_is_refused_with_numbers(make: Make) -> None:
         make(gpu_memory=0.0001, kv_blocks=None)
 
 
-def test_more_launches_than_depth_are_refused(make: Make, config: ModelConfig) -> None:
+def test_more_launches_than_depth_are_refused(make: Make, spec: ModelSpec) -> None:
     runner = make(depth=1)
-    batch = Pages(1, 4).batch([Chunk(0, random_tokens(config, 5, 0), 0, 5)], admit=True)
+    batch = Pages(1, 4).batch([Chunk(0, random_tokens(spec, 5, 0), 0, 5)], admit=True)
     runner.launch(batch)
     with pytest.raises(RunnerError, match="collect one first"):
         runner.launch(replace(batch, admissions=()))
@@ -283,8 +284,8 @@ def test_closing_gives_all_memory_back(make: Make) -> None:
     assert abs(second.memory.free - free) < 64 << 20
 
 
-def test_tokens_that_the_host_does_not_know_come_from_the_slot(make: Make, config: ModelConfig) -> None:
-    text = random_tokens(config, 20, 3)
+def test_tokens_that_the_host_does_not_know_come_from_the_slot(make: Make, spec: ModelSpec) -> None:
+    text = random_tokens(spec, 20, 3)
     runner = make(depth=2)
     pages = Pages(2, 4)
 

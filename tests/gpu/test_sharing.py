@@ -8,7 +8,7 @@ from nightmill.jobs.contract import GenerationParams
 from nightmill.worker.engine.engine import Engine, EngineStats
 from nightmill.worker.engine.request import Request
 from nightmill.worker.link.loading import demo_model
-from nightmill.worker.model.config import ModelConfig
+from nightmill.worker.model.families import read_spec
 from nightmill.worker.model.gguf_file import GgufFile
 from nightmill.worker.model.tokenizer import Tokenizer
 from nightmill.worker.runners.gpu.runner import CudaRunner
@@ -25,7 +25,7 @@ def generate(
 ) -> tuple[dict[str, tuple[int, ...]], EngineStats]:
     file = GgufFile.open(demo_model())
     runner = CudaRunner(
-        file, ModelConfig.from_gguf(file), slots=32, kv_blocks=pages, max_tokens=1024, context=CONTEXT,
+        file, read_spec(file), slots=32, kv_blocks=pages, max_tokens=1024, context=CONTEXT,
         tune=False, depth=depth,
     )  # fmt: skip
     with closing(runner):

@@ -10,7 +10,7 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 
 from nightmill.jobs.errors import ModelFileError
-from nightmill.worker.model.config import ModelConfig
+from nightmill.worker.model.families import read_spec
 from nightmill.worker.model.gguf_file import GgufFile
 from nightmill.worker.runners.gpu.device import Device
 from nightmill.worker.runners.gpu.weights import SUPPORTED, Dequantizer, load_weights, weight_bytes
@@ -70,8 +70,8 @@ def test_a_file_arrives_whole_and_stacked(
     device: Device, tmp_path: Path, architecture: str, kind: GGMLQuantizationType
 ) -> None:
     file = GgufFile.open(write_model(tmp_path / "model.gguf", architecture, kind=kind, tied=False))
-    config = ModelConfig.from_gguf(file)
-    weights = load_weights(device, file, config)
+    spec = read_spec(file)
+    weights = load_weights(device, file, spec)
 
     def check(address: int, *names: str) -> None:
         parts = [file.array(name) for name in names]
@@ -90,20 +90,21 @@ def test_a_file_arrives_whole_and_stacked(
         check(layer.ffn_norm, block + "ffn_norm.weight")
         check(layer.gate_up, block + "ffn_gate.weight", block + "ffn_up.weight")
         check(layer.ffn_down, block + "ffn_down.weight")
-        if config.qkv_bias:
+        attention = spec.layers[index].attention
+        if attention.bias:
             check(layer.qkv_bias, *(f"{block}attn_{part}.bias" for part in "qkv"))
-        if config.qk_norm:
+        if attention.qk_norm is not None:
             check(layer.q_norm, block + "attn_q_norm.weight")
             check(layer.k_norm, block + "attn_k_norm.weight")
-        assert bool(layer.qkv_bias) == config.qkv_bias
-        assert bool(layer.q_norm) == config.qk_norm
+        assert bool(layer.qkv_bias) == attention.bias
+        assert bool(layer.q_norm) == (attention.qk_norm is not None)
 
 
 def test_the_plan_covers_the_weights_and_wastes_little(tmp_path: Path) -> None:
     file = GgufFile.open(write_model(tmp_path / "model.gguf"))
-    config = ModelConfig.from_gguf(file)
+    spec = read_spec(file)
     least = sum(math.prod(i.shape) * (2 if len(i.shape) == 2 else 4) for i in file.tensors.values())
-    assert least <= weight_bytes(config) <= least + 256 * len(file.tensors)
+    assert least <= weight_bytes(spec) <= least + 256 * len(file.tensors)
 
 
 def test_a_weight_beyond_half_is_refused(device: Device, tmp_path: Path) -> None:
@@ -111,4 +112,4 @@ def test_a_weight_beyond_half_is_refused(device: Device, tmp_path: Path) -> None
     path = write_model(tmp_path / "model.gguf", tensors={"blk.0.attn_output.weight": huge})
     file = GgufFile.open(path)
     with pytest.raises(ModelFileError, match="beyond 65504"):
-        load_weights(device, file, ModelConfig.from_gguf(file))
+        load_weights(device, file, read_spec(file))

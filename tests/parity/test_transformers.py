@@ -14,7 +14,7 @@ import pytest
 from nightmill.jobs.contract import GenerationParams
 from nightmill.worker.engine.engine import Engine
 from nightmill.worker.engine.request import Request
-from nightmill.worker.model.config import ModelConfig
+from nightmill.worker.model.families import read_spec
 from nightmill.worker.model.gguf_file import GgufFile
 from nightmill.worker.runners.reference import ReferenceRunner
 from tests.ggufs import byte_vocabulary, write_model
@@ -188,7 +188,7 @@ def test_every_layer_and_the_logits_agree(case: tuple[str, Any, GgufFile], budge
     """A prompt of 150 tokens (in one chunk, or in chunks of 24) and 20 greedy tokens after it."""
     torch = pytest.importorskip("torch")
     name, model, file = case
-    config = ModelConfig.from_gguf(file)
+    config = read_spec(file)
     recorder = Recorder()
     runner = ReferenceRunner(file, config, kv_blocks=32, slots=2, trace=recorder)
     engine = Engine(
@@ -220,7 +220,7 @@ def test_every_layer_and_the_logits_agree(case: tuple[str, Any, GgufFile], budge
         logits = model(torch.tensor([prompt + answer[:-1]])).logits[0].numpy()
     captured["logits"] = logits[len(prompt) - 1 :]
 
-    for stage in ["embedding", *(f"layer.{index}" for index in range(config.layers)), "norm", "logits"]:
+    for stage in ["embedding", *(f"layer.{index}" for index in range(len(config.layers))), "norm", "logits"]:
         by_row, by_element = errors(recorder.joined(stage), captured[stage])
         print(f"{name:20} chunk {budget:3} {stage:10} row {by_row:.1e} element {by_element:.1e}")  # noqa: T201
         assert by_row < LIMIT

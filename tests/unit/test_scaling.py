@@ -7,16 +7,11 @@ import pytest
 
 from benchmarks import plot, scaling
 from benchmarks.scaling import Point
-from nightmill.worker.model.config import ModelConfig, RopeScaling, RopeStyle
 from nightmill.worker.runners.base import SampledTokens
+from tests.specs import dense_spec
 from tests.unit.engine.scripted import Clock, ScriptedRunner
 
-QWEN = ModelConfig(
-    architecture="qwen2", name="Qwen2.5-0.5B", layers=24, width=896, heads=14, kv_heads=2, head_dim=64,
-    ffn_width=4864, vocab=151_936, rope_base=1e6, rope_dim=64, rope_scaling=RopeScaling(),
-    rope_style=RopeStyle.HALVES, norm_eps=1e-6, context_length=32_768, tied_head=True, qkv_bias=True,
-    qk_norm=False,
-)  # fmt: skip
+QWEN = dense_spec(name="Qwen2.5-0.5B", layers=24, vocab=151_936)
 
 
 class TimedRunner(ScriptedRunner):

@@ -163,10 +163,10 @@ def _make(
                 file,
                 model.encode,
                 Limits(
-                    vocab=model.config.vocab,
-                    context=context_length(settings, model.config),
+                    vocab=model.spec.vocab,
+                    context=context_length(settings, model.spec),
                     block_size=BLOCK_SIZE,
-                    model_context=model.config.context_length,
+                    model_context=model.spec.context_length,
                     pages=None if engine is None else engine.stats.pages,
                 ),
                 model=model.name,

@@ -173,13 +173,14 @@ def _look_at_model(settings: Settings) -> str:
     from nightmill.worker.link.loading import load_model
 
     model = load_model(settings)
-    config = model.config
+    spec, layer = model.spec, model.spec.layers[0]
+    attention = layer.attention
     model.close()
     chat = f"plain prompts only ({model.chat})" if isinstance(model.chat, str) else "with a chat template"
     return (
-        f"{model.name}: {config.architecture}, {config.layers} layers of width {config.width}, FFN "
-        f"{config.ffn_width}, {config.heads} heads on {config.kv_heads} KV heads of {config.head_dim}, "
-        f"vocabulary {config.vocab:,}, context {config.context_length:,}, {chat}"
+        f"{model.name}: {spec.family}, {len(spec.layers)} layers of width {spec.width}, FFN "
+        f"{layer.feed_forward.width}, {attention.heads} heads on {attention.kv_heads} KV heads of "
+        f"{attention.head_dim}, vocabulary {spec.vocab:,}, context {spec.context_length:,}, {chat}"
     )
 
 

@@ -17,8 +17,9 @@ from nightmill.jobs.settings import Settings
 from nightmill.worker.engine.engine import Engine, EngineStats
 from nightmill.worker.engine.probing import probe
 from nightmill.worker.model.chat import ChatTemplate, Limits
-from nightmill.worker.model.config import ModelConfig
+from nightmill.worker.model.families import read_spec
 from nightmill.worker.model.gguf_file import GgufFile
+from nightmill.worker.model.spec import ModelSpec
 from nightmill.worker.model.tokenizer import TextStream, Tokenizer
 from nightmill.worker.model.vocabulary import Vocabulary
 from nightmill.worker.runners.base import Runner
@@ -48,7 +49,7 @@ class OpenModel:
     """A model file, opened and checked: what an engine needs."""
 
     file: GgufFile
-    config: ModelConfig
+    spec: ModelSpec
     vocabulary: Vocabulary
 
 
@@ -139,7 +140,7 @@ def open_model(settings: Settings, *, report: Callable[[str], None] | None = Non
     """
     file = ReportingFile.open(_model_path(settings))
     file.report = report
-    return OpenModel(file, ModelConfig.from_gguf(file), Vocabulary.from_gguf(file))
+    return OpenModel(file, read_spec(file), Vocabulary.from_gguf(file))
 
 
 def load_model(settings: Settings) -> LoadedModel:
@@ -147,9 +148,9 @@ def load_model(settings: Settings) -> LoadedModel:
     path = _model_path(settings)
     file = GgufFile.open(path)
     tokenizer = Tokenizer.from_gguf(file)
-    config = ModelConfig.from_gguf(file)
+    spec = read_spec(file)
     # No text of more bytes fits the context.
-    fitting = config.context_length * max(len(token.encode()) for token in tokenizer.vocabulary.tokens)
+    fitting = spec.context_length * max(len(token.encode()) for token in tokenizer.vocabulary.tokens)
     limits = Limits(answer_bytes=min(fitting, Limits.answer_bytes))
     try:
         chat: ChatTemplate | str = ChatTemplate.from_gguf(file, tokenizer, limits)
@@ -158,7 +159,7 @@ def load_model(settings: Settings) -> LoadedModel:
     return LoadedModel(
         name=served_name(settings),
         file=file,
-        config=config,
+        spec=spec,
         vocabulary=tokenizer.vocabulary,
         tokenizer=tokenizer,
         chat=chat,
@@ -217,14 +218,14 @@ def hang_seconds(settings: Settings) -> float:
     return settings.hang_seconds or default
 
 
-def context_length(settings: Settings, config: ModelConfig) -> int:
+def context_length(settings: Settings, spec: ModelSpec) -> int:
     """Tokens that a sequence may have; raises SettingsError where the model cannot have so many."""
     if settings.context is None:
         usual = REFERENCE_CONTEXT if gpu_index(settings) is None else GPU_CONTEXT
-        return min(config.context_length, usual)
-    if settings.context > config.context_length:
+        return min(spec.context_length, usual)
+    if settings.context > spec.context_length:
         raise SettingsError(
-            f"--context {settings.context} is more than the {config.context_length} tokens that the model "
+            f"--context {settings.context} is more than the {spec.context_length} tokens that the model "
             "was made for"
         )
     return settings.context
@@ -236,7 +237,7 @@ def build_engine(settings: Settings, model: OpenModel) -> Engine:
     Raises RunnerError where the GPU cannot be used, ModelFileError for weights that do not suit it.
     """
     sequences = max_sequences(settings)
-    context = context_length(settings, model.config)
+    context = context_length(settings, model.spec)
     gpu = gpu_index(settings)
     runner: Runner
     if gpu is None:
@@ -247,7 +248,7 @@ def build_engine(settings: Settings, model: OpenModel) -> Engine:
 
         token_budget = max(GPU_TOKEN_BUDGET, sequences)
         runner = CudaRunner(
-            model.file, model.config, slots=sequences, depth=GPU_DEPTH,
+            model.file, model.spec, slots=sequences, depth=GPU_DEPTH,
             gpu_memory=settings.gpu_memory, context=context, max_tokens=token_budget, gpu=gpu,
         )  # fmt: skip
     vocabulary = model.vocabulary
@@ -258,14 +259,14 @@ def build_engine(settings: Settings, model: OpenModel) -> Engine:
             text_stream=lambda: TextStream(vocabulary, strip_space=False),  # an answer continues its prompt
             eos_ids=vocabulary.eos_ids,
             context_length=context,
-            model_context=model.config.context_length,
+            model_context=model.spec.context_length,
             max_sequences=sequences,
             token_budget=token_budget,
             prefix_sharing=settings.prefix_sharing,
         )
 
     try:
-        probe(engine(), model.config.vocab)  # by an engine of its own, which counts for itself
+        probe(engine(), model.spec.vocab)  # by an engine of its own, which counts for itself
     except BaseException:  # Ctrl-C too must not leave memory of the GPU behind
         runner.close()
         raise
@@ -278,9 +279,9 @@ def _reference_runner(model: OpenModel, *, sequences: int, context: int) -> Refe
     threadpool_limits(limits=1, user_api="blas")
     return ReferenceRunner(
         model.file,
-        model.config,
+        model.spec,
         kv_blocks=choose_kv_blocks(
-            model.config, max_sequences=sequences, context=context, block_size=BLOCK_SIZE
+            model.spec, max_sequences=sequences, context=context, block_size=BLOCK_SIZE
         ),
         block_size=BLOCK_SIZE,
         slots=sequences,
@@ -289,12 +290,12 @@ def _reference_runner(model: OpenModel, *, sequences: int, context: int) -> Refe
 
 def describe(settings: Settings, model: LoadedModel, stats: EngineStats) -> str:
     """One line for the log: what serves what, and how much of it."""
-    config = model.config
+    spec = model.spec
     pages = stats.pages
     gpu = gpu_index(settings)
     runner = "reference runner (NumPy)" if gpu is None else f"CUDA runner on GPU {gpu}"
     return (
-        f"{model.name}: {config.architecture}, {config.layers} layers of width {config.width}, vocabulary "
-        f"{config.vocab:,}; {runner}, up to {max_sequences(settings)} sequences of "
-        f"{context_length(settings, config):,} tokens, KV cache of {pages * BLOCK_SIZE:,} tokens"
+        f"{model.name}: {spec.family}, {len(spec.layers)} layers of width {spec.width}, vocabulary "
+        f"{spec.vocab:,}; {runner}, up to {max_sequences(settings)} sequences of "
+        f"{context_length(settings, spec):,} tokens, KV cache of {pages * BLOCK_SIZE:,} tokens"
     )

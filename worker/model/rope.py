@@ -1,7 +1,7 @@
-"""Rotary position frequencies, in one place, so that every runner rotates by the same angles.
+"""Rotary positions, in one place, so that every runner rotates by the same angles.
 
 Token at position p: pair i of a head is rotated by the angle p * frequency[i], and cosine and sine are
-multiplied by one magnitude. Which two elements form pair i is the model's `rope_style`.
+multiplied by one magnitude (Su et al. 2021, arXiv:2104.09864).
 """
 
 import math
@@ -12,6 +12,8 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
+__all__ = ["Rope", "RopeScaling", "RopeStyle"]
+
 FloatArray = npt.NDArray[np.float64]
 
 
@@ -19,7 +21,7 @@ class RopeStyle(StrEnum):
     """Which elements of a head are rotated together."""
 
     HALVES = "halves"
-    """Element i with i + rope_dim/2 (GPT-NeoX order: qwen2, qwen3)."""
+    """Element i with i + dim/2 (GPT-NeoX order: qwen2, qwen3)."""
     PAIRS = "pairs"
     """Element 2i with 2i + 1 (llama: the GGUF converter permutes the weights to this order)."""
 
@@ -51,32 +53,46 @@ class RopeScaling:
         return self.attention_factor
 
 
-def frequencies(
-    base: float, dimensions: int, scaling: RopeScaling, divisors: npt.ArrayLike | None = None
-) -> FloatArray:
-    """Radians per position of each rotated pair, shape (dimensions / 2,).
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rope:
+    """How heads are rotated: which elements, and how fast.
 
-    Unscaled: base ** (-2i / dimensions) (Su et al. 2021, arXiv:2104.09864). `divisors`: the file's
-    `rope_freqs.weight`, shape (dimensions / 2,), one divisor a frequency: how llama.cpp's converter writes
-    Llama 3's scaling. YaRN blends as ggml's `rope_yarn` does: fast pairs keep their frequency, slow ones
-    are divided by the factor, and between the two lies a linear ramp over the pair's index.
+    divisors  one a frequency, how llama.cpp's converter writes Llama 3's scaling; none: ()
     """
-    pairs = np.arange(dimensions // 2, dtype=np.float64)
-    plain = base ** (-2.0 * pairs / dimensions)
-    if divisors is not None:
-        plain = plain / np.asarray(divisors, dtype=np.float64)
-    if scaling.kind == "none":
-        return plain
-    stretched = plain / scaling.factor
-    if scaling.kind == "linear":
-        return stretched
 
-    def pair_turning(rotations: float) -> float:
-        # The (fractional) pair that turns this many times over the original context.
-        turns = scaling.original_context / (rotations * 2.0 * math.pi)
-        return dimensions * math.log(turns) / (2.0 * math.log(base))
+    style: RopeStyle
+    dim: int  # elements of a head that are rotated
+    base: float
+    scaling: RopeScaling = RopeScaling()
+    divisors: tuple[float, ...] = ()
 
-    low = max(0.0, math.floor(pair_turning(scaling.beta_fast)))
-    high = min(dimensions - 1.0, math.ceil(pair_turning(scaling.beta_slow)))
-    ramp = np.clip((pairs - low) / max(0.001, high - low), 0.0, 1.0)
-    return stretched * ramp + plain * (1.0 - ramp)
+    @property
+    def magnitude(self) -> float:
+        """What cosine and sine are multiplied by."""
+        return self.scaling.magnitude
+
+    def frequencies(self) -> FloatArray:
+        """Radians per position of each rotated pair, shape (dim / 2,).
+
+        Unscaled: base ** (-2i / dim). YaRN blends as ggml's `rope_yarn` does: fast pairs keep their
+        frequency, slow ones are divided by the factor, and between the two lies a linear ramp over the
+        pair's index.
+        """
+        pairs, scaling = np.arange(self.dim // 2, dtype=np.float64), self.scaling
+        plain = self.base ** (-2.0 * pairs / self.dim)
+        if self.divisors:
+            plain = plain / np.array(self.divisors)
+        if scaling.kind == "none":
+            return plain
+        stretched = plain / scaling.factor
+        if scaling.kind == "linear":
+            return stretched
+        low = max(0.0, math.floor(self._pair_turning(scaling.beta_fast)))
+        high = min(self.dim - 1.0, math.ceil(self._pair_turning(scaling.beta_slow)))
+        ramp = np.clip((pairs - low) / max(0.001, high - low), 0.0, 1.0)
+        return stretched * ramp + plain * (1.0 - ramp)
+
+    def _pair_turning(self, rotations: float) -> float:
+        """The (fractional) pair that turns this many times over the original context."""
+        turns = self.scaling.original_context / (rotations * 2.0 * math.pi)
+        return self.dim * math.log(turns) / (2.0 * math.log(self.base))

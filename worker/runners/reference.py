@@ -6,7 +6,7 @@ draw. A job's tokens do not depend on what else is in the batch (see `reference_
 """
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,50 +15,31 @@ import numpy.typing as npt
 from threadpoolctl import threadpool_info
 
 from nightmill.jobs.errors import RunnerError
-from nightmill.worker.model.config import ModelConfig, RopeStyle, rope_frequencies
 from nightmill.worker.model.gguf_file import GgufFile
+from nightmill.worker.model.rope import Rope, RopeStyle
+from nightmill.worker.model.spec import ModelSpec, Role, Weight
 from nightmill.worker.runners import reference_ops as ops
 from nightmill.worker.runners.base import FROM_SLOT, NOT_A_NUMBER, Admission, SampledTokens, StepBatch
 from nightmill.worker.runners.sampling import SamplingRows, sample
 
 FloatArray = npt.NDArray[np.float32]
+Weights = dict[Role, FloatArray]
 Trace = Callable[[str, npt.NDArray[Any]], None]
 DEFAULT_CACHE_BYTES = 512 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class _Layer:
-    """One block's weights; matrices are (inputs, outputs): tokens are rows, and multiply from the left."""
-
-    attn_norm: FloatArray
-    qkv: FloatArray
-    qkv_bias: FloatArray | None
-    q_norm: FloatArray | None
-    k_norm: FloatArray | None
-    attn_output: FloatArray
-    ffn_norm: FloatArray
-    gate_up: FloatArray
-    ffn_down: FloatArray
-
-    @property
-    def matrices(self) -> tuple[FloatArray, ...]:
-        """The weights that tokens are multiplied with."""
-        return (self.qkv, self.attn_output, self.gate_up, self.ffn_down)
 
 
 @dataclass(frozen=True, slots=True)
 class _Places:
     """Where a step's tokens read and write the cache; the same for all layers."""
 
-    cosine: ops.FloatArray
-    sine: ops.FloatArray
+    rotations: dict[Rope, tuple[ops.FloatArray, ops.FloatArray]]  # cosine and sine
     single: npt.NDArray[np.intp]  # indices of the tokens that were drawn
     single_rows: npt.NDArray[np.intp]  # (their number, L) cache rows
     chunks: list[tuple[slice, npt.NDArray[np.intp]]]  # longer chunks: their tokens, cache rows (1, L)
 
 
 def choose_kv_blocks(
-    config: ModelConfig,
+    spec: ModelSpec,
     *,
     max_sequences: int,
     context: int,
@@ -69,7 +50,7 @@ def choose_kv_blocks(
 
     Raises RunnerError where not even one page fits.
     """
-    page_bytes = 2 * config.layers * block_size * config.kv_heads * config.head_dim * 4
+    page_bytes = 2 * block_size * sum(layer.attention.keys for layer in spec.layers) * 4
     if memory < page_bytes:
         raise RunnerError(
             f"the KV cache was given {memory} bytes, but one page of this model takes {page_bytes}"
@@ -80,7 +61,7 @@ def choose_kv_blocks(
 class ReferenceRunner:
     """Runs steps on the CPU; `launch` computes, `collect` hands out the result.
 
-    file, config     the model; weights are kept as float32
+    file, spec       the model; weights are kept as float32
     kv_blocks        pages of `block_size` tokens; the memory is only touched as pages are used
     slots            sequences at once
     depth            launches that may be queued before one is collected
@@ -89,31 +70,38 @@ class ReferenceRunner:
     """
 
     def __init__(
-        self, file: GgufFile, config: ModelConfig, *, kv_blocks: int, block_size: int = 16, slots: int,
+        self, file: GgufFile, spec: ModelSpec, *, kv_blocks: int, block_size: int = 16, slots: int,
         depth: int = 1, trace: Trace | None = None,
     ) -> None:  # fmt: skip
         self.kv_blocks = kv_blocks
         self.block_size = block_size
         self.slots = slots
         self.depth = depth
-        self.vocab = config.vocab
+        self.vocab = spec.vocab
         self.arithmetic = _arithmetic()
-        self._config = config
+        self._spec = spec
         self._trace = trace
         self._embedding = file.array("token_embd.weight")
-        self._layers = [_load_layer(file, index) for index in range(config.layers)]
+        self._layers = [_load(file, spec.layer_weights(index)) for index in range(len(spec.layers))]
         self._output_norm = file.array("output_norm.weight")
-        head = self._embedding if config.tied_head else file.array("output.weight")
+        head = self._embedding if spec.tied_head else file.array("output.weight")
         self._head = head.T
-        shapes = {matrix.shape: matrix for layer in self._layers[:1] for matrix in layer.matrices}
+        matrices = (weight for layer in self._layers for weight in layer.values() if weight.ndim == 2)
+        shapes = {matrix.shape: matrix for matrix in matrices}
         self._tiled = not all(map(ops.rows_are_independent, (*shapes.values(), self._head)))
-        divisors = file.array("rope_freqs.weight") if "rope_freqs.weight" in file.tensors else None
-        self._frequencies, self._magnitude = rope_frequencies(config, divisors)
+        ropes = {layer.attention.rope for layer in spec.layers}
+        self._frequencies = {rope: rope.frequencies() for rope in ropes}
         # The row after the last page is never written: padding reads zeros there.
         self._zero_row = kv_blocks * block_size
-        shape = (config.layers, self._zero_row + 1, config.kv_heads, config.head_dim)
-        self._keys = np.zeros(shape, dtype=np.float32)
-        self._values = np.zeros(shape, dtype=np.float32)
+        self._keys, self._values = (
+            [
+                np.zeros(
+                    (self._zero_row + 1, one.attention.kv_heads, one.attention.head_dim), dtype=np.float32
+                )
+                for one in spec.layers
+            ]
+            for _ in range(2)
+        )
         self._last_token = np.zeros(slots, dtype=np.int32)
         self._temperature = np.zeros(slots, dtype=np.float32)
         self._top_k = np.zeros(slots, dtype=np.int32)
@@ -147,7 +135,7 @@ class ReferenceRunner:
     def close(self) -> None:
         """Drop weights and cache."""
         self._layers = []
-        self._keys = self._values = np.zeros((0, 0, 0, 0), dtype=np.float32)
+        self._keys, self._values = [], []
         self._results.clear()
 
     def _admit(self, admission: Admission) -> None:
@@ -167,36 +155,37 @@ class ReferenceRunner:
 
     def _forward(self, batch: StepBatch) -> ops.FloatArray:
         """All layers over all tokens; returns the normed hidden states (T, width)."""
-        eps = self._config.norm_eps
         token_slots = np.repeat(batch.slots, np.diff(batch.sequence_starts))
         tokens = np.where(batch.tokens == FROM_SLOT, self._last_token[token_slots], batch.tokens)
         places = self._places(batch)
         x = ops.embedding(self._embedding, tokens)
         self._report("embedding", x)
-        for index, layer in enumerate(self._layers):
-            x = x + self._attend(batch, index, layer, ops.rms_norm(x, layer.attn_norm, eps), places)
-            gate_up = self._linear(ops.rms_norm(x, layer.ffn_norm, eps), layer.gate_up)
-            x = x + self._linear(ops.swiglu(gate_up), layer.ffn_down)
+        for index, layer in enumerate(self._spec.layers):
+            weights = self._layers[index]
+            normed = ops.rms_norm(x, weights[Role.ATTN_NORM], layer.attention_norm.eps)
+            x = x + self._attend(batch, index, normed, places)
+            normed = ops.rms_norm(x, weights[Role.FFN_NORM], layer.feed_forward_norm.eps)
+            activated = ops.swiglu(self._linear(normed, weights[Role.GATE_UP]))
+            x = x + self._linear(activated, weights[Role.FFN_DOWN])
             self._report(f"layer.{index}", x)
-        x = ops.rms_norm(x, self._output_norm, eps)
+        x = ops.rms_norm(x, self._output_norm, self._spec.output_norm.eps)
         self._report("norm", x)
         return x
 
-    def _attend(
-        self, batch: StepBatch, index: int, layer: _Layer, x: ops.FloatArray, places: _Places
-    ) -> ops.FloatArray:
+    def _attend(self, batch: StepBatch, index: int, x: ops.FloatArray, places: _Places) -> ops.FloatArray:
         """Self-attention of one block: writes the step's keys and values, then reads the cache."""
-        config = self._config
-        heads, kv_heads, head_dim = config.heads, config.kv_heads, config.head_dim
-        qkv = self._linear(x, layer.qkv, layer.qkv_bias).reshape(len(x), heads + 2 * kv_heads, head_dim)
-        q, k, v = np.split(qkv, [heads, heads + kv_heads], axis=1)
-        if layer.q_norm is not None and layer.k_norm is not None:
-            q = ops.rms_norm(q, layer.q_norm, config.norm_eps)
-            k = ops.rms_norm(k, layer.k_norm, config.norm_eps)
-        interleaved = config.rope_style is RopeStyle.PAIRS
-        q = ops.rope(q, places.cosine, places.sine, interleaved=interleaved)
+        attention, weights = self._spec.layers[index].attention, self._layers[index]
+        heads, kv_heads, head_dim = attention.heads, attention.kv_heads, attention.head_dim
+        qkv = self._linear(x, weights[Role.QKV], weights.get(Role.QKV_BIAS))
+        q, k, v = np.split(qkv.reshape(len(x), -1, head_dim), [heads, heads + kv_heads], axis=1)
+        if attention.qk_norm is not None:
+            q = ops.rms_norm(q, weights[Role.Q_NORM], attention.qk_norm.eps)
+            k = ops.rms_norm(k, weights[Role.K_NORM], attention.qk_norm.eps)
+        cosine, sine = places.rotations[attention.rope]
+        interleaved = attention.rope.style is RopeStyle.PAIRS
+        q = ops.rope(q, cosine, sine, interleaved=interleaved)
         keys, values = self._keys[index], self._values[index]
-        keys[batch.cache_rows] = ops.rope(k, places.cosine, places.sine, interleaved=interleaved)
+        keys[batch.cache_rows] = ops.rope(k, cosine, sine, interleaved=interleaved)
         values[batch.cache_rows] = v
         mixed = np.empty_like(q)
         positions = batch.positions
@@ -209,16 +198,17 @@ class ReferenceRunner:
             mixed[tokens] = ops.paged_attention(q[None, tokens], keys, values, rows, positions[None, tokens])[
                 0
             ]
-        return self._linear(mixed.reshape(len(x), heads * head_dim), layer.attn_output)
+        return self._linear(mixed.reshape(len(x), heads * head_dim), weights[Role.ATTN_OUTPUT])
 
     def _places(self, batch: StepBatch) -> _Places:
-        cosine, sine = ops.rope_table(batch.positions, self._frequencies, self._magnitude, np.float32)
         starts = batch.sequence_starts
         alone = np.arange(batch.drawn)
         longer = np.arange(batch.drawn, len(batch.slots))
         return _Places(
-            cosine=cosine,
-            sine=sine,
+            rotations={
+                rope: ops.rope_table(batch.positions, frequencies, rope.magnitude, np.float32)
+                for rope, frequencies in self._frequencies.items()
+            },
             single=starts[alone].astype(np.intp),
             single_rows=self._rows(batch, alone),
             chunks=[
@@ -283,29 +273,11 @@ def _arithmetic() -> str:
     return ", ".join([f"NumPy {np.__version__} in FP32", *sorted(libraries)])
 
 
-def _load_layer(file: GgufFile, index: int) -> _Layer:
-    """Read block `index`, joining the matrices that share an input."""
+def _load(file: GgufFile, weights: Mapping[Role, Weight]) -> Weights:
+    """Read weights; matrices become (inputs, outputs): tokens are rows, and multiply from the left."""
 
-    def array(name: str) -> FloatArray:
-        return file.array(f"blk.{index}.{name}")
+    def load(weight: Weight) -> FloatArray:
+        stacked = np.concatenate([file.array(name) for name in weight.names])
+        return np.ascontiguousarray(stacked.T) if weight.is_matrix else stacked
 
-    def optional(name: str) -> FloatArray | None:
-        return array(name) if f"blk.{index}.{name}" in file.tensors else None
-
-    def joined(*names: str) -> FloatArray:
-        return np.ascontiguousarray(np.concatenate([array(f"{name}.weight") for name in names]).T)
-
-    biases = [optional(f"attn_{part}.bias") for part in "qkv"]
-    return _Layer(
-        attn_norm=array("attn_norm.weight"),
-        qkv=joined("attn_q", "attn_k", "attn_v"),
-        qkv_bias=np.concatenate([bias for bias in biases if bias is not None])
-        if biases[0] is not None
-        else None,
-        q_norm=optional("attn_q_norm.weight"),
-        k_norm=optional("attn_k_norm.weight"),
-        attn_output=joined("attn_output"),
-        ffn_norm=array("ffn_norm.weight"),
-        gate_up=joined("ffn_gate", "ffn_up"),
-        ffn_down=joined("ffn_down"),
-    )
+    return {role: load(weight) for role, weight in weights.items()}

@@ -17,7 +17,7 @@ from gguf.quants import dequantize, quantize
 from nightmill.jobs.errors import ChatTemplateError, ModelFileError
 from nightmill.worker.model.chat import ChatTemplate, template
 from nightmill.worker.model.chat.renderer import Limits, Renderer
-from nightmill.worker.model.config import ModelConfig
+from nightmill.worker.model.families import read_spec
 from nightmill.worker.model.gguf_file import GgufFile
 from nightmill.worker.model.tokenizer import Tokenizer
 from tests.ggufs import write_model
@@ -149,7 +149,7 @@ def test_absurd_counts_allocate_nothing(tmp_path: Path) -> None:
 
 def read_everything(path: Path) -> None:
     with GgufFile.open(path) as file:
-        ModelConfig.from_gguf(file)
+        read_spec(file)
         for name in file.tensors:
             file.array(name)
         tokenizer = Tokenizer.from_gguf(file)
@@ -295,6 +295,8 @@ def test_empty_array_of_another_type_is_refused_by_key(name: str, item: int, tmp
         "general.architecture": key("general.architecture", STRING, text("llama")),
         "llama.block_count": key("llama.block_count", U32, u32(1)),
         "llama.embedding_length": key("llama.embedding_length", U32, u32(32)),
+        "llama.context_length": key("llama.context_length", U32, u32(32)),
+        "llama.attention.layer_norm_rms_epsilon": key("llama.attention.layer_norm_rms_epsilon", U32, u32(1)),
         "llama.attention.head_count": key("llama.attention.head_count", U32, u32(1)),
         "tokenizer.ggml.model": key(
             "tokenizer.ggml.model", STRING, text("llama" if "scores" in name else "gpt2")
@@ -309,7 +311,7 @@ def test_empty_array_of_another_type_is_refused_by_key(name: str, item: int, tmp
     tensors = [tensor(name, (1, 32), offset=128 * index) for index, name in enumerate(names)]
     file = opened(tmp_path / "m.gguf", gguf(list(values.values()), tensors))
     with pytest.raises(ModelFileError, match=rf"m\.gguf: {name}: is an array of \w+, expected an array of"):
-        ModelConfig.from_gguf(file) if name.startswith("llama.") else Tokenizer.from_gguf(file)
+        read_spec(file) if name.startswith("llama.") else Tokenizer.from_gguf(file)
 
 
 @pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q5_1"])

@@ -18,7 +18,7 @@ from nightmill.jobs.errors import RunnerError
 from nightmill.jobs.settings import Settings
 from nightmill.worker.engine.engine import Engine
 from nightmill.worker.engine.request import Request
-from nightmill.worker.model.config import ModelConfig
+from nightmill.worker.model.families import read_spec
 from nightmill.worker.model.gguf_file import GgufFile
 from nightmill.worker.runners.base import FROM_SLOT, IntArray, StepBatch
 from nightmill.worker.runners.gpu import compiler
@@ -33,7 +33,7 @@ from nightmill.worker.runners.gpu.kernels import Kernels
 from nightmill.worker.runners.gpu.runner import CudaRunner
 from tests.ggufs import write_model
 from tests.gpu.driving import Chunk, Pages
-from tests.gpu.oracles import make_config
+from tests.specs import dense_spec
 from tests.unit.runners.recorded_cuda import RecordedDriver, nvcc_is_there
 
 ROOT = Path(__file__).parents[3]
@@ -62,14 +62,14 @@ def cubins() -> Path:
     directory = ROOT / "build" / "kernels"
     directory.mkdir(parents=True, exist_ok=True)
     if nvcc_is_there():
-        config = ModelConfig.from_gguf(GgufFile.open(MODEL))
+        spec = read_spec(GgufFile.open(MODEL))
         with (directory / "lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             for capability in (HOPPER, AMPERE):
                 with pytest.MonkeyPatch.context() as patch:
                     record(capability, patch, directory)
                     with Device() as device:
-                        compile_all(sources_for(config, hopper=capability == HOPPER), device.architecture)
+                        compile_all(sources_for(spec, hopper=capability == HOPPER), device.architecture)
     return directory
 
 
@@ -85,9 +85,9 @@ def driver(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, cubi
 
 def test_steps_of_all_sizes_launch_kernels_as_they_were_compiled(driver: RecordedDriver) -> None:
     file = GgufFile.open(MODEL)
-    config = ModelConfig.from_gguf(file)
+    spec = read_spec(file)
     runner = CudaRunner(
-        file, config, slots=SLOTS, context=CONTEXT, kv_blocks=SLOTS * CONTEXT // 16, max_tokens=2048
+        file, spec, slots=SLOTS, context=CONTEXT, kv_blocks=SLOTS * CONTEXT // 16, max_tokens=2048
     )
     pages = Pages(SLOTS, CONTEXT // 16)
     tokens = [1] * CONTEXT
@@ -182,10 +182,10 @@ def test_the_most_sequences_that_settings_allow_fit_the_grid_of_every_launch(
     assert isinstance(slots, int)
     options: dict[str, Any] = {"heads": heads[0], "kv_heads": heads[1], "head_dim": heads[2], "width": 64}
     file = GgufFile.open(write_model(tmp_path / "wide.gguf", layers=1, **options))
-    config = ModelConfig.from_gguf(file)
+    spec = read_spec(file)
     pages = np.arange(2 * slots, dtype=np.int32).reshape(slots, 2)
     runner = CudaRunner(
-        file, config, slots=slots, context=32, kv_blocks=2 * slots, max_tokens=slots, tune=False, graphs=False
+        file, spec, slots=slots, context=32, kv_blocks=2 * slots, max_tokens=slots, tune=False, graphs=False
     )
     with closing(runner):
         runner.launch(prefill_all(slots, pages))
@@ -197,7 +197,7 @@ def test_the_most_sequences_that_settings_allow_fit_the_grid_of_every_launch(
 def test_more_sequences_than_a_grid_has_rows_are_refused(hopper: RecordedDriver) -> None:
     file = GgufFile.open(MODEL)
     with pytest.raises(RunnerError, match=r"70,000 sequences .* a GPU takes 65,535: lower --max-sequences"):
-        CudaRunner(file, ModelConfig.from_gguf(file), slots=70_000, context=32, max_tokens=70_000)
+        CudaRunner(file, read_spec(file), slots=70_000, context=32, max_tokens=70_000)
 
 
 def test_the_last_layer_computes_what_the_rows_that_draw_need(
@@ -205,7 +205,8 @@ def test_the_last_layer_computes_what_the_rows_that_draw_need(
 ) -> None:
     """After its keys and values: nothing else of it is read."""
     file = GgufFile.open(MODEL)
-    config = replace(ModelConfig.from_gguf(file), layers=2)
+    spec = read_spec(file)
+    spec = replace(spec, layers=spec.layers[:2])
     rows: list[int] = []
     residual = Gemm.residual
 
@@ -214,7 +215,7 @@ def test_the_last_layer_computes_what_the_rows_that_draw_need(
         residual(gemm, x, weight, y, count, outputs, inputs)
 
     options = {"slots": 4, "context": CONTEXT, "kv_blocks": 64, "max_draws": 18}
-    with closing(CudaRunner(file, config, tune=False, **options)) as runner:  # type: ignore[arg-type]
+    with closing(CudaRunner(file, spec, tune=False, **options)) as runner:  # type: ignore[arg-type]
         monkeypatch.setattr(Gemm, "residual", noted)
         for draws, attentions in (((1, 0, 1), 2), ((0, 0, 0), 1), ((8, 9, 1), 2)):
             lengths = enumerate(zip((8, 9, 1), draws, strict=True))
@@ -241,7 +242,7 @@ def test_all_kernels_are_compiled_at_once(
 
     monkeypatch.setattr(compiler, "_run_compiler", compile_nothing)
     file = GgufFile.open(MODEL)
-    CudaRunner(file, ModelConfig.from_gguf(file), slots=4, context=CONTEXT, kv_blocks=64).close()
+    CudaRunner(file, read_spec(file), slots=4, context=CONTEXT, kv_blocks=64).close()
     jobs = [(name, options) for name, options, _ in compiled]
     assert sorted(jobs) == sorted(set(jobs))
     assert ("hopper_split.cu" in dict(jobs)) == (driver.capability == HOPPER)
@@ -253,7 +254,7 @@ def test_all_kernels_are_compiled_at_once(
 def test_every_way_of_a_product_can_be_launched(hopper: RecordedDriver, kind: Kind) -> None:
     with Device() as device:
         gemm = Gemm(device, reproducible=True)
-        kernels = Kernels(device, make_config(), max_context=64)
+        kernels = Kernels(device, dense_spec(), max_context=64)
         gemm.separate_swiglu(kernels.swiglu, device.allocate(2048 * 4 * 4864))
         for rows in (1, 8, 17, 64, 200, 256, 300, 2048):
             for outputs, inputs in ((896, 4864), (1152, 896), (520, 72)):
@@ -275,13 +276,14 @@ def test_every_way_of_a_product_can_be_launched(hopper: RecordedDriver, kind: Ki
 def test_attention_of_all_shapes_is_launched_as_it_was_compiled(
     driver: RecordedDriver, heads: tuple[int, int, int]
 ) -> None:
-    config = make_config(heads=heads[0], kv_heads=heads[1], head_dim=heads[2])
+    spec = dense_spec(heads=heads[0], kv_heads=heads[1], head_dim=heads[2])
+    attention = spec.layers[0].attention
     with Device() as device:
-        kernels = Kernels(device, config, max_context=4096)
+        kernels = Kernels(device, spec, max_context=4096)
         pages, rows = 64, 128
-        cache = [device.allocate(pages * 16 * config.kv_heads * config.head_dim * 2) for _ in range(2)]
-        qkv = device.allocate(rows * (config.heads + 2 * config.kv_heads) * config.head_dim * 2)
-        numbers, out = device.allocate(4096), device.allocate(rows * config.heads * config.head_dim * 2)
+        cache = [device.allocate(pages * 16 * attention.keys * 2) for _ in range(2)]
+        qkv = device.allocate(rows * attention.qkv * 2)
+        numbers, out = device.allocate(4096), device.allocate(rows * attention.queries * 2)
         for count in (1, 20, 128):
             contexts = np.full(count, 300, dtype=np.int32)
             pieces = len(kernels.decode_pieces(contexts, np.arange(count, dtype=np.int32)))

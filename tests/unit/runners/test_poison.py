@@ -11,7 +11,7 @@ from nightmill.jobs.contract import GenerationParams, StopReason
 from nightmill.worker.engine.engine import Engine, EngineStats
 from nightmill.worker.engine.request import Completion, Request
 from nightmill.worker.engine.scheduler import Scheduler
-from nightmill.worker.model.config import ModelConfig
+from nightmill.worker.model.families import read_spec
 from nightmill.worker.model.gguf_file import GgufFile
 from nightmill.worker.runners.base import FROM_SLOT, NOT_A_NUMBER, Admission, StepBatch
 from nightmill.worker.runners.reference import ReferenceRunner
@@ -67,9 +67,7 @@ def forty(poison: bool = True) -> list[Request]:
 def generate(
     file: GgufFile, requests: list[Request], *, depth: int, pages: int, sharing: bool
 ) -> tuple[dict[str, Completion], EngineStats]:
-    runner = ReferenceRunner(
-        file, ModelConfig.from_gguf(file), kv_blocks=pages, slots=9, depth=depth, block_size=4
-    )
+    runner = ReferenceRunner(file, read_spec(file), kv_blocks=pages, slots=9, depth=depth, block_size=4)
     engine = Engine(
         runner, text_stream=Numbers, eos_ids=frozenset(), context_length=256, max_sequences=9,
         token_budget=150, prefix_sharing=sharing,
@@ -167,7 +165,7 @@ def test_a_slot_goes_on_as_if_token_0_had_been_drawn_unseen(
     params = GenerationParams(temperature=0.0, repetition_penalty=penalty)
     drawn = []
     for file in files:
-        runner = ReferenceRunner(file, ModelConfig.from_gguf(file), kv_blocks=2, slots=2, depth=4)
+        runner = ReferenceRunner(file, read_spec(file), kv_blocks=2, slots=2, depth=4)
         admitted = (Admission(0, (7,), params, 1), Admission(1, (POISON,), params, 2))
         runner.launch(decoding((7, POISON), 0, admitted))
         runner.launch(decoding((FROM_SLOT, FROM_SLOT), 1))

@@ -13,8 +13,10 @@ from nightmill.jobs.contract import GenerationParams
 from nightmill.jobs.errors import RunnerError
 from nightmill.worker.engine.engine import Engine
 from nightmill.worker.engine.request import Completion, Request
-from nightmill.worker.model.config import ModelConfig, RopeStyle, rope_frequencies
+from nightmill.worker.model.families import read_spec
 from nightmill.worker.model.gguf_file import GgufFile
+from nightmill.worker.model.rope import RopeStyle
+from nightmill.worker.model.spec import ModelSpec
 from nightmill.worker.runners.base import Admission, StepBatch
 from nightmill.worker.runners.philox import token_words, uniform
 from nightmill.worker.runners.reference import ReferenceRunner, choose_kv_blocks
@@ -48,17 +50,17 @@ class Bench:
 
     def __init__(self, path: Path, **options: Any) -> None:
         self.file = GgufFile.open(write_model(path, **options))
-        self.config = ModelConfig.from_gguf(self.file)
+        self.spec = read_spec(self.file)
 
     def runner(self, *, kv_blocks: int = 64, slots: int = 4, **options: Any) -> ReferenceRunner:
-        return ReferenceRunner(self.file, self.config, kv_blocks=kv_blocks, slots=slots, **options)
+        return ReferenceRunner(self.file, self.spec, kv_blocks=kv_blocks, slots=slots, **options)
 
     def generate(
         self, requests: list[Request], *, budget: int = 512, at_once: int | None = None, **options: Any
     ) -> dict[str, Completion]:
         runner = self.runner(**options)
         engine = Engine(
-            runner, text_stream=NoText, eos_ids=frozenset(), context_length=self.config.context_length,
+            runner, text_stream=NoText, eos_ids=frozenset(), context_length=self.spec.context_length,
             max_sequences=at_once or runner.slots, token_budget=max(budget, at_once or 1),
         )  # fmt: skip
         for request in requests:
@@ -114,22 +116,22 @@ def mixed_requests(count: int, **more: Any) -> list[Request]:
     return [request(f"j{n}", random_prompt(n, 1 + n * 37 % 90), seed=n, **params[n]) for n in range(count)]
 
 
-def straightforward_logits(file: GgufFile, config: ModelConfig, tokens: list[int]) -> Wide:
+def straightforward_logits(file: GgufFile, spec: ModelSpec, tokens: list[int]) -> Wide:
     """The model in float64 over a whole sequence, without cache, pages, fused matrices or `reference_ops`."""
 
     def array(name: str) -> Wide:
         return file.array(name).astype(np.float64)
 
     def norm(x: Wide, weight: Wide) -> Wide:
-        return x / np.sqrt((x * x).mean(-1, keepdims=True) + config.norm_eps) * weight
+        return x / np.sqrt((x * x).mean(-1, keepdims=True) + spec.output_norm.eps) * weight
 
-    divisors = file.array("rope_freqs.weight") if "rope_freqs.weight" in file.tensors else None
-    frequencies, magnitude = rope_frequencies(config, divisors)
+    attention = spec.layers[0].attention
+    frequencies, magnitude = attention.rope.frequencies(), attention.rope.magnitude
 
     def rotate(x: Wide) -> Wide:
         turn = np.exp(1j * np.arange(len(x))[:, None] * frequencies) * magnitude
         half = x.shape[1] // 2
-        if config.rope_style is RopeStyle.PAIRS:
+        if attention.rope.style is RopeStyle.PAIRS:
             turned = (x[:, 0::2] + 1j * x[:, 1::2]) * turn
             return np.stack([turned.real, turned.imag], axis=-1).reshape(x.shape)
         turned = (x[:, :half] + 1j * x[:, half:]) * turn
@@ -137,21 +139,21 @@ def straightforward_logits(file: GgufFile, config: ModelConfig, tokens: list[int
 
     x = array("token_embd.weight")[tokens]
     causal = np.tril(np.ones((len(tokens), len(tokens)), dtype=bool))
-    size = config.head_dim
-    for layer in range(config.layers):
+    size = attention.head_dim
+    for layer in range(len(spec.layers)):
         block = f"blk.{layer}."
         normed = norm(x, array(block + "attn_norm.weight"))
         parts = {}
         for part in "qkv":
             parts[part] = normed @ array(f"{block}attn_{part}.weight").T
-            if config.qkv_bias:
+            if attention.bias:
                 parts[part] += array(f"{block}attn_{part}.bias")
         outputs = []
-        for head in range(config.heads):
-            kv = head // (config.heads // config.kv_heads)
+        for head in range(attention.heads):
+            kv = head // (attention.heads // attention.kv_heads)
             q = parts["q"][:, head * size : (head + 1) * size]
             k, v = (parts[part][:, kv * size : (kv + 1) * size] for part in "kv")
-            if config.qk_norm:
+            if attention.qk_norm is not None:
                 q, k = (
                     norm(q, array(block + "attn_q_norm.weight")),
                     norm(k, array(block + "attn_k_norm.weight")),
@@ -163,7 +165,7 @@ def straightforward_logits(file: GgufFile, config: ModelConfig, tokens: list[int
         normed = norm(x, array(block + "ffn_norm.weight"))
         gate, up = (normed @ array(f"{block}ffn_{part}.weight").T for part in ("gate", "up"))
         x = x + (gate / (1 + np.exp(-gate)) * up) @ array(block + "ffn_down.weight").T
-    head_weight = array("token_embd.weight" if config.tied_head else "output.weight")
+    head_weight = array("token_embd.weight" if spec.tied_head else "output.weight")
     return norm(x, array("output_norm.weight")) @ head_weight.T
 
 
@@ -172,7 +174,7 @@ def test_logits_agree_with_a_straightforward_model_in_float64(name: str, make_be
     bench = make_bench(name)
     prompt = random_prompt(1, 150)
     answer, logits = bench.logits(prompt, answer=8)
-    expected = straightforward_logits(bench.file, bench.config, prompt + list(answer[:-1]))[149:]
+    expected = straightforward_logits(bench.file, bench.spec, prompt + list(answer[:-1]))[149:]
     error = np.linalg.norm(logits - expected, axis=1) / np.linalg.norm(expected, axis=1)
     assert error.max() < 2e-5
     assert answer == tuple(expected.argmax(axis=1))
@@ -237,13 +239,13 @@ def test_what_must_not_be_read_is_not_read(make_bench: MakeBench) -> None:
     requests = mixed_requests(6)
     clean = bench.generate(requests, slots=6)
     runner = bench.runner(slots=6)
-    runner._keys[:, :-1] = np.nan  # every page; the row of zeros behind them is no page
-    runner._values[:, :-1] = np.nan
+    caches = [*runner._keys, *runner._values]
+    for cache in caches:
+        cache[:-1] = np.nan  # every page; the row of zeros behind them is no page
     bench.runner = lambda **_: runner  # type: ignore[method-assign, misc, assignment]
     poisoned = bench.generate(requests)
     assert {job: c.token_ids for job, c in poisoned.items()} == {job: c.token_ids for job, c in clean.items()}
-    assert (runner._keys[:, -1] == 0).all()
-    assert (runner._values[:, -1] == 0).all()
+    assert all((cache[-1] == 0).all() for cache in caches)
 
 
 @pytest.mark.parametrize("part", ["k", "v"])
@@ -337,8 +339,8 @@ def test_results_queue_up_to_the_depth(make_bench: MakeBench) -> None:
 
 
 def test_the_cache_is_as_large_as_needed_and_memory_allows(make_bench: MakeBench) -> None:
-    config = make_bench().config  # 2 layers, 2 KV heads of 16: 512 bytes a token
-    assert choose_kv_blocks(config, max_sequences=3, context=100) == 3 * 7
-    assert choose_kv_blocks(config, max_sequences=3, context=100, memory=16 * 512 * 5 + 1) == 5
+    spec = make_bench().spec  # 2 layers, 2 KV heads of 16: 512 bytes a token
+    assert choose_kv_blocks(spec, max_sequences=3, context=100) == 3 * 7
+    assert choose_kv_blocks(spec, max_sequences=3, context=100, memory=16 * 512 * 5 + 1) == 5
     with pytest.raises(RunnerError, match="one page of this model takes 8192"):
-        choose_kv_blocks(config, max_sequences=3, context=100, memory=8191)
+        choose_kv_blocks(spec, max_sequences=3, context=100, memory=8191)

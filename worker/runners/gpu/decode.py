@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from nightmill.jobs.errors import RunnerError
-from nightmill.worker.model.config import ModelConfig
+from nightmill.worker.model.spec import ModelSpec
 from nightmill.worker.runners.gpu.device import Device
 from nightmill.worker.runners.gpu.functions import KernelPair
 from nightmill.worker.runners.gpu.kv_cache import PAGE
@@ -125,14 +125,14 @@ class DecodeAttention:
     """
 
     def __init__(
-        self, device: Device, config: ModelConfig, function: Callable[..., KernelPair], *, max_context: int,
+        self, device: Device, spec: ModelSpec, function: Callable[..., KernelPair], *, max_context: int,
         clusters: bool,
     ) -> None:  # fmt: skip
         self._device = device
-        self._config = config
-        group = config.heads // config.kv_heads
+        self._attention = attention = spec.layers[0].attention
+        group = attention.heads // attention.kv_heads
         rows = 8 if group <= 8 else 16
-        self._blocks = config.kv_heads * -(-group // rows)  # of a piece
+        self._blocks = attention.kv_heads * -(-group // rows)  # of a piece
         self._segment_pages = 16
         while -(-max_context // (self._segment_pages * PAGE)) > _MAX_SEGMENTS:
             self._segment_pages *= 2
@@ -140,12 +140,12 @@ class DecodeAttention:
         arguments = "PPPPiPPPPPPiiif"
         self._near, self._far = (
             (function("decode_attention", f"decode_attention_{rows}_{ahead}", arguments, ring), ring)
-            for ahead in (_AHEAD, _FAR_AHEAD if config.head_dim == 64 else _AHEAD)
-            for ring in (4 * ahead * 4 * PAGE * config.head_dim,)  # pages of keys and values of four warps
+            for ahead in (_AHEAD, _FAR_AHEAD if attention.head_dim == 64 else _AHEAD)
+            for ring in (4 * ahead * 4 * PAGE * attention.head_dim,)  # pages of keys and values of four warps
         )
         self._cluster = 1 << (min(self._segments, _MAX_CLUSTER) - 1).bit_length() if clusters else 1
         # What the first block of a cluster is sent: o, and m and l of each of the 128 threads.
-        self._sent = 4 * (self._cluster - 1) * (rows * config.head_dim + 2 * _THREADS[0])
+        self._sent = 4 * (self._cluster - 1) * (rows * attention.head_dim + 2 * _THREADS[0])
         split = ("split_attention", f"split_attention_{rows}", "PPPPiPPPPPPPiiiif")
         self._split = function(*split)
         self._split_in_clusters = function(*split, self._sent, self._cluster)
@@ -156,11 +156,11 @@ class DecodeAttention:
         most = -(-self._full_chip // self._blocks)  # sequences that are split
         most_cut = max(_MOST_CUT, most * self._segments)
         self._planner = Planner(segment=self._segment_pages * PAGE, at_once=self._held, most_cut=most_cut)
-        parts = most_cut * config.heads
+        parts = most_cut * attention.heads
         counters = 4 * most_cut * self._blocks
         self._meeting = tuple(
             device.allocate(size, "segments of contexts")
-            for size in (4 * parts * config.head_dim, 8 * parts, counters)
+            for size in (4 * parts * attention.head_dim, 8 * parts, counters)
         )
         device.fill(self._meeting[-1], 0, counters)
 
@@ -202,11 +202,11 @@ class DecodeAttention:
         count: int, scale: float, apart: bool = False,
     ) -> None:  # fmt: skip
         """Queue the pieces of `count` sequences; inputs: qkv, keys, values, block tables and their stride."""
-        config = self._config
+        attention = self._attention
         kernel, shared = self._far if piece_count <= self._far_pieces else self._near
         kernel.of(count)(
             (self._blocks, piece_count, 1), _THREADS, *inputs, sequence_starts, pieces, out, *self._meeting,
-            config.heads, config.kv_heads, self._segment_pages, scale, shared=shared, apart=apart,
+            attention.heads, attention.kv_heads, self._segment_pages, scale, shared=shared, apart=apart,
         )  # fmt: skip
 
     def split(
@@ -216,7 +216,7 @@ class DecodeAttention:
         """Queue `count` sequences, so few that they do not fill the chip, whatever their contexts are."""
         if self._blocks * count >= self._full_chip:
             raise RunnerError(f"decode attention of {count} sequences goes by pieces")
-        config, stride = self._config, inputs[-1]
+        attention, stride = self._attention, inputs[-1]
         segments = min(self._segments, -(-stride // self._segment_pages))
         split, shared = self._split.few, 0
         # A cluster starts only where one GPC has room for all of it. None should wait for that while blocks
@@ -230,6 +230,6 @@ class DecodeAttention:
         segments = min(segments, max(_MAX_CLUSTER, -(-enough // _MAX_CLUSTER) * _MAX_CLUSTER))
         split(
             (self._blocks, count, segments), _THREADS, *inputs, context_lengths, sequence_starts, sequences,
-            out, *self._meeting, config.heads, config.kv_heads, self._segment_pages, self._segments, scale,
-            shared=shared, apart=apart,
+            out, *self._meeting, attention.heads, attention.kv_heads, self._segment_pages, self._segments,
+            scale, shared=shared, apart=apart,
         )  # fmt: skip

@@ -3,7 +3,7 @@
 They give the bits of the kernels that serve larger steps.
 """
 
-from nightmill.worker.model.config import ModelConfig
+from nightmill.worker.model.spec import ModelSpec
 from nightmill.worker.runners.gpu.device import Device
 from nightmill.worker.runners.gpu.functions import Function, Module
 from nightmill.worker.runners.gpu.hopper import first_sum
@@ -28,13 +28,12 @@ _BLOCK, _LARGE_BLOCK = (128, 1, 1), (256, 1, 1)
 class FewRows:
     """The operations of steps of up to MAX_ROWS tokens, one a sequence, on Hopper. Check `suits` first."""
 
-    def __init__(self, device: Device, config: ModelConfig, kernels: Kernels, *, max_context: int) -> None:
-        self._config = config
+    def __init__(self, device: Device, spec: ModelSpec, kernels: Kernels, *, max_context: int) -> None:
+        self._spec, self._layer = spec, spec.layers[0]  # all are equal
         self._rope = (kernels.rope_table, max_context)
-        self._queries = config.heads * config.head_dim
-        self._groups = _groups(config, device.multiprocessors)
-        products = Module.of(device, source_of("few_rows", config))
-        most = max(_most_shared(config), _swiglu_shared(config, self._groups, MAX_ROWS))
+        self._groups = _groups(spec, device.multiprocessors)
+        products = Module.of(device, source_of("few_rows", spec))
+        most = max(_most_shared(spec), _swiglu_shared(spec, self._groups, MAX_ROWS))
 
         def function(name: str, arguments: str) -> Function:
             return products.function(name, arguments, shared=most, dependent=True, all_shared=True)
@@ -44,31 +43,33 @@ class FewRows:
         self._swiglu = {held: function(f"few_swiglu_{held}", "PPfPPiiiiPi") for held in _HELD}
 
     @staticmethod
-    def suits(config: ModelConfig) -> bool:
+    def suits(spec: ModelSpec) -> bool:
         """Whether the kernels take a model: no QK norm, sizes in multiples of 32, rows that fit a block."""
-        sizes = (config.width, config.heads * config.head_dim, config.ffn_width)
+        attention = spec.layers[0].attention
+        sizes = (spec.width, attention.queries, spec.layers[0].feed_forward.width)
         return (
-            config.head_dim in TENSOR_CORE_HEADS
-            and not config.qk_norm
+            attention.head_dim in TENSOR_CORE_HEADS
+            and attention.qk_norm is None
             and not any(size % _DEPTH for size in sizes)
-            and _most_shared(config) <= _MAX_SHARED
+            and _most_shared(spec) <= _MAX_SHARED
         )
 
     def qkv(
         self, x: int, layer: LayerWeights, inputs: StepInputs, qkv: int, keys: int, values: int, tokens: int
     ) -> None:
         """Norm, product, bias, rotation: queries to qkv, keys and values to the pages."""
-        config = self._config
-        blocks = (config.heads + 2 * config.kv_heads) * config.head_dim // _ROWS
-        self._qkv[_held(config.width, tokens, _BLOCK[0])](
-            (blocks, 1), _BLOCK, x, layer.attn_norm, config.norm_eps, layer.qkv, layer.qkv_bias,
-            inputs.positions, inputs.cache_rows, *self._rope, qkv, keys, values, tokens, config.width,
-            config.heads, config.kv_heads, shared=_shared(config.width, _ROWS + tokens),
+        spec = self._spec
+        attention, eps = self._layer.attention, self._layer.attention_norm.eps
+        blocks = attention.qkv // _ROWS
+        self._qkv[_held(spec.width, tokens, _BLOCK[0])](
+            (blocks, 1), _BLOCK, x, layer.attn_norm, eps, layer.qkv, layer.qkv_bias,
+            inputs.positions, inputs.cache_rows, *self._rope, qkv, keys, values, tokens, spec.width,
+            attention.heads, attention.kv_heads, shared=_shared(spec.width, _ROWS + tokens),
         )  # fmt: skip
 
     def residual(self, source: int, weight: int, x: int, tokens: int, inputs: int) -> None:
         """x (T, width) += source (T, inputs) weight^T."""
-        width = self._config.width
+        width = self._spec.width
         self._residual(
             (-(-width // _ROWS), 1), _BLOCK, source, weight, x, tokens, width, inputs,
             first_sum(width, inputs), shared=_shared(inputs, _ROWS + tokens),
@@ -76,13 +77,14 @@ class FewRows:
 
     def swiglu(self, x: int, layer: LayerWeights, out: int, tokens: int) -> None:
         """Norm, gate and up, SwiGLU -> out (T, F) half; the weight of `down` comes to L2."""
-        config, groups = self._config, self._groups
+        spec, groups = self._spec, self._groups
+        ffn, eps = self._layer.feed_forward.width, self._layer.feed_forward_norm.eps
         block = _BLOCK if groups <= 4 else _LARGE_BLOCK
-        self._swiglu[_held(config.width, tokens, block[0])](
-            (-(-config.ffn_width // (_ROWS * groups)), 1), block, x, layer.ffn_norm, config.norm_eps,
-            layer.gate_up, out, tokens, config.width, config.ffn_width, groups, layer.ffn_down,
-            min(2 * config.ffn_width * config.width, _IN_L2),
-            shared=_swiglu_shared(config, groups, tokens),
+        self._swiglu[_held(spec.width, tokens, block[0])](
+            (-(-ffn // (_ROWS * groups)), 1), block, x, layer.ffn_norm, eps,
+            layer.gate_up, out, tokens, spec.width, ffn, groups, layer.ffn_down,
+            min(2 * ffn * spec.width, _IN_L2),
+            shared=_swiglu_shared(spec, groups, tokens),
         )  # fmt: skip
 
 
@@ -93,20 +95,21 @@ def _held(width: int, tokens: int, threads: int) -> int:
     return next((held for held in _HELD if held >= parts), 0) if chunks <= 256 else 0
 
 
-def _groups(config: ModelConfig, multiprocessors: int) -> int:
+def _groups(spec: ModelSpec, multiprocessors: int) -> int:
     """Groups of 8 outputs in a block of `few_swiglu`: so many that all blocks run at once, or 1.
 
     1 where they do not fit. Steps of 2 and 4 sequences of a 0.5B took 669 and 750 us with one group in a
     block, 632 and 722 with the 3 that this gives, 660 and 720 with 5, a block a multiprocessor (H200).
     """
-    groups = -(-config.ffn_width // (_ROWS * _SWIGLU_BLOCKS * multiprocessors))
-    fits = _SWIGLU_BLOCKS * _swiglu_shared(config, groups, MAX_ROWS) <= _MAX_SHARED
+    ffn = spec.layers[0].feed_forward.width
+    groups = -(-ffn // (_ROWS * _SWIGLU_BLOCKS * multiprocessors))
+    fits = _SWIGLU_BLOCKS * _swiglu_shared(spec, groups, MAX_ROWS) <= _MAX_SHARED
     return groups if fits and groups <= _MAX_GROUPS else 1
 
 
-def _swiglu_shared(config: ModelConfig, groups: int, tokens: int) -> int:
+def _swiglu_shared(spec: ModelSpec, groups: int, tokens: int) -> int:
     """Bytes of shared memory for that many groups and tokens."""
-    return _shared(config.width, 2 * _ROWS * groups + tokens)
+    return _shared(spec.width, 2 * _ROWS * groups + tokens)
 
 
 def _shared(inputs: int, rows: int) -> int:
@@ -114,10 +117,11 @@ def _shared(inputs: int, rows: int) -> int:
     return (inputs // 8 | 1) * 16 * rows
 
 
-def _most_shared(config: ModelConfig) -> int:
+def _most_shared(spec: ModelSpec) -> int:
     """Of all kernels for a model, with one group in a block of `few_swiglu`."""
-    plain = (config.heads * config.head_dim, config.ffn_width)
+    layer = spec.layers[0]
+    plain = (layer.attention.queries, layer.feed_forward.width)
     return max(
-        _swiglu_shared(config, 1, MAX_ROWS),
+        _swiglu_shared(spec, 1, MAX_ROWS),
         *(_shared(size, _ROWS + MAX_ROWS) for size in plain),
     )

@@ -5,7 +5,7 @@ import math
 from dataclasses import dataclass
 from enum import Enum
 
-from nightmill.worker.model.config import ModelConfig
+from nightmill.worker.model.spec import ModelSpec
 from nightmill.worker.runners.gpu.device import CudaError, Device
 from nightmill.worker.runners.gpu.functions import Function, Module, bindings, error_text
 from nightmill.worker.runners.gpu.sources import TENSOR_CORE_HEADS, Source, instances, source_of
@@ -120,15 +120,15 @@ def gemm_sources() -> list[Source]:
     ]
 
 
-def _qkv_tiles(config: ModelConfig) -> tuple[Tile, ...]:
+def _qkv_tiles(spec: ModelSpec) -> tuple[Tile, ...]:
     """Those of QKV_TILES that have whole heads."""
-    return tuple(tile for tile in QKV_TILES if tile.columns % config.head_dim == 0)
+    return tuple(tile for tile in QKV_TILES if tile.columns % spec.layers[0].attention.head_dim == 0)
 
 
-def qkv_source(config: ModelConfig) -> Source:
+def qkv_source(spec: ModelSpec) -> Source:
     """`hopper_qkv.cu` for a model."""
-    file, options = source_of("hopper_qkv", config)
-    return file, (*options, instances("QKV_KERNEL", (tile.arguments for tile in _qkv_tiles(config))))
+    file, options = source_of("hopper_qkv", spec)
+    return file, (*options, instances("QKV_KERNEL", (tile.arguments for tile in _qkv_tiles(spec))))
 
 
 def first_sum(outputs: int, inputs: int) -> int:
@@ -179,23 +179,24 @@ class HopperProducts:
 class HopperQkv:
     """Queries, keys and values in one launch: product, bias, rotation, cache write. Check `suits` first."""
 
-    def __init__(self, device: Device, config: ModelConfig, rope_table: int, max_context: int) -> None:
-        module = Module.of(device, qkv_source(config))
-        self._config = config
+    def __init__(self, device: Device, spec: ModelSpec, rope_table: int, max_context: int) -> None:
+        module = Module.of(device, qkv_source(spec))
+        self._width, self._attention = spec.width, spec.layers[0].attention
         self._rope = (rope_table, max_context)
         self._maps = TensorMaps(device)
         self._functions: dict[Tile, Function] = {}
         self._blocks: dict[Tile, int] = {}
-        for tile in _qkv_tiles(config):
+        for tile in _qkv_tiles(spec):
             arguments = "128s128s128sPPPPiPPPiiii"
             function = module.function(f"qkv_{_name(tile)}", arguments, shared=tile.shared, dependent=True)
             self._functions[tile] = function
             self._blocks[tile] = _blocks_at_once(device, function, tile)
 
     @staticmethod
-    def suits(config: ModelConfig) -> bool:
+    def suits(spec: ModelSpec) -> bool:
         """Whether the kernels take a model: heads of 64 or 128, no QK norm."""
-        return config.head_dim in TENSOR_CORE_HEADS and not config.qk_norm
+        attention = spec.layers[0].attention
+        return attention.head_dim in TENSOR_CORE_HEADS and attention.qk_norm is None
 
     @property
     def tiles(self) -> tuple[Tile, ...]:
@@ -211,15 +212,14 @@ class HopperQkv:
         bias  0 where there is none
         room  rows of x that may be read, of few different numbers
         """
-        config = self._config
-        outputs = (config.heads + 2 * config.kv_heads) * config.head_dim
-        x_map = self._maps(x, room, config.width, 64 * tile.groups)
-        weight_map = self._maps(weight, outputs, config.width, tile.columns // 2)
+        attention, width, outputs = self._attention, self._width, self._attention.qkv
+        x_map = self._maps(x, room, width, 64 * tile.groups)
+        weight_map = self._maps(weight, outputs, width, tile.columns // 2)
         qkv_map = self._maps.of_results(qkv, rows, outputs) if tile.buffers else _NO_MAP
         self._functions[tile](
             _grid(tile, rows, -(-outputs // tile.columns), self._blocks[tile]), (tile.threads, 1, 1),
             x_map, weight_map, qkv_map, bias, positions, cache_rows, *self._rope, qkv, keys, values, rows,
-            config.heads, config.kv_heads, config.width, shared=tile.shared,
+            attention.heads, attention.kv_heads, width, shared=tile.shared,
         )  # fmt: skip
 
 

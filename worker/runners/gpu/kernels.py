@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from nightmill.jobs.errors import RunnerError
-from nightmill.worker.model.config import ModelConfig
+from nightmill.worker.model.spec import ModelSpec
 from nightmill.worker.runners.gpu.compiler import compile_all
 from nightmill.worker.runners.gpu.decode import NO_PIECES, DecodeAttention
 from nightmill.worker.runners.gpu.device import Device
@@ -59,21 +59,22 @@ class Kernels:
     """
 
     def __init__(
-        self, device: Device, config: ModelConfig, *, max_context: int, max_sample_rows: int = 512,
+        self, device: Device, spec: ModelSpec, *, max_context: int, max_sample_rows: int = 512,
         portable: bool = False,
     ) -> None:  # fmt: skip
-        check_sizes(config)
+        check_sizes(spec)
         self._device = device
-        self._config = config
-        self._group = config.heads // config.kv_heads
+        self._spec = spec
+        self._attention = attention = spec.layers[0].attention  # of all layers
+        self._group = attention.heads // attention.kv_heads
         self._max_context = max_context
         self._max_sample_rows = max_sample_rows
-        self._fast = config.head_dim in TENSOR_CORE_HEADS
+        self._fast = attention.head_dim in TENSOR_CORE_HEADS
         self._hopper = is_hopper(device) and not portable
         self._hopper_prefill: HopperPrefill | None = None
-        self._scale = config.head_dim**-0.5 * _LOG2_E
+        self._scale = attention.head_dim**-0.5 * _LOG2_E
         self._load()
-        self._rope_table = device.allocate(max_context * config.head_dim * 4, "the rotation table")
+        self._rope_table = device.allocate(max_context * attention.head_dim * 4, "the rotation table")
         self._sample_blocks = _SAMPLE_BLOCKS * device.multiprocessors
         # A call has at most max(R, _sample_blocks + R) blocks.
         partial = _BEST_BYTES * (max_sample_rows + self._sample_blocks)
@@ -82,18 +83,18 @@ class Kernels:
         device.fill(self._sample_counters, 0, 4 * max_sample_rows)
 
     @staticmethod
-    def files(config: ModelConfig, *, hopper: bool) -> list[str]:
+    def files(spec: ModelSpec, *, hopper: bool) -> list[str]:
         """Those in `cuda/` that the kernels are in."""
         prefill = "hopper_attention" if hopper else "prefill_attention"
-        fast = config.head_dim in TENSOR_CORE_HEADS
+        fast = spec.layers[0].attention.head_dim in TENSOR_CORE_HEADS
         attention = ["decode_attention", "split_attention", prefill] if fast else ["attention_any"]
         return ["embedding", "rms_norm", "swiglu", "qkv_rope", *attention, "sample", "sample_filtered"]
 
     def _load(self) -> None:
-        config = self._config
+        spec, attention = self._spec, self._attention
         prefill = "hopper_attention" if self._hopper else "prefill_attention"
-        names = self.files(config, hopper=self._hopper)
-        cubins = compile_all([source_of(name, config) for name in names], self._device.architecture)
+        names = self.files(spec, hopper=self._hopper)
+        cubins = compile_all([source_of(name, spec) for name in names], self._device.architecture)
         few, many = (
             {name: Module(self._device, cubin, name) for name, cubin in zip(names, cubins, strict=True)}
             for _ in range(2)
@@ -126,14 +127,14 @@ class Kernels:
         self._sample_filtered = function("sample_filtered", "sample_filtered", "PiPPP" + slots + "Pi")
         if self._fast:
             self._decode = DecodeAttention(
-                self._device, config, function, max_context=self._max_context, clusters=self._hopper
+                self._device, spec, function, max_context=self._max_context, clusters=self._hopper
             )
-            self._prefill_threads = 256 if config.head_dim == 128 else 128
-            self._prefill_shared = 4 * 64 * config.head_dim * 2
+            self._prefill_threads = 256 if attention.head_dim == 128 else 128
+            self._prefill_shared = 4 * 64 * attention.head_dim * 2
             if self._hopper:
-                shared = HopperPrefill.shared(config)
+                shared = HopperPrefill.shared(spec)
                 self._hopper_prefill = HopperPrefill(
-                    self._device, config, function(prefill, prefill, HopperPrefill.ARGUMENTS, shared).many
+                    self._device, spec, function(prefill, prefill, HopperPrefill.ARGUMENTS, shared).many
                 )
             else:
                 self._prefill = function(prefill, prefill, "PPPPiPPPPiif", self._prefill_shared)
@@ -149,7 +150,7 @@ class Kernels:
 
     def set_rope(self, frequencies: npt.NDArray[np.float64], magnitude: float) -> None:
         """Fill the rotation table: radians per position (D / 2,), and what multiplies cosine and sine."""
-        half = self._config.head_dim // 2
+        half = self._attention.head_dim // 2
         if frequencies.shape != (half,):
             raise RunnerError(f"{half} rotation frequencies were expected, not {frequencies.shape}")
         address = self._device.upload(frequencies.astype(np.float64), "rotation frequencies")
@@ -167,9 +168,9 @@ class Kernels:
 
     def embed(self, tokens: int, table: int, out: int, count: int) -> None:
         """Rows of the embedding table (V, width) half for tokens (T,) -> out (T, width) float."""
-        width = self._config.width
+        width = self._spec.width
         grid = (_blocks(count * width // 8), 1, 1)
-        _launch(count, self._embed, grid, _BLOCK, tokens, table, out, count, width, self._config.vocab)
+        _launch(count, self._embed, grid, _BLOCK, tokens, table, out, count, width, self._spec.vocab)
 
     def gather_tokens(self, tokens: int, slot_of_token: int, last_token: int, out: int, count: int) -> None:
         """out[i] = tokens[i], or the token last drawn in slot slot_of_token[i] where that is negative."""
@@ -198,14 +199,15 @@ class Kernels:
 
         bias, q_norm and k_norm are 0 where the model has none.
         """
-        config = self._config
-        vector = 8 if config.head_dim % 16 == 0 else 2
-        lanes = 1 << (config.head_dim // (2 * vector) - 1).bit_length()
-        grid = (_blocks(count * (config.heads + 2 * config.kv_heads) * lanes), 1, 1)
+        attention = self._attention
+        vector = 8 if attention.head_dim % 16 == 0 else 2
+        lanes = 1 << (attention.head_dim // (2 * vector) - 1).bit_length()
+        grid = (_blocks(count * (attention.heads + 2 * attention.kv_heads) * lanes), 1, 1)
+        eps = 0.0 if attention.qk_norm is None else attention.qk_norm.eps
         _launch(
-            count, self._qkv_rope, grid, _BLOCK, qkv, bias, q_norm, k_norm, config.norm_eps, positions,
-            cache_rows, self._rope_table, self._max_context, k_cache, v_cache, count, config.heads,
-            config.kv_heads,
+            count, self._qkv_rope, grid, _BLOCK, qkv, bias, q_norm, k_norm, eps, positions,
+            cache_rows, self._rope_table, self._max_context, k_cache, v_cache, count, attention.heads,
+            attention.kv_heads,
         )  # fmt: skip
 
     def decode_pieces(self, lengths: IntArray, sequences: IntArray) -> IntArray:
@@ -253,10 +255,10 @@ class Kernels:
                 inputs, context_lengths, sequence_starts, sequences, out, count, self._scale, apart
             )
         elif not self._fast:
-            config = self._config
+            attention = self._attention
             _launch(
-                count, self._decode_any, (config.heads, count, 1), (32, 1, 1), *inputs, context_lengths,
-                sequence_starts, sequences, out, config.heads, config.kv_heads, self._scale,
+                count, self._decode_any, (attention.heads, count, 1), (32, 1, 1), *inputs, context_lengths,
+                sequence_starts, sequences, out, attention.heads, attention.kv_heads, self._scale,
             )  # fmt: skip
 
     def prefill_attention(
@@ -276,12 +278,12 @@ class Kernels:
                     tile_count, table_stride, self._scale, rows, pages,
                 )  # fmt: skip
             return
-        config = self._config
-        grid = (config.kv_heads if self._fast else config.heads, tile_count, 1)
+        attention = self._attention
+        grid = (attention.kv_heads if self._fast else attention.heads, tile_count, 1)
         _launch(
             tile_count, self._prefill, grid, (self._prefill_threads, 1, 1), qkv, k_cache, v_cache,
-            block_tables, table_stride, context_lengths, sequence_starts, tiles, out, config.heads,
-            config.kv_heads, self._scale, shared=self._prefill_shared,
+            block_tables, table_stride, context_lengths, sequence_starts, tiles, out, attention.heads,
+            attention.kv_heads, self._scale, shared=self._prefill_shared,
         )  # fmt: skip
 
     def swiglu(self, gate_up: int, out: int, count: int, ffn_width: int) -> None:
@@ -308,7 +310,7 @@ class Kernels:
             raise RunnerError(f"{count} rows to sample at once, but room for {self._max_sample_rows}")
         if not count:
             return
-        vocab = self._config.vocab
+        vocab = self._spec.vocab
         state = (
             slots.temperature, slots.top_k, slots.top_p, slots.min_p, slots.penalty, slots.seeds,
             slots.last_token, slots.seen, slots.words,

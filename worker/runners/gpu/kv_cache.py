@@ -5,7 +5,7 @@
 
 from dataclasses import dataclass
 
-from nightmill.worker.model.config import ModelConfig
+from nightmill.worker.model.spec import ModelSpec
 from nightmill.worker.runners.gpu.device import Arena, Device, aligned
 
 __all__ = ["PAGE", "KvCache", "page_bytes"]
@@ -24,20 +24,20 @@ class KvCache:
     pages: int
 
     @classmethod
-    def allocate(cls, device: Device, config: ModelConfig, pages: int) -> "KvCache":
+    def allocate(cls, device: Device, spec: ModelSpec, pages: int) -> "KvCache":
         """Take the memory, zeroed: what is behind a context must be finite. Raises DeviceMemoryError."""
-        size = _part_bytes(config) * pages
-        arena = Arena(device, 2 * config.layers * aligned(size), "the KV cache")
-        addresses = [arena.take(size) for _ in range(2 * config.layers)]
+        size = _part_bytes(spec) * pages
+        arena = Arena(device, 2 * len(spec.layers) * aligned(size), "the KV cache")
+        addresses = [arena.take(size) for _ in range(2 * len(spec.layers))]
         device.fill(addresses[0], 0, arena.size)
         return cls(tuple(addresses[::2]), tuple(addresses[1::2]), pages)
 
 
-def page_bytes(config: ModelConfig) -> int:
+def page_bytes(spec: ModelSpec) -> int:
     """Bytes of a page: keys and values of all layers."""
-    return 2 * config.layers * _part_bytes(config)
+    return 2 * len(spec.layers) * _part_bytes(spec)
 
 
-def _part_bytes(config: ModelConfig) -> int:
+def _part_bytes(spec: ModelSpec) -> int:
     """Bytes of the keys, or of the values, of a layer in a page."""
-    return config.kv_heads * PAGE * config.head_dim * _ITEM_BYTES
+    return spec.layers[0].attention.keys * PAGE * _ITEM_BYTES

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from nightmill.worker.model.config import ModelConfig
+from nightmill.worker.model.spec import ModelSpec
 from nightmill.worker.runners.gpu.device import DeviceMemoryError, aligned
 from nightmill.worker.runners.gpu.gemm import padded_rows
 from nightmill.worker.runners.gpu.kv_cache import PAGE, page_bytes
@@ -38,27 +38,27 @@ class MemoryPlan:
         return ", ".join(f"{name} {size / _GIB:.2f} GiB" for name, size in parts.items())
 
 
-def workspace_pieces(config: ModelConfig, *, max_tokens: int, max_draws: int) -> dict[str, int]:
+def workspace_pieces(spec: ModelSpec, *, max_tokens: int, max_draws: int) -> dict[str, int]:
     """Bytes of each activation for steps of up to `max_tokens` tokens, of which `max_draws` may draw."""
     tokens = padded_rows(max_tokens)
     draws = padded_rows(max_draws)
-    heads, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
+    attention, ffn = spec.layers[0].attention, spec.layers[0].feed_forward.width
     return {
         "resolved": 4 * tokens,  # token ids
-        "x": 4 * tokens * config.width,  # the residual stream, float
-        "normed": 2 * tokens * config.width,
-        "qkv": 2 * tokens * (heads + 2 * keys),
-        "mixed": 2 * tokens * heads,
-        "gate_up": 2 * tokens * 2 * config.ffn_width,
-        "activated": 2 * tokens * config.ffn_width,
-        "drawing": 4 * draws * config.width,  # of the residual stream, the rows that draw
-        "logits": 4 * padded_rows(min(draws, LOGIT_ROWS)) * padded_vocab(config),
+        "x": 4 * tokens * spec.width,  # the residual stream, float
+        "normed": 2 * tokens * spec.width,
+        "qkv": 2 * tokens * attention.qkv,
+        "mixed": 2 * tokens * attention.queries,
+        "gate_up": 2 * tokens * 2 * ffn,
+        "activated": 2 * tokens * ffn,
+        "drawing": 4 * draws * spec.width,  # of the residual stream, the rows that draw
+        "logits": 4 * padded_rows(min(draws, LOGIT_ROWS)) * padded_vocab(spec),
         "drawn": 4 * draws,
     }
 
 
 def plan_memory(
-    config: ModelConfig,
+    spec: ModelSpec,
     *,
     free: int,
     gpu_memory: float,
@@ -77,10 +77,10 @@ def plan_memory(
 
     Raises DeviceMemoryError, with the numbers and the settings to change, where that cannot fit.
     """
-    weights = weight_bytes(config)
-    pieces = workspace_pieces(config, max_tokens=max_tokens, max_draws=max_draws)
+    weights = weight_bytes(spec)
+    pieces = workspace_pieces(spec, max_tokens=max_tokens, max_draws=max_draws)
     workspace = sum(aligned(size) for size in pieces.values()) + WORKSPACE_BYTES + extra
-    page = page_bytes(config)
+    page = page_bytes(spec)
     budget = int(free * gpu_memory)
     room = (budget - weights - workspace) // page - 1  # one page more is kept for padding
     wanted = kv_blocks or slots * -(-context // PAGE)

@@ -7,7 +7,7 @@ attention (one kernel for drawn tokens, one for prompts), output, norm, gate-up 
 sequences it is five (`few_rows.py`). After attention, the last layer goes on with the rows that draw alone.
 """
 
-from nightmill.worker.model.config import ModelConfig
+from nightmill.worker.model.spec import ModelSpec
 from nightmill.worker.runners.gpu.device import Arena
 from nightmill.worker.runners.gpu.few_rows import MAX_ROWS, FewRows
 from nightmill.worker.runners.gpu.gemm import Gemm, padded_rows
@@ -36,10 +36,10 @@ class Model:
     """
 
     def __init__(
-        self, config: ModelConfig, weights: Weights, kernels: Kernels, gemm: Gemm, qkv: Qkv, cache: KvCache,
+        self, spec: ModelSpec, weights: Weights, kernels: Kernels, gemm: Gemm, qkv: Qkv, cache: KvCache,
         slots: SlotState, arena: Arena, pieces: dict[str, int], table_width: int, few: FewRows | None = None,
     ) -> None:  # fmt: skip
-        self._config = config
+        self._spec = spec
         self._weights = weights
         self._kernels = kernels
         self._gemm = gemm
@@ -49,7 +49,8 @@ class Model:
         self._slots = slots
         self._table_width = table_width
         self._at = {name: arena.take(size) for name, size in pieces.items()}
-        self._queries = config.heads * config.head_dim
+        self._layer_spec = layer = spec.layers[0]  # all are equal
+        self._queries, self._ffn = layer.attention.queries, layer.feed_forward.width
         gemm.separate_swiglu(kernels.swiglu, self._at["gate_up"])
 
     @property
@@ -67,11 +68,12 @@ class Model:
 
         Overwrites activations, waits for the device.
         """
-        config, layers, at = self._config, self._weights.layers, self._at
-        width, ffn = config.width, config.ffn_width
+        spec, layers, at = self._spec, self._weights.layers, self._at
+        width, ffn = spec.width, self._ffn
 
         def norm() -> None:
-            self._kernels.rms_norm(at["x"], layers[0].attn_norm, at["normed"], rows, width, config.norm_eps)
+            eps = self._layer_spec.attention_norm.eps
+            self._kernels.rms_norm(at["x"], layers[0].attn_norm, at["normed"], rows, width, eps)
 
         def tune(x: int, weights: list[int], y: int, shape: tuple[int, int, int, Kind]) -> None:
             self._gemm.tune(x, weights, y, shape, norm)
@@ -81,7 +83,7 @@ class Model:
             at["normed"],
             [self._weights.head],
             at["logits"],
-            (head_rows, padded_vocab(config), width, Kind.FLOAT),
+            (head_rows, padded_vocab(spec), width, Kind.FLOAT),
         )
         output, down = [w.attn_output for w in layers], [w.ffn_down for w in layers]
         if self._few is not None and rows <= MAX_ROWS:
@@ -98,8 +100,8 @@ class Model:
 
     def forward(self, inputs: StepInputs, shape: StepShape) -> None:
         """Queue a step: all layers over all tokens, then a token drawn for each of the rows that sample."""
-        config, kernels, at = self._config, self._kernels, self._at
-        tokens, width, eps = shape.tokens, config.width, config.norm_eps
+        spec, kernels, at = self._spec, self._kernels, self._at
+        tokens, width, eps = shape.tokens, spec.width, spec.output_norm.eps
         kernels.gather_tokens(
             inputs.tokens, inputs.token_slots, self._slots.last_token, at["resolved"], tokens
         )
@@ -111,14 +113,23 @@ class Model:
             x = self._drawing(inputs, shape) if shape.gathers else at["x"]
             kernels.rms_norm(x, self._weights.output_norm, at["normed"], shape.draws, width, eps)
         else:
-            kernels.rms_norm(at["x"], layers[0].attn_norm, at["normed"], tokens, width, eps)
-            norms = [*(layer.attn_norm for layer in layers[1:]), self._weights.output_norm]
+            layer_eps = self._layer_spec.attention_norm.eps
+            kernels.rms_norm(at["x"], layers[0].attn_norm, at["normed"], tokens, width, layer_eps)
+            norms = [
+                *((layer.attn_norm, layer_eps) for layer in layers[1:]),
+                (self._weights.output_norm, eps),
+            ]
             for index, (layer, next_norm) in enumerate(zip(layers, norms, strict=True)):
                 self._layer(index, layer, next_norm, inputs, shape)
         self._draw(inputs, shape)
 
     def _layer(
-        self, index: int, layer: LayerWeights, next_norm: int, inputs: StepInputs, shape: StepShape
+        self,
+        index: int,
+        layer: LayerWeights,
+        next_norm: tuple[int, float],
+        inputs: StepInputs,
+        shape: StepShape,
     ) -> None:
         """A layer, up to the norm after it. The last one computes no more than the rows that draw need."""
         last = index == len(self._weights.layers) - 1
@@ -151,19 +162,21 @@ class Model:
 
     def _drawing(self, inputs: StepInputs, shape: StepShape) -> int:
         """Where the residual stream of the rows that draw was gathered, in their order."""
-        at, width = self._at, self._config.width
+        at, width = self._at, self._spec.width
         self._kernels.gather_rows(at["x"], inputs.sample_rows, at["drawing"], shape.draws, width)
         return at["drawing"]
 
-    def _feed_forward(self, layer: LayerWeights, next_norm: int, mixed: int, x: int, rows: int) -> None:
+    def _feed_forward(
+        self, layer: LayerWeights, next_norm: tuple[int, float], mixed: int, x: int, rows: int
+    ) -> None:
         """From the output of attention to the norm after the layer, for so many rows of the stream x."""
-        config, kernels, gemm, at = self._config, self._kernels, self._gemm, self._at
-        width, ffn, eps = config.width, config.ffn_width, config.norm_eps
+        kernels, gemm, at = self._kernels, self._gemm, self._at
+        width, ffn, eps = self._spec.width, self._ffn, self._layer_spec.feed_forward_norm.eps
         gemm.residual(mixed, layer.attn_output, x, rows, width, self._queries)
         kernels.rms_norm(x, layer.ffn_norm, at["normed"], rows, width, eps)
         gemm.swiglu(at["normed"], layer.gate_up, at["activated"], rows, ffn, width)
         gemm.residual(at["activated"], layer.ffn_down, x, rows, width, ffn)
-        kernels.rms_norm(x, next_norm, at["normed"], rows, width, eps)
+        kernels.rms_norm(x, next_norm[0], at["normed"], rows, width, next_norm[1])
 
     def _few_layer(
         self, few: FewRows, index: int, layer: LayerWeights, inputs: StepInputs, shape: StepShape
@@ -176,20 +189,20 @@ class Model:
         few.residual(at["mixed"], layer.attn_output, at["x"], tokens, self._queries)
         few.swiglu(at["x"], layer, at["activated"], tokens)
         down = few.residual if tokens <= _FEWEST_ROWS else self._down
-        down(at["activated"], layer.ffn_down, at["x"], tokens, self._config.ffn_width)
+        down(at["activated"], layer.ffn_down, at["x"], tokens, self._ffn)
 
     def _down(self, source: int, weight: int, x: int, tokens: int, inputs: int) -> None:
-        self._gemm.residual(source, weight, x, tokens, self._config.width, inputs)
+        self._gemm.residual(source, weight, x, tokens, self._spec.width, inputs)
 
     def _draw(self, inputs: StepInputs, shape: StepShape) -> None:
         """LM head and sampling of the rows that draw, so many at a time that their logits fit."""
-        config, kernels, at = self._config, self._kernels, self._at
-        outputs = padded_vocab(config)
+        spec, kernels, at = self._spec, self._kernels, self._at
+        outputs = padded_vocab(spec)
         for first in range(0, shape.draws, LOGIT_ROWS):
             rows = min(LOGIT_ROWS, shape.draws - first)
             self._gemm(
-                at["normed"] + 2 * first * config.width, self._weights.head, at["logits"], rows, outputs,
-                config.width, floats=True,
+                at["normed"] + 2 * first * spec.width, self._weights.head, at["logits"], rows, outputs,
+                spec.width, floats=True,
             )  # fmt: skip
             kernels.sample(
                 at["logits"], rows, inputs.sample_slots + 4 * first, inputs.sample_rows + 4 * first,

@@ -3,7 +3,7 @@
 import numpy as np
 import numpy.typing as npt
 
-from nightmill.worker.model.config import ModelConfig
+from nightmill.worker.model.spec import ModelSpec
 from nightmill.worker.runners.gpu.device import Device
 from nightmill.worker.runners.gpu.functions import Function
 from nightmill.worker.runners.gpu.hopper import TensorMaps
@@ -46,18 +46,19 @@ class HopperPrefill:
     ROWS = 192  # (token, query head) pairs in a tile
     THREADS = 512
 
-    def __init__(self, device: Device, config: ModelConfig, function: Function) -> None:
-        self._config = config
+    def __init__(self, device: Device, spec: ModelSpec, function: Function) -> None:
+        self._attention = spec.layers[0].attention
         self._function = function
         self._maps = TensorMaps(device)
-        self._shared = self.shared(config)
+        self._shared = self.shared(spec)
         self._blocks = function.blocks_at_once(self.THREADS, self._shared) * device.multiprocessors
 
     @classmethod
-    def shared(cls, config: ModelConfig) -> int:
+    def shared(cls, spec: ModelSpec) -> int:
         """Bytes of dynamic shared memory: queries twice, stages of 64 keys and values."""
-        stages = 4 if config.head_dim == 64 else 3
-        return (2 * cls.ROWS + stages * 2 * 64) * config.head_dim * 2 + 1024
+        attention = spec.layers[0].attention
+        stages = 4 if attention.head_dim == 64 else 3
+        return (2 * cls.ROWS + stages * 2 * 64) * attention.head_dim * 2 + 1024
 
     def run(
         self, qkv: int, k_cache: int, v_cache: int, block_tables: int, sequence_starts: int,
@@ -65,8 +66,8 @@ class HopperPrefill:
         rows: int, pages: int,
     ) -> None:  # fmt: skip
         """Queue it; see `Kernels.prefill_attention`."""
-        config = self._config
-        heads, kv_heads, head = config.heads, config.kv_heads, config.head_dim
+        attention = self._attention
+        heads, kv_heads, head = attention.heads, attention.kv_heads, attention.head_dim
         group = heads // kv_heads
         queries = self._maps.of_three(qkv, (rows, heads + 2 * kv_heads, head), (self.ROWS // group, group))
         keys, values = (

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from nightmill.worker.model.config import ModelConfig
+from nightmill.worker.model.spec import ModelSpec
 from nightmill.worker.runners.gpu.device import Device
 from nightmill.worker.runners.gpu.gemm import Gemm, Shortlist, nearest, nothing, padded_rows
 from nightmill.worker.runners.gpu.hopper import HopperQkv, Kind, Tile, is_hopper
@@ -18,16 +18,16 @@ class Qkv:
     """Computes queries in place, keys and values into the pages; all ways give the same bits."""
 
     def __init__(
-        self, device: Device, config: ModelConfig, kernels: Kernels, gemm: Gemm, *, max_context: int
+        self, device: Device, spec: ModelSpec, kernels: Kernels, gemm: Gemm, *, max_context: int
     ) -> None:
         self._device = device
-        self._config = config
+        self._spec = spec
         self._kernels = kernels
         self._gemm = gemm
-        self._outputs = (config.heads + 2 * config.kv_heads) * config.head_dim
+        self._outputs = spec.layers[0].attention.qkv
         self._fused = (
-            HopperQkv(device, config, kernels.rope_table, max_context)
-            if is_hopper(device) and HopperQkv.suits(config)
+            HopperQkv(device, spec, kernels.rope_table, max_context)
+            if is_hopper(device) and HopperQkv.suits(spec)
             else None
         )
         self._shortlist: Shortlist[Tile | None] = Shortlist()
@@ -62,7 +62,7 @@ class Qkv:
         What is at `qkv` and `numbers` is overwritten; the pages are not.
         """
         weights = [layer.qkv for layer in layers]
-        self._gemm.tune(x, weights, qkv, (rows, self._outputs, self._config.width, Kind.HALF), beside)
+        self._gemm.tune(x, weights, qkv, (rows, self._outputs, self._spec.width, Kind.HALF), beside)
         if self._fused is None or padded_rows(rows) in self._tuned:
             return
         self._device.fill(numbers, 0xFF, 4 * rows)  # no row of the pages, and of positions the first
@@ -95,7 +95,7 @@ class Qkv:
                 padded_rows(tokens),
             )  # fmt: skip
             return
-        self._gemm(x, layer.qkv, qkv, tokens, self._outputs, self._config.width)
+        self._gemm(x, layer.qkv, qkv, tokens, self._outputs, self._spec.width)
         self._kernels.qkv_rope_write(
             qkv, layer.qkv_bias, layer.q_norm, layer.k_norm, positions, cache_rows, keys, values, tokens
         )

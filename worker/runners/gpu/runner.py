@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 
 from nightmill.jobs.errors import RunnerError
-from nightmill.worker.model.config import ModelConfig
 from nightmill.worker.model.gguf_file import GgufFile
+from nightmill.worker.model.spec import ModelSpec
 from nightmill.worker.runners.base import IntArray, SampledTokens, StepBatch
 from nightmill.worker.runners.gpu.catalogue import sources_for
 from nightmill.worker.runners.gpu.compiler import compile_all, kernel_revision
@@ -55,7 +55,7 @@ class _Launch:
 class CudaRunner:
     """Runs steps on one GPU; belongs to the thread that made it.
 
-    file, config   the model
+    file, spec     the model
     kv_blocks      pages of the KV cache; None: as many as `gpu_memory` allows
     gpu_memory     share of the free memory that may be used
     slots          sequences at once
@@ -73,7 +73,7 @@ class CudaRunner:
     """
 
     def __init__(
-        self, file: GgufFile, config: ModelConfig, *, kv_blocks: int | None = None, gpu_memory: float = 0.9,
+        self, file: GgufFile, spec: ModelSpec, *, kv_blocks: int | None = None, gpu_memory: float = 0.9,
         slots: int, depth: int = 2, context: int | None = None, max_tokens: int = 8192,
         max_draws: int | None = None, gpu: int = 0, graphs: bool = True, tune: bool = True,
         reproducible: bool = True, report: Callable[[str], None] = log.info,
@@ -84,11 +84,11 @@ class CudaRunner:
         self.block_size = PAGE
         self.slots = slots
         self.depth = depth
-        self.vocab = config.vocab
-        self._row_of_logits = padded_vocab(config)
+        self.vocab = spec.vocab
+        self._row_of_logits = padded_vocab(spec)
         self._max_tokens = max_tokens
         self._max_draws = max(max_draws or slots, slots)
-        self._context = min(context or config.context_length, config.context_length)
+        self._context = min(context or spec.context_length, spec.context_length)
         self._report = report
         self._pending: deque[_Launch] = deque()
         self._graphs: dict[tuple[int, int], Graph] = {}
@@ -100,7 +100,7 @@ class CudaRunner:
         self.device = Device(gpu)
         self.arithmetic = f"{self.device.name} in FP16, kernels {kernel_revision()[:16]}"
         try:
-            self._build(file, config, kv_blocks, gpu_memory)
+            self._build(file, spec, kv_blocks, gpu_memory)
             if graphs:
                 self._capture_all()
         except BaseException:  # Ctrl-C too, while it loads: the GPU is given back, and the error goes on up
@@ -110,20 +110,18 @@ class CudaRunner:
             f"GPU {gpu} ({self.device.name}) is ready after {time.monotonic() - began:.1f} s: {self.memory}"
         )
 
-    def _build(self, file: GgufFile, config: ModelConfig, kv_blocks: int | None, gpu_memory: float) -> None:
+    def _build(self, file: GgufFile, spec: ModelSpec, kv_blocks: int | None, gpu_memory: float) -> None:
         device, slots = self.device, self.slots
         width = -(-self._context // PAGE)
-        check_sizes(config)
+        check_sizes(spec)
         compile_all(
-            sources_for(config, hopper=is_hopper(device)), device.architecture
+            sources_for(spec, hopper=is_hopper(device)), device.architecture
         )  # at once; each is then in the cache
-        pieces = workspace_pieces(config, max_tokens=self._max_tokens, max_draws=self._max_draws)
-        self._kernels = kernels = Kernels(
-            device, config, max_context=self._context, max_sample_rows=LOGIT_ROWS
-        )
+        pieces = workspace_pieces(spec, max_tokens=self._max_tokens, max_draws=self._max_draws)
+        self._kernels = kernels = Kernels(device, spec, max_context=self._context, max_sample_rows=LOGIT_ROWS)
         few = (
-            FewRows(device, config, kernels, max_context=self._context)
-            if is_hopper(device) and FewRows.suits(config)
+            FewRows(device, spec, kernels, max_context=self._context)
+            if is_hopper(device) and FewRows.suits(spec)
             else None
         )
         rows = max(self._max_tokens, kernels.most_pieces(slots))
@@ -132,21 +130,21 @@ class CudaRunner:
                 f"{slots:,} sequences in steps of up to {self._max_tokens:,} tokens may need {rows:,} rows "
                 f"of blocks in one launch; a GPU takes {_MOST_ROWS:,}: lower --max-sequences"
             )
-        extra = SlotState.bytes(slots, config.vocab) + StepBuffers.bytes(
+        extra = SlotState.bytes(slots, spec.vocab) + StepBuffers.bytes(
             max_tokens=self._max_tokens, max_draws=self._max_draws, slots=slots, table_width=width,
             max_pieces=kernels.most_pieces(slots),
         )  # fmt: skip
         self.memory: MemoryPlan = plan_memory(
-            config, free=device.free_memory(), gpu_memory=gpu_memory, slots=slots,
+            spec, free=device.free_memory(), gpu_memory=gpu_memory, slots=slots,
             context=self._context, max_tokens=self._max_tokens, max_draws=self._max_draws,
             kv_blocks=kv_blocks, extra=extra,
         )  # fmt: skip
         self._report(f"memory of {device.name}: {self.memory}")
         self.kv_blocks = self.memory.kv_blocks
         self._gemm = Gemm(device, reproducible=self._reproducible)
-        weights = load_weights(device, file, config, report=self._report)
+        weights = load_weights(device, file, spec, report=self._report)
         kernels.set_rope(weights.rope_frequencies, weights.rope_magnitude)
-        self._slots = SlotState(device, slots=slots, vocab=config.vocab, depth=self.depth)
+        self._slots = SlotState(device, slots=slots, vocab=spec.vocab, depth=self.depth)
         self._steps = StepBuffers(
             device, max_tokens=self._max_tokens, max_draws=self._max_draws, slots=slots,
             table_width=width, max_pieces=kernels.most_pieces(slots), padding_page=self.kv_blocks,
@@ -154,12 +152,12 @@ class CudaRunner:
         )  # fmt: skip
         arena = Arena(device, sum(map(aligned, pieces.values())), "the workspace")
         self._model = Model(
-            config,
+            spec,
             weights,
             kernels,
             self._gemm,
-            Qkv(device, config, kernels, self._gemm, max_context=self._context),
-            KvCache.allocate(device, config, self.kv_blocks + 1),  # one more for rows of padding
+            Qkv(device, spec, kernels, self._gemm, max_context=self._context),
+            KvCache.allocate(device, spec, self.kv_blocks + 1),  # one more for rows of padding
             self._slots,
             arena,
             pieces,

@@ -3,7 +3,8 @@
 from collections.abc import Iterable
 from pathlib import Path
 
-from nightmill.worker.model.config import ModelConfig, RopeStyle
+from nightmill.worker.model.rope import RopeStyle
+from nightmill.worker.model.spec import ModelSpec
 from nightmill.worker.runners.gpu.compiler import kernel_directory
 
 __all__ = ["TENSOR_CORE_HEADS", "Source", "instances", "source_of"]
@@ -19,13 +20,14 @@ _BY_HEAD = _ROTATED | {
 }  # fmt: skip
 
 
-def source_of(name: str, config: ModelConfig | None = None) -> Source:
-    """The file of that name in `cuda/`; `config` where it is compiled for a model's heads."""
+def source_of(name: str, spec: ModelSpec | None = None) -> Source:
+    """The file of that name in `cuda/`; `spec` where it is compiled for a model's heads."""
     options: tuple[str, ...] = ()
-    if config is not None and name in _BY_HEAD:
-        options += (f"-DHEAD_DIM={config.head_dim}",)
-    if config is not None and name in _ROTATED:
-        options += (f"-DINTERLEAVED={int(config.rope_style is RopeStyle.PAIRS)}",)
+    if spec is not None and name in _BY_HEAD:
+        options += (f"-DHEAD_DIM={spec.layers[0].attention.head_dim}",)
+    if spec is not None and name in _ROTATED:
+        style = spec.layers[0].attention.rope.style
+        options += (f"-DINTERLEAVED={int(style is RopeStyle.PAIRS)}",)
     return kernel_directory() / f"{name}.cu", options
 
 

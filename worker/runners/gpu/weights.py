@@ -18,8 +18,8 @@ import numpy.typing as npt
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from nightmill.jobs.errors import ModelFileError
-from nightmill.worker.model.config import ModelConfig, expected_tensors, rope_frequencies
 from nightmill.worker.model.gguf_file import GgufFile
+from nightmill.worker.model.spec import ModelSpec, Role, Weight
 from nightmill.worker.runners.gpu.device import Arena, Device, aligned
 from nightmill.worker.runners.gpu.functions import Function, Module
 from nightmill.worker.runners.gpu.sources import source_of
@@ -135,38 +135,36 @@ class Dequantizer:
         self._raw, self._pinned = [], []
 
 
-def padded_vocab(config: ModelConfig) -> int:
+def padded_vocab(spec: ModelSpec) -> int:
     """Rows of the LM head, and numbers in a row of logits: a multiple of 8.
 
     Of other sizes the library's algorithms for few rows and for many sum in different orders.
     """
-    return -(-config.vocab // 8) * 8
+    return -(-spec.vocab // 8) * 8
 
 
-def weight_bytes(config: ModelConfig) -> int:
+def weight_bytes(spec: ModelSpec) -> int:
     """Bytes that the weights take on the device."""
-    return sum(
-        aligned(_size(shape) + _padding(config, name)) for name, shape in expected_tensors(config).items()
-    )
+    return sum(aligned(_size(weight) + _padding(spec, role)) for role, weight in spec.all_weights())
 
 
 def load_weights(
-    device: Device, file: GgufFile, config: ModelConfig, *, report: Callable[[str], None] = log.info
+    device: Device, file: GgufFile, spec: ModelSpec, *, report: Callable[[str], None] = log.info
 ) -> Weights:
-    """Upload all weights into one allocation of `weight_bytes(config)`.
+    """Upload all weights into one allocation of `weight_bytes(spec)`.
 
     Raises ModelFileError for a tensor type that is not supported and for weights beyond half's range,
     DeviceMemoryError where the device has no room.
     """
-    for name in expected_tensors(config):
+    for name in (name for _, weight in spec.all_weights() for name in weight.names):
         if (kind := file.tensors[name].kind) not in SUPPORTED:
             file.fail(
                 f"tensor {name}: the type {kind.name} is not supported on the GPU; requantise the model"
             )
-    arena = Arena(device, weight_bytes(config), "the weights")
+    arena = Arena(device, weight_bytes(spec), "the weights")
     dequantizer = Dequantizer(device)
     try:
-        weights = _load(device, file, config, arena, dequantizer)
+        weights = _load(device, file, spec, arena, dequantizer)
         if not dequantizer.fits_half():
             raise ModelFileError(
                 f"{file.path}: a weight is beyond 65504, the largest number of FP16, or is not a number; "
@@ -178,62 +176,57 @@ def load_weights(
     return weights
 
 
-def _load(
-    device: Device, file: GgufFile, config: ModelConfig, arena: Arena, dequantizer: Dequantizer
-) -> Weights:
-    def place(*names: str) -> int:
-        """The address of tensors that follow each other, or 0 where the file has none of them."""
-        present = [name for name in names if name in file.tensors]
-        infos = [file.tensors[name] for name in present]
-        if not infos:
+def _load(device: Device, file: GgufFile, spec: ModelSpec, arena: Arena, dequantizer: Dequantizer) -> Weights:
+    def place(role: Role, weights: dict[Role, Weight]) -> int:
+        """The address of a weight, or 0 where the model has none."""
+        if (weight := weights.get(role)) is None:
             return 0
-        half = len(infos[0].shape) == 2
-        sizes = [_size(info.shape) for info in infos]
-        padding = _padding(config, *present)
-        start = address = arena.take(sum(sizes) + padding)
+        padding = _padding(spec, role)
+        start = address = arena.take(_size(weight) + padding)
         if padding:
-            device.fill(start + sum(sizes), 0, padding)
-        for name, info, size in zip(present, infos, sizes, strict=True):
-            dequantizer.load(file.raw(name), info.kind, address, half=half)
-            address += size
+            device.fill(start + _size(weight), 0, padding)
+        for name, shape in weight.parts:
+            dequantizer.load(file.raw(name), file.tensors[name].kind, address, half=weight.is_matrix)
+            address += math.prod(shape) * _itemsize(weight)
         return start
 
     def layer(index: int) -> LayerWeights:
-        def block(*names: str) -> int:
-            return place(*(f"blk.{index}.{name}" for name in names))
-
+        weights = spec.layer_weights(index)
         return LayerWeights(
-            attn_norm=block("attn_norm.weight"),
-            qkv=block("attn_q.weight", "attn_k.weight", "attn_v.weight"),
-            qkv_bias=block("attn_q.bias", "attn_k.bias", "attn_v.bias"),
-            q_norm=block("attn_q_norm.weight"),
-            k_norm=block("attn_k_norm.weight"),
-            attn_output=block("attn_output.weight"),
-            ffn_norm=block("ffn_norm.weight"),
-            gate_up=block("ffn_gate.weight", "ffn_up.weight"),
-            ffn_down=block("ffn_down.weight"),
+            attn_norm=place(Role.ATTN_NORM, weights),
+            qkv=place(Role.QKV, weights),
+            qkv_bias=place(Role.QKV_BIAS, weights),
+            q_norm=place(Role.Q_NORM, weights),
+            k_norm=place(Role.K_NORM, weights),
+            attn_output=place(Role.ATTN_OUTPUT, weights),
+            ffn_norm=place(Role.FFN_NORM, weights),
+            gate_up=place(Role.GATE_UP, weights),
+            ffn_down=place(Role.FFN_DOWN, weights),
         )
 
-    embedding = place("token_embd.weight")
-    layers = tuple(layer(index) for index in range(config.layers))
-    divisors = file.array("rope_freqs.weight") if "rope_freqs.weight" in file.tensors else None
-    frequencies, magnitude = rope_frequencies(config, divisors)
+    weights = spec.weights()
+    embedding = place(Role.EMBEDDING, weights)
+    rope = spec.layers[0].attention.rope
     return Weights(
         embedding=embedding,
-        layers=layers,
-        output_norm=place("output_norm.weight"),
-        head=embedding if config.tied_head else place("output.weight"),
-        rope_frequencies=frequencies,
-        rope_magnitude=magnitude,
+        layers=tuple(layer(index) for index in range(len(spec.layers))),
+        output_norm=place(Role.OUTPUT_NORM, weights),
+        head=embedding if spec.tied_head else place(Role.HEAD, weights),
+        rope_frequencies=rope.frequencies(),
+        rope_magnitude=rope.magnitude,
     )
 
 
-def _padding(config: ModelConfig, *names: str) -> int:
-    """Bytes behind tensors: rows of the head that no token has."""
-    head = "token_embd.weight" if config.tied_head else "output.weight"
-    return 2 * (padded_vocab(config) - config.vocab) * config.width if head in names else 0
+def _padding(spec: ModelSpec, role: Role) -> int:
+    """Bytes behind a weight: rows of the head that no token has."""
+    head = Role.EMBEDDING if spec.tied_head else Role.HEAD
+    return 2 * (padded_vocab(spec) - spec.vocab) * spec.width if role is head else 0
 
 
-def _size(shape: tuple[int, ...]) -> int:
+def _size(weight: Weight) -> int:
     """Bytes on the device: matrices are half, vectors float."""
-    return math.prod(shape) * (2 if len(shape) == 2 else 4)
+    return math.prod(weight.shape) * _itemsize(weight)
+
+
+def _itemsize(weight: Weight) -> int:
+    return 2 if weight.is_matrix else 4

@@ -1,4 +1,4 @@
-"""A configuration comes from the file alone, and a file that contradicts itself is refused by name."""
+"""A spec comes from the file alone, and a file that contradicts itself is refused by name."""
 
 import math
 from dataclasses import replace
@@ -9,84 +9,107 @@ import numpy as np
 import pytest
 
 from nightmill.jobs.errors import ModelFileError
-from nightmill.worker.model.config import (
-    ModelConfig,
-    RopeScaling,
-    RopeStyle,
-    expected_tensors,
-    rope_frequencies,
-)
+from nightmill.worker.model.families import read_spec
 from nightmill.worker.model.gguf_file import GgufFile
+from nightmill.worker.model.rope import Rope, RopeScaling, RopeStyle
+from nightmill.worker.model.spec import Attention, FeedForward, LayerSpec, ModelSpec, Norm, Role, Weight
 from tests.ggufs import byte_vocabulary, sentencepiece_vocabulary, write_model
 
 TOKENS = len(byte_vocabulary().tokens)
 
 
-def config_of(path: Path, *args: Any, **options: Any) -> ModelConfig:
+def spec_of(path: Path, *args: Any, **options: Any) -> ModelSpec:
     with GgufFile.open(write_model(path / "model.gguf", *args, **options)) as file:
-        return ModelConfig.from_gguf(file)
+        return read_spec(file)
+
+
+def rope_of(path: Path, *args: Any, **options: Any) -> Rope:
+    return spec_of(path, *args, **options).layers[0].attention.rope
 
 
 def test_qwen2_has_bias_halves_and_a_tied_head(tmp_path: Path) -> None:
-    config = config_of(tmp_path, "qwen2", ffn=224, rope_base=1e6, padding_rows=3)
-    assert config == ModelConfig(
-        architecture="qwen2",
+    spec = spec_of(tmp_path, "qwen2", ffn=224, rope_base=1e6, padding_rows=3)
+    norm = Norm(pytest.approx(1e-6))
+    layer = LayerSpec(
+        attention_norm=norm,
+        attention=Attention(
+            heads=4,
+            kv_heads=2,
+            head_dim=16,
+            rope=Rope(style=RopeStyle.HALVES, dim=16, base=1e6, scaling=RopeScaling(original_context=512)),
+            bias=True,
+        ),
+        feed_forward_norm=norm,
+        feed_forward=FeedForward(width=224),
+    )
+    assert spec == ModelSpec(
+        family="qwen2",
         name="tiny qwen2",
-        layers=2,
         width=64,
-        heads=4,
-        kv_heads=2,
-        head_dim=16,
-        ffn_width=224,
         vocab=TOKENS + 3,
-        rope_base=1e6,
-        rope_dim=16,
-        rope_scaling=RopeScaling(original_context=512),
-        rope_style=RopeStyle.HALVES,
-        norm_eps=pytest.approx(1e-6),
         context_length=512,
+        layers=(layer, layer),
+        output_norm=norm,
         tied_head=True,
-        qkv_bias=True,
-        qk_norm=False,
     )
 
 
 def test_llama_rotates_pairs_and_may_have_its_own_head(tmp_path: Path) -> None:
     vocabulary = sentencepiece_vocabulary()
-    config = config_of(tmp_path, "llama", tied=False, kv_heads=1, vocabulary=vocabulary, layers=1)
-    assert config.rope_style is RopeStyle.PAIRS
-    assert (config.tied_head, config.qkv_bias, config.qk_norm) == (False, False, False)
-    assert (config.kv_heads, config.layers, config.vocab) == (1, 1, len(vocabulary.tokens))
+    spec = spec_of(tmp_path, "llama", tied=False, kv_heads=1, vocabulary=vocabulary, layers=1)
+    (layer,) = spec.layers
+    attention = layer.attention
+    assert attention.rope.style is RopeStyle.PAIRS
+    assert (spec.tied_head, attention.bias, attention.qk_norm) == (False, False, None)
+    assert (attention.kv_heads, spec.vocab) == (1, len(vocabulary.tokens))
 
 
 def test_qwen3_heads_need_not_divide_the_width(tmp_path: Path) -> None:
-    config = config_of(tmp_path, "qwen3", head_dim=40, heads=6, kv_heads=3)
-    assert (config.head_dim, config.width, config.qk_norm, config.qkv_bias) == (40, 64, True, False)
-    assert expected_tensors(config)["blk.1.attn_output.weight"] == (64, 240)
+    spec = spec_of(tmp_path, "qwen3", head_dim=40, heads=6, kv_heads=3)
+    attention = spec.layers[1].attention
+    assert (attention.head_dim, spec.width, attention.bias) == (40, 64, False)
+    assert attention.qk_norm == spec.output_norm
+    assert spec.layer_weights(1)[Role.ATTN_OUTPUT] == Weight((("blk.1.attn_output.weight", (64, 240)),))
 
 
 def test_llama_with_bias_is_recognised_by_its_tensors(tmp_path: Path) -> None:
-    assert config_of(tmp_path, "llama", qkv_bias=True).qkv_bias
+    assert spec_of(tmp_path, "llama", qkv_bias=True).layers[0].attention.bias
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_every_tensor_of_a_file_is_part_of_one_weight(tmp_path: Path, family: str, tied: bool) -> None:
+    with GgufFile.open(write_model(tmp_path / "model.gguf", family, tied=tied, kv_heads=1)) as file:
+        weights = list(read_spec(file).all_weights())
+        names = [name for _, weight in weights for name in weight.names]
+        assert sorted(names) == sorted(file.tensors)
+        for _, weight in weights:
+            stacked = np.concatenate([file.array(name) for name in weight.names])
+            assert weight.shape == stacked.shape
+            assert weight.is_matrix == (stacked.ndim == 2)
 
 
 def test_sizes_that_lack_are_read_off_the_tensors(tmp_path: Path) -> None:
     lacking = ("feed_forward_length", "attention.head_count_kv", "rope.freq_base")
-    config = config_of(
+    spec = spec_of(
         tmp_path,
         kv_heads=4,
         ffn=96,
         metadata={f"qwen2.{name}": None for name in lacking} | {"general.name": None},
     )
-    assert (config.ffn_width, config.kv_heads, config.rope_base) == (96, 4, 10_000.0)
-    assert config.name == "model"  # the file's own name
+    layer = spec.layers[0]
+    assert (layer.feed_forward.width, layer.attention.kv_heads) == (96, 4)
+    assert layer.attention.rope.base == 10_000.0
+    assert spec.name == "model"  # the file's own name
 
 
 def test_sizes_given_per_layer_are_accepted_where_they_agree(tmp_path: Path) -> None:
-    assert config_of(tmp_path, metadata={"qwen2.attention.head_count_kv": [2, 2]}).kv_heads == 2
+    spec = spec_of(tmp_path, metadata={"qwen2.attention.head_count_kv": [2, 2]})
+    assert spec.layers[0].attention.kv_heads == 2
     with pytest.raises(ModelFileError, match="head_count_kv: layers of different sizes"):
-        config_of(tmp_path, metadata={"qwen2.attention.head_count_kv": [2, 4]})
+        spec_of(tmp_path, metadata={"qwen2.attention.head_count_kv": [2, 4]})
     with pytest.raises(ModelFileError, match="head_count_kv: has 1 entries for 2 layers"):
-        config_of(tmp_path, metadata={"qwen2.attention.head_count_kv": [2]})
+        spec_of(tmp_path, metadata={"qwen2.attention.head_count_kv": [2]})
 
 
 def zeros(*shape: int) -> np.ndarray[Any, Any]:
@@ -205,7 +228,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 def test_contradiction_is_refused_by_name(fault: str, tmp_path: Path) -> None:
     options, message = REFUSED[fault]
     with pytest.raises(ModelFileError, match=message) as caught:
-        config_of(tmp_path, **options)
+        spec_of(tmp_path, **options)
     assert str(tmp_path / "model.gguf") in str(caught.value)
 
 
@@ -214,7 +237,7 @@ def test_tensor_type_that_cannot_be_dequantised_is_refused_before_loading(tmp_pa
     with pytest.raises(
         ModelFileError, match=r"tensor blk\.1\.ffn_down\.weight: the type F64 is not supported"
     ):
-        config_of(tmp_path, ffn=224, tensors={"blk.1.ffn_down.weight": doubles})
+        spec_of(tmp_path, ffn=224, tensors={"blk.1.ffn_down.weight": doubles})
 
 
 def test_a_vocabulary_without_tensors_is_no_model(vocab_dir: Path) -> None:
@@ -222,14 +245,15 @@ def test_a_vocabulary_without_tensors_is_no_model(vocab_dir: Path) -> None:
         GgufFile.open(vocab_dir / "ggml-vocab-qwen2.gguf") as file,
         pytest.raises(ModelFileError, match="holds no tensors, only a vocabulary"),
     ):
-        ModelConfig.from_gguf(file)
+        read_spec(file)
 
 
 def test_plain_frequencies_are_powers_of_the_base(tmp_path: Path) -> None:
-    frequencies, magnitude = rope_frequencies(config_of(tmp_path))
+    rope = rope_of(tmp_path)
+    frequencies = rope.frequencies()
     assert frequencies.dtype == np.float64
     np.testing.assert_allclose(frequencies, [10_000 ** (-i / 8) for i in range(8)], rtol=1e-12)
-    assert magnitude == 1.0
+    assert rope.magnitude == 1.0
 
 
 @pytest.mark.parametrize(
@@ -241,30 +265,26 @@ def test_plain_frequencies_are_powers_of_the_base(tmp_path: Path) -> None:
     ],
 )
 def test_linear_scaling_divides_every_frequency(options: dict[str, Any], tmp_path: Path) -> None:
-    config = config_of(tmp_path, **options)
-    plain, _ = rope_frequencies(replace(config, rope_scaling=RopeScaling()))
-    frequencies, magnitude = rope_frequencies(config)
-    np.testing.assert_allclose(frequencies, plain / 4, rtol=1e-12)
-    assert magnitude == 1.0
+    rope = rope_of(tmp_path, **options)
+    plain = replace(rope, scaling=RopeScaling()).frequencies()
+    np.testing.assert_allclose(rope.frequencies(), plain / 4, rtol=1e-12)
+    assert rope.magnitude == 1.0
 
 
 def test_scaling_of_type_none_ignores_the_factor(tmp_path: Path) -> None:
-    config = config_of(tmp_path, rope_scaling={"type": "none", "factor": 4.0})
-    assert (config.rope_scaling.kind, config.rope_scaling.factor) == ("none", 1.0)
+    scaling = rope_of(tmp_path, rope_scaling={"type": "none", "factor": 4.0}).scaling
+    assert (scaling.kind, scaling.factor) == ("none", 1.0)
 
 
 def test_divisors_divide_the_frequencies(tmp_path: Path) -> None:
     divisors = [1.0, 1.0, 1.5, 2.0, 4.0, 8.0, 8.0, 8.0]
-    path = write_model(tmp_path / "m.gguf", "llama", rope_freqs=divisors)
-    with GgufFile.open(path) as file:
-        config = ModelConfig.from_gguf(file)
-        frequencies, _ = rope_frequencies(config, file.array("rope_freqs.weight"))
-    plain, _ = rope_frequencies(config)
-    np.testing.assert_allclose(frequencies, plain / divisors, rtol=1e-12)
+    rope = rope_of(tmp_path, "llama", rope_freqs=divisors)
+    plain = rope_of(tmp_path, "llama").frequencies()
+    np.testing.assert_allclose(rope.frequencies(), plain / divisors, rtol=1e-12)
 
 
 def test_yarn_agrees_with_the_published_formula(tmp_path: Path) -> None:
-    config = config_of(
+    rope = rope_of(
         tmp_path,
         "qwen3",
         head_dim=128,
@@ -272,7 +292,7 @@ def test_yarn_agrees_with_the_published_formula(tmp_path: Path) -> None:
         context_length=131_072,
         rope_scaling={"type": "yarn", "factor": 4.0, "original_context_length": 32_768},
     )
-    frequencies, magnitude = rope_frequencies(config)
+    frequencies = rope.frequencies()
     # Hugging Face's _compute_yarn_parameters for Qwen3 with factor 4 over 32,768, written out.
     expected = []
     for i in range(64):
@@ -286,9 +306,9 @@ def test_yarn_agrees_with_the_published_formula(tmp_path: Path) -> None:
     np.testing.assert_allclose(frequencies, expected, rtol=1e-12)
     assert frequencies[0] == 1.0
     np.testing.assert_allclose(frequencies[-1], 1e6 ** (-126 / 128) / 4)
-    assert magnitude == pytest.approx(0.1 * math.log(4) + 1)
+    assert rope.magnitude == pytest.approx(0.1 * math.log(4) + 1)
 
 
 def test_attention_factor_multiplies_the_magnitude(tmp_path: Path) -> None:
-    config = config_of(tmp_path, rope_scaling={"type": "yarn", "factor": 2.0, "attn_factor": 0.5})
-    assert rope_frequencies(config)[1] == pytest.approx(0.5 * (0.1 * math.log(2) + 1))
+    rope = rope_of(tmp_path, rope_scaling={"type": "yarn", "factor": 2.0, "attn_factor": 0.5})
+    assert rope.magnitude == pytest.approx(0.5 * (0.1 * math.log(2) + 1))

@@ -1,0 +1,36 @@
+"""From the keys of a GGUF file to a `ModelSpec`: one module a family, listed here."""
+
+from collections.abc import Callable
+from typing import Final
+
+from nightmill.worker.model.families.checks import check_tensors
+from nightmill.worker.model.families.keys import Keys
+from nightmill.worker.model.families.llama import llama
+from nightmill.worker.model.families.qwen2 import qwen2
+from nightmill.worker.model.families.qwen3 import qwen3
+from nightmill.worker.model.gguf_file import GgufFile
+from nightmill.worker.model.spec import ModelSpec
+
+__all__ = ["FAMILIES", "read_spec"]
+
+FAMILIES: Final[dict[str, Callable[[Keys], ModelSpec]]] = {"llama": llama, "qwen2": qwen2, "qwen3": qwen3}
+"""By `general.architecture`."""
+
+
+def read_spec(file: GgufFile) -> ModelSpec:
+    """What a file's model computes, proved against the file: metadata and every tensor's shape agree.
+
+    Nothing is assumed about a family's sizes. What the metadata lacks is read off tensors' shapes; what is
+    missing or contradictory raises ModelFileError, which names the key or tensor.
+    """
+    name = file.string("general.architecture")
+    family = FAMILIES.get(name)
+    if family is None:
+        file.fail(f"general.architecture: {name!r} is not supported; supported are {', '.join(FAMILIES)}")
+    if (parts := file.integer("split.count", default=0)) > 1:
+        file.fail(f"split.count: is one of {parts} parts; join them with `llama-gguf-split --merge`")
+    if not file.tensors:
+        file.fail("holds no tensors, only a vocabulary; give a file with the model's weights")
+    spec = family(Keys(file, name))
+    check_tensors(file, spec)
+    return spec

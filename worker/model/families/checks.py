@@ -1,0 +1,29 @@
+"""Proves a file against a spec: each tensor that it names is there in its shape, and no other is."""
+
+from nightmill.worker.model.families.keys import ROPE_DIVISORS
+from nightmill.worker.model.gguf_file import GgufFile
+from nightmill.worker.model.spec import ModelSpec
+
+__all__ = ["check_tensors"]
+
+
+def check_tensors(file: GgufFile, spec: ModelSpec) -> None:
+    """Raise ModelFileError, which names the tensor, where one lacks, differs or is left over."""
+    expected = {name: shape for _, weight in spec.all_weights() for name, shape in weight.parts}
+    for name, shape in expected.items():
+        info = file.tensors.get(name)
+        if info is None:
+            file.fail(f"tensor {name}: is missing")
+        if info.shape != shape:
+            file.fail(f"tensor {name}: has shape {info.shape}, expected {shape} from the metadata")
+        file.require_readable(name)
+    # Whatever else the file holds (experts, fused or extra biases, adapters) would change the results.
+    # attn_rot_embd is the exception: old converters wrote the rotation's frequencies, which are derived.
+    extra = [
+        name
+        for name in file.tensors
+        if name not in expected and name != ROPE_DIVISORS and not name.endswith(".attn_rot_embd")
+    ]
+    if extra:
+        more = f" (and {len(extra) - 1} more)" if len(extra) > 1 else ""
+        file.fail(f"tensor {extra[0]}{more}: is not part of the supported {spec.family} model")
