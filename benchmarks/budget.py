@@ -21,7 +21,7 @@ import numpy as np
 
 from nightmill.jobs.contract import GenerationParams
 from nightmill.worker.model.families import read_spec
-from nightmill.worker.model.gguf_file import GgufFile
+from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.model.spec import ModelSpec
 from nightmill.worker.runners.base import Admission, StepBatch
 from nightmill.worker.runners.gpu.graphs import Graph

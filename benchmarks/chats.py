@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from nightmill.worker.model.chat import ChatTemplate
-from nightmill.worker.model.gguf_file import GgufFile
+from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.model.tokenizer import Tokenizer
 
 SHARD = 64

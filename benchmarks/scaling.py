@@ -26,7 +26,7 @@ from nightmill.worker.engine.engine import Engine
 from nightmill.worker.engine.request import Request
 from nightmill.worker.link.garbage import QuietCollector
 from nightmill.worker.model.families import read_spec
-from nightmill.worker.model.gguf_file import GgufFile
+from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.model.spec import ModelSpec, Role
 from nightmill.worker.runners.base import Runner
 from nightmill.worker.runners.gpu.kv_cache import PAGE, page_bytes

@@ -28,7 +28,7 @@ NightmillError
 └── RunnerError                      the arithmetic failed; the jobs in flight are handed back
 
 Foreign errors are mapped at one border each: SQLAlchemy's in `jobs.sql.database`, redis's and kombu's in
-`jobs.messages.broker`, `gguf`'s in `worker.model.gguf_file`, Jinja's in `worker.model.chat`. The docstring of
+`jobs.messages.broker`, `gguf`'s in `worker.model.gguf.file`, Jinja's in `worker.model.chat`. The docstring of
 a class is its default message.
 """
 

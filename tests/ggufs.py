@@ -15,7 +15,7 @@ import numpy.typing as npt
 from gguf import GGMLQuantizationType, GGUFWriter, TokenType
 from gguf.quants import quantize
 
-from nightmill.worker.model.vocabulary import byte_alphabet
+from nightmill.worker.model.tokenizer.vocabulary import byte_alphabet
 
 CHATML = (
     "{% for message in messages %}"

@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from nightmill.worker.model.families import read_spec
-from nightmill.worker.model.gguf_file import GgufFile
+from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.model.rope import RopeStyle
 from nightmill.worker.model.spec import ModelSpec
 from nightmill.worker.runners.gpu.catalogue import sources_for

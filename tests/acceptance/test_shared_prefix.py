@@ -8,7 +8,7 @@ from nightmill.worker.engine.request import Completion, Request
 from nightmill.worker.link.loading import BLOCK_SIZE, demo_model
 from nightmill.worker.model.chat import ChatTemplate
 from nightmill.worker.model.families import read_spec
-from nightmill.worker.model.gguf_file import GgufFile
+from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.model.tokenizer import Tokenizer
 from nightmill.worker.runners.reference import ReferenceRunner
 from tests.ggufs import write_model

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from gguf import TokenType
 
-from nightmill.worker.model.vocabulary import byte_alphabet
+from nightmill.worker.model.tokenizer.vocabulary import byte_alphabet
 from tests.campaign.texts import CONTEXT
 from tests.ggufs import CONTROL, TestVocabulary, write_model
 

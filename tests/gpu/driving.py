@@ -10,7 +10,7 @@ import numpy.typing as npt
 from nightmill.jobs.contract import GenerationParams
 from nightmill.worker.engine.engine import Engine
 from nightmill.worker.engine.request import Request
-from nightmill.worker.model.gguf_file import GgufFile
+from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.model.spec import ModelSpec
 from nightmill.worker.runners.base import Admission, Runner, StepBatch
 from nightmill.worker.runners.gpu.runner import CudaRunner

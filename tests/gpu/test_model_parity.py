@@ -10,7 +10,7 @@ import pytest
 from gguf import GGMLQuantizationType
 
 from nightmill.worker.model.families import read_spec
-from nightmill.worker.model.gguf_file import GgufFile
+from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.model.spec import ModelSpec
 from tests.ggufs import byte_vocabulary, write_model
 from tests.gpu.comparing import compare_logits

@@ -18,7 +18,7 @@ from nightmill.worker.engine.engine import Engine
 from nightmill.worker.engine.request import Completion, Request
 from nightmill.worker.engine.scheduler import Scheduler
 from nightmill.worker.model.families import read_spec
-from nightmill.worker.model.gguf_file import GgufFile
+from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.runners.base import FROM_SLOT, NOT_A_NUMBER, Admission
 from nightmill.worker.runners.gpu.runner import CudaRunner
 from tests.ggufs import byte_vocabulary, write_model

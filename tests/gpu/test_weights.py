@@ -11,7 +11,7 @@ from gguf.quants import dequantize
 
 from nightmill.jobs.errors import ModelFileError
 from nightmill.worker.model.families import read_spec
-from nightmill.worker.model.gguf_file import GgufFile
+from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.runners.gpu.device import Device
 from nightmill.worker.runners.gpu.weights import SUPPORTED, Dequantizer, load_weights, weight_bytes
 from tests.ggufs import write_model

@@ -91,7 +91,7 @@ def run(
 
     require_worker_extra("run")
     from nightmill.worker.link.loading import name_of
-    from nightmill.worker.model.gguf_file import GgufFile
+    from nightmill.worker.model.gguf.file import GgufFile
 
     worker_settings = {key: options.pop(key, None) for key in WORKER_SETTINGS}
     settings = merge_options(Settings.from_env(), worker_settings)

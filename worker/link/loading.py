@@ -18,10 +18,10 @@ from nightmill.worker.engine.engine import Engine, EngineStats
 from nightmill.worker.engine.probing import probe
 from nightmill.worker.model.chat import ChatTemplate, Limits
 from nightmill.worker.model.families import read_spec
-from nightmill.worker.model.gguf_file import GgufFile
+from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.model.spec import ModelSpec
 from nightmill.worker.model.tokenizer import TextStream, Tokenizer
-from nightmill.worker.model.vocabulary import Vocabulary
+from nightmill.worker.model.tokenizer.vocabulary import Vocabulary
 from nightmill.worker.runners.base import Runner
 from nightmill.worker.runners.gpu.device import device_count
 from nightmill.worker.runners.reference import ReferenceRunner, choose_kv_blocks

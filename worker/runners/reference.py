@@ -15,7 +15,7 @@ import numpy.typing as npt
 from threadpoolctl import threadpool_info
 
 from nightmill.jobs.errors import RunnerError
-from nightmill.worker.model.gguf_file import GgufFile
+from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.model.rope import Rope, RopeStyle
 from nightmill.worker.model.spec import ModelSpec, Role, Weight
 from nightmill.worker.runners import reference_ops as ops

@@ -9,7 +9,7 @@ import pytest
 from nightmill.jobs.contract import GenerationParams
 from nightmill.worker.engine.engine import Engine
 from nightmill.worker.engine.request import Completion, Request
-from nightmill.worker.model.gguf_file import GgufFile
+from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.model.tokenizer import Tokenizer
 from tests.campaign import forged, gguf_document, model, mutants, strange_templates, texts
 from tests.campaign.plan import BOTH, ONLY, make_plan

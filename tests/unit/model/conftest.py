@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from nightmill.worker.model.gguf_file import GgufFile
+from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.model.tokenizer import Tokenizer
 from tests.ggufs import write_model
 

@@ -10,7 +10,7 @@ import pytest
 
 from nightmill.jobs.errors import ModelFileError
 from nightmill.worker.model.families import read_spec
-from nightmill.worker.model.gguf_file import GgufFile
+from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.model.rope import Rope, RopeScaling, RopeStyle
 from nightmill.worker.model.spec import Attention, FeedForward, LayerSpec, ModelSpec, Norm, Role, Weight
 from tests.ggufs import byte_vocabulary, sentencepiece_vocabulary, write_model

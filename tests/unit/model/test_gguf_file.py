@@ -18,7 +18,7 @@ from nightmill.jobs.errors import ChatTemplateError, ModelFileError
 from nightmill.worker.model.chat import ChatTemplate, template
 from nightmill.worker.model.chat.renderer import Limits, Renderer
 from nightmill.worker.model.families import read_spec
-from nightmill.worker.model.gguf_file import GgufFile
+from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.model.tokenizer import Tokenizer
 from tests.ggufs import write_model
 
@@ -371,7 +371,7 @@ def test_quantised_values_stay_close(tmp_path: Path) -> None:
 def test_a_real_vocabulary_is_read_without_waste(vocab_dir: Path) -> None:
     script = (
         "import sys, psutil\n"
-        "from nightmill.worker.model.gguf_file import GgufFile\n"
+        "from nightmill.worker.model.gguf.file import GgufFile\n"
         "before = psutil.Process().memory_full_info().uss\n"
         "file = GgufFile.open(sys.argv[1])\n"
         "kept = file.strings('tokenizer.ggml.tokens'), file.strings('tokenizer.ggml.merges')\n"

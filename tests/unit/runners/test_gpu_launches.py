@@ -19,7 +19,7 @@ from nightmill.jobs.settings import Settings
 from nightmill.worker.engine.engine import Engine
 from nightmill.worker.engine.request import Request
 from nightmill.worker.model.families import read_spec
-from nightmill.worker.model.gguf_file import GgufFile
+from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.runners.base import FROM_SLOT, IntArray, StepBatch
 from nightmill.worker.runners.gpu import compiler
 from nightmill.worker.runners.gpu.catalogue import sources_for

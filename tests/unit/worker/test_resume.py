@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 
 from nightmill.jobs.sql.partials import SavedTokens
-from nightmill.worker.model.gguf_file import GgufFile
+from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.service.resume import fingerprint, tokens_to_resume
 from tests.ggufs import write_model
 

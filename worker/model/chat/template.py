@@ -18,8 +18,8 @@ from typing import Self
 from nightmill.jobs.errors import ChatTemplateError, NightmillError
 from nightmill.worker.model.chat.renderer import Limits, Renderer
 from nightmill.worker.model.chat.shield import Messages, Shield, strings, unused_character
-from nightmill.worker.model.gguf_file import GgufFile
-from nightmill.worker.model.tokenizer import Piece, Tokenizer
+from nightmill.worker.model.gguf.file import GgufFile
+from nightmill.worker.model.tokenizer.tokenizer import Piece, Tokenizer
 
 _KEY = "tokenizer.chat_template"
 

@@ -8,7 +8,7 @@ from nightmill.worker.model.families.keys import Keys
 from nightmill.worker.model.families.llama import llama
 from nightmill.worker.model.families.qwen2 import qwen2
 from nightmill.worker.model.families.qwen3 import qwen3
-from nightmill.worker.model.gguf_file import GgufFile
+from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.model.spec import ModelSpec
 
 __all__ = ["FAMILIES", "read_spec"]

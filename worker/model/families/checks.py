@@ -1,7 +1,7 @@
 """Proves a file against a spec: each tensor that it names is there in its shape, and no other is."""
 
 from nightmill.worker.model.families.keys import ROPE_DIVISORS
-from nightmill.worker.model.gguf_file import GgufFile
+from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.model.spec import ModelSpec
 
 __all__ = ["check_tensors"]

@@ -7,7 +7,7 @@ from typing import Final, Literal, cast
 
 import numpy as np
 
-from nightmill.worker.model.gguf_file import GgufFile
+from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.model.rope import Rope, RopeScaling, RopeStyle
 from nightmill.worker.model.spec import Attention, FeedForward, Norm
 

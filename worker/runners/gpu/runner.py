@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from nightmill.jobs.errors import RunnerError
-from nightmill.worker.model.gguf_file import GgufFile
+from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.model.spec import ModelSpec
 from nightmill.worker.runners.base import IntArray, SampledTokens, StepBatch
 from nightmill.worker.runners.gpu.catalogue import sources_for

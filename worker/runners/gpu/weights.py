@@ -18,7 +18,7 @@ import numpy.typing as npt
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from nightmill.jobs.errors import ModelFileError
-from nightmill.worker.model.gguf_file import GgufFile
+from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.model.spec import ModelSpec, Role, Weight
 from nightmill.worker.runners.gpu.device import Arena, Device, aligned
 from nightmill.worker.runners.gpu.functions import Function, Module

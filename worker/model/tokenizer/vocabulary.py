@@ -13,7 +13,7 @@ from typing import Final, Self
 
 from gguf import TokenType
 
-from nightmill.worker.model.gguf_file import GgufFile
+from nightmill.worker.model.gguf.file import GgufFile
 
 END_OF_TURN: Final = frozenset(
     {
@@ -37,7 +37,7 @@ END_OF_TURN: Final = frozenset(
 MAX_SPECIAL: Final = 1 << 18
 """Characters of all control and user-defined tokens, which are looked for in every text (Llama 3: 7,498)."""
 
-_SPACE: Final = "\u2581"  # SentencePiece's visible space
+SPACE: Final = "\u2581"  # SentencePiece's visible space
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _MARKUP = re.compile(r"<\S+>|\[\S+\]")
 _SPECIAL = (TokenType.CONTROL, TokenType.UNKNOWN, TokenType.USER_DEFINED)
@@ -157,7 +157,7 @@ class Vocabulary:
             return b""
         if not self.byte_level:
             byte = _BYTE_TOKEN.fullmatch(text)
-            return bytes([int(byte[1], 16)]) if byte else text.replace(_SPACE, " ").encode()
+            return bytes([int(byte[1], 16)]) if byte else text.replace(SPACE, " ").encode()
         if kind == TokenType.USER_DEFINED:
             return text.encode()  # written as it is, not in the byte alphabet
         return b"".join(bytes([_BYTE_OF[char]]) if char in _BYTE_OF else char.encode() for char in text)

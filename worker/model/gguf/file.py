@@ -21,7 +21,7 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
 from gguf.quants import dequantize
 
 from nightmill.jobs.errors import ModelFileError
-from nightmill.worker.model.gguf_header import SCALAR_FORMATS, HeaderWalk, TensorInfo, Value
+from nightmill.worker.model.gguf.header import SCALAR_FORMATS, HeaderWalk, TensorInfo, Value
 
 __all__ = ["GgufFile", "TensorInfo"]
 
