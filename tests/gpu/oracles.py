@@ -7,9 +7,9 @@ import numpy as np
 import numpy.typing as npt
 
 from nightmill.worker.model.spec import Attention
-from nightmill.worker.runners import reference_ops as ops
 from nightmill.worker.runners.gpu.kv_cache import PAGE
 from nightmill.worker.runners.philox import token_words, uniform
+from nightmill.worker.runners.reference import ops
 from nightmill.worker.runners.sampling import SamplingRows, filter_rows, gumbel, penalise
 
 Array = npt.NDArray[Any]
@@ -70,7 +70,7 @@ def make_paged(
 
 
 def attention_oracle(q: Array, keys: Array, values: Array, visible: Array) -> Array:
-    """`reference_ops.attention` in float64: q (M, H, D), keys and values (L, G, D), visible (M,)."""
+    """`ops.attention` in float64: q (M, H, D), keys and values (L, G, D), visible (M,)."""
     length = -(-len(keys) // ops.KEY_TILE) * ops.KEY_TILE
     padded = [np.zeros((1, length, *keys.shape[1:])) for _ in range(2)]
     padded[0][0, : len(keys)] = keys

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from nightmill.worker.model.rope import RopeStyle
-from nightmill.worker.runners import reference_ops as ops
 from nightmill.worker.runners.gpu.device import Device
 from nightmill.worker.runners.gpu.kernels import Kernels
+from nightmill.worker.runners.reference import ops
 from tests.gpu.oracles import EXACT, PAGE, assert_close
 from tests.specs import dense_spec
 

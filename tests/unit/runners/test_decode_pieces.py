@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nightmill.worker.runners.gpu.decode import DecodeAttention, Planner, decode_pieces
-from tests.gpu.oracles import make_config
+from tests.specs import dense_spec
 
 SEGMENT = 256
 LENGTHS = st.lists(st.integers(0, 40_000), min_size=1, max_size=80)
@@ -131,8 +131,8 @@ def test_whatever_contexts_a_step_has_it_is_padded_to_a_size_that_is_known_at_th
 ) -> None:
     """One that is not would have no graph."""
     gpu: Any = OneOf(multiprocessors, held)
-    config = make_config(heads=heads[0], kv_heads=heads[1], head_dim=heads[2])
-    attention = DecodeAttention(gpu, config, lambda *arguments: gpu, max_context=most, clusters=True)
+    spec = dense_spec(heads=heads[0], kv_heads=heads[1], head_dim=heads[2])
+    attention = DecodeAttention(gpu, spec, lambda *arguments: gpu, max_context=most, clusters=True)
     contexts = np.minimum(np.array(lengths * times, dtype=np.int32), most)
     count = len(contexts)
     pieces = len(attention.pieces(contexts, np.arange(count, dtype=np.int32)))

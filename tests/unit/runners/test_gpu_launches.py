@@ -123,7 +123,7 @@ def test_nothing_is_captured_in_the_middle_of_a_night(
     """Prompts and answers of many lengths, a few so long that contexts are cut; and all end one by one."""
     file = GgufFile.open(MODEL)
     context = 4200
-    config = replace(ModelConfig.from_gguf(file), context_length=context)
+    config = replace(read_spec(file), context_length=context)
     replayed: list[Graph] = []
     launch = Graph.launch
 

@@ -117,7 +117,7 @@ def mixed_requests(count: int, **more: Any) -> list[Request]:
 
 
 def straightforward_logits(file: GgufFile, spec: ModelSpec, tokens: list[int]) -> Wide:
-    """The model in float64 over a whole sequence, without cache, pages, fused matrices or `reference_ops`."""
+    """The model in float64 over a whole sequence, without cache, pages, fused matrices or `ops`."""
 
     def array(name: str) -> Wide:
         return file.array(name).astype(np.float64)
@@ -239,7 +239,7 @@ def test_what_must_not_be_read_is_not_read(make_bench: MakeBench) -> None:
     requests = mixed_requests(6)
     clean = bench.generate(requests, slots=6)
     runner = bench.runner(slots=6)
-    caches = [*runner._keys, *runner._values]
+    caches = [*runner._cache.keys, *runner._cache.values]
     for cache in caches:
         cache[:-1] = np.nan  # every page; the row of zeros behind them is no page
     bench.runner = lambda **_: runner  # type: ignore[method-assign, misc, assignment]

@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from nightmill.worker.runners import reference_ops as ops
+from nightmill.worker.runners.reference import ops
 
 Array = npt.NDArray[np.float32]
 CLOSE = {"rtol": 2e-5, "atol": 2e-6}
