@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from nightmill.jobs.arithmetic import Arithmetic
 from nightmill.jobs.settings import Settings
 from nightmill.worker.commands.serving import worker
 from nightmill.worker.engine.engine import Engine
@@ -28,7 +29,7 @@ class InstantRunner:
 
     block_size = 16
     depth = 1
-    arithmetic = "none"
+    arithmetic = Arithmetic(runner="instant", device="none", weights="none", kernels="none", model="none")
 
     def __init__(self, vocab: int, slots: int) -> None:
         self.vocab = vocab

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from nightmill.jobs.arithmetic import Arithmetic
 from nightmill.jobs.contract import GenerationParams
 from nightmill.worker.engine.engine import Engine
 from nightmill.worker.engine.request import Request
@@ -29,7 +30,7 @@ class NoRunner:
     block_size = 16
     depth = 3
     vocab = VOCAB
-    arithmetic = "none"
+    arithmetic = Arithmetic(runner="none", device="none", weights="none", kernels="none", model="none")
 
     def __init__(self, slots: int) -> None:
         self.slots = slots

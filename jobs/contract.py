@@ -186,6 +186,7 @@ class Job:
     text: str | None = None
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
+    arithmetic: str | None = None  # that computed the text (`jobs.arithmetic`); older rows have none
     error: str | None = None
     errors: list[JsonObject] = field(default_factory=list)  # one entry per attempt that failed or was charged
     attempt: int = 0  # times claimed; the fencing token

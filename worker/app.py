@@ -163,7 +163,6 @@ class EngineStep(bootsteps.StartStopStep):
             self.claims,
             engine,
             model.tokenize_all,
-            model_digest=model.file.digest(),
             capacity=capacity(settings),
             drain_seconds=settings.drain_seconds,
             on_fatal=_end_process,

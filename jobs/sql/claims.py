@@ -52,6 +52,7 @@ class Outcome:
     prompt_tokens: int
     completion_tokens: int
     error: str | None = None
+    arithmetic: str | None = None  # by which the text was computed; None where nothing was
 
 
 class Claims:
@@ -320,6 +321,7 @@ _FINISH = (
         text=bindparam("new_text"),
         prompt_tokens=bindparam("new_prompt_tokens"),
         completion_tokens=bindparam("new_completion_tokens"),
+        arithmetic=bindparam("new_arithmetic"),
         error=bindparam("new_error"),
         finished_at=bindparam("new_finished_at"),
     )
@@ -368,6 +370,7 @@ def _finish_values(outcome: Outcome, worker_id: str, now: datetime) -> dict[str,
         "new_text": outcome.text,
         "new_prompt_tokens": outcome.prompt_tokens,
         "new_completion_tokens": outcome.completion_tokens,
+        "new_arithmetic": outcome.arithmetic,
         "new_error": error,
         "new_finished_at": now,
     }

@@ -23,7 +23,7 @@ from sqlalchemy.types import TypeDecorator
 
 from nightmill.jobs.contract import MAX_ERROR_LENGTH, JobState, JsonObject, storable
 
-SCHEMA_REVISION = "0004"
+SCHEMA_REVISION = "0005"
 """The migration that these declarations match."""
 
 
@@ -160,6 +160,7 @@ class JobRow(Base):
     text: Mapped[str | None] = mapped_column(StorableText())
     prompt_tokens: Mapped[int | None]
     completion_tokens: Mapped[int | None]
+    arithmetic: Mapped[str | None] = mapped_column(StorableText())  # that computed the text
     error: Mapped[str | None] = mapped_column(StorableText(MAX_ERROR_LENGTH))
     errors: Mapped[list[Any] | None] = mapped_column(JSON(none_as_null=True))
 

@@ -21,6 +21,7 @@ import numpy as np
 import nightmill.jobs.sql.database
 import nightmill.worker.commands.keeper
 import nightmill.worker.commands.process
+from nightmill.jobs.arithmetic import Arithmetic
 from nightmill.jobs.settings import Settings
 from nightmill.worker.engine.engine import Engine
 from nightmill.worker.link.loading import OpenModel, max_sequences
@@ -44,7 +45,7 @@ class ScriptedRunner:
 
     block_size = 16
     depth = 2
-    arithmetic = "checksums"
+    arithmetic = Arithmetic(runner="checksums", device="none", weights="none", kernels="none", model="none")
 
     def __init__(self, vocab: int, slots: int) -> None:
         self.vocab = vocab

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from nightmill.jobs.arithmetic import Arithmetic
 from nightmill.jobs.contract import StopReason
 from nightmill.jobs.errors import RunnerError
 from nightmill.worker.engine.batch import BatchBuilder
@@ -160,7 +161,7 @@ class Engine:
         return bool(self._sequences or self._outstanding or self._done)
 
     @property
-    def arithmetic(self) -> str:
+    def arithmetic(self) -> Arithmetic:
         """The runner's: what the bits of results depend on beside the requests."""
         return self._runner.arithmetic
 

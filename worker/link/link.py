@@ -17,6 +17,7 @@ from multiprocessing.connection import Connection
 from queue import Empty, SimpleQueue
 from typing import Protocol
 
+from nightmill.jobs.arithmetic import Arithmetic
 from nightmill.jobs.errors import RunnerError
 from nightmill.jobs.settings import Settings
 from nightmill.worker.engine.engine import EngineStats
@@ -96,8 +97,7 @@ class EngineLink:
         self._heard = 0  # answers so far
         self._unanswered = False  # somebody has waited for an answer in vain
         self._stats: EngineStats | None = None
-        self.arithmetic = ""
-        """Of the engine's runner, once it has started."""
+        self._arithmetic: Arithmetic | None = None
         self._threads = [
             watched_thread("engine link", self._receive, self._fail),
             watched_thread("engine watch", self._watch, self._fail),
@@ -121,7 +121,7 @@ class EngineLink:
             self.stop()
             raise RunnerError(answer.reason if isinstance(answer, Failed) else f"unexpected: {answer}")
         self._stats = answer.stats
-        self.arithmetic = answer.arithmetic
+        self._arithmetic = answer.arithmetic
         for thread in self._threads:
             thread.start()
 
@@ -130,6 +130,12 @@ class EngineLink:
         """The engine's counters as of its last report, at most half a second old while it works."""
         assert self._stats is not None, "the link was not started"
         return self._stats
+
+    @property
+    def arithmetic(self) -> Arithmetic:
+        """Of the engine's runner."""
+        assert self._arithmetic is not None, "the link was not started"
+        return self._arithmetic
 
     @property
     def alive(self) -> bool:

@@ -6,6 +6,7 @@ from a network or a file.
 
 from dataclasses import dataclass
 
+from nightmill.jobs.arithmetic import Arithmetic
 from nightmill.jobs.settings import Settings
 from nightmill.worker.engine.engine import EngineStats
 from nightmill.worker.engine.request import Completion, Progress, Request
@@ -66,7 +67,7 @@ class Ready:
     """The engine is built. `arithmetic`: as of `Runner`."""
 
     stats: EngineStats
-    arithmetic: str
+    arithmetic: Arithmetic
 
 
 @dataclass(frozen=True, slots=True)

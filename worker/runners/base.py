@@ -26,6 +26,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from nightmill.jobs.arithmetic import Arithmetic
 from nightmill.jobs.contract import GenerationParams
 
 IntArray = npt.NDArray[np.int32]
@@ -100,8 +101,8 @@ class Runner(Protocol):
     """Token ids are below this."""
     slots: int
     """Sequences that can be admitted at once."""
-    arithmetic: str
-    """Who computes, and in which numbers: results may differ in their last bits where this differs."""
+    arithmetic: Arithmetic
+    """What computes, with which model: results may differ in their last bits where this differs."""
     depth: int
     """Launches that may be outstanding before the oldest is collected; 1 means none runs ahead."""
 

@@ -4,6 +4,7 @@ import hashlib
 from array import array
 from collections.abc import Sequence
 
+from nightmill.jobs.arithmetic import Arithmetic
 from nightmill.jobs.sql.partials import SavedTokens
 
 SAVE_TOKENS = 8
@@ -12,16 +13,16 @@ SAVE_GROUP = 128
 """Jobs that are read from the engine and written together: 1 ms of the engine's time at 400 tokens each."""
 
 
-def fingerprint(model_digest: str, arithmetic: str, prompt_ids: Sequence[int]) -> str:
+def fingerprint(arithmetic: Arithmetic, prompt_ids: Sequence[int]) -> str:
     """What saved tokens depend on beside the job's own row (64 hexadecimal digits).
 
-    Model, arithmetic (`Runner.arithmetic`) and prompt. Tokens of one kind of GPU that another went on from
-    would be a text that neither of them gives.
+    Arithmetic, model and all, and prompt. Tokens of one kind of GPU that another went on from would be a text
+    that neither of them gives.
     """
     prompt = array("i", prompt_ids).tobytes()
-    return hashlib.sha256(f"{model_digest}\x00{arithmetic}\x00".encode() + prompt).hexdigest()
+    return hashlib.sha256(f"{arithmetic}\x00".encode() + prompt).hexdigest()
 
 
 def tokens_to_resume(saved: SavedTokens | None, wanted: str) -> tuple[int, ...]:
-    """The tokens to go on from: none where model, arithmetic or prompt were others."""
+    """The tokens to go on from: none where arithmetic or prompt were others."""
     return saved.token_ids if saved is not None and saved.fingerprint == wanted else ()

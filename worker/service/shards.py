@@ -35,10 +35,7 @@ Tokenize = Callable[[Sequence[Claim]], Sequence[Prompt]]
 
 
 class Service:
-    """Runs shards of jobs on one engine, which it starts and stops; raises RunnerError where it does not.
-
-    `model_digest` tells its model from others of the same name.
-    """
+    """Runs shards of jobs on one engine, which it starts and stops; raises RunnerError where it does not."""
 
     def __init__(
         self,
@@ -46,7 +43,6 @@ class Service:
         engine: EngineLink,
         tokenize: Tokenize,
         *,
-        model_digest: str,
         capacity: int,
         drain_seconds: float,
         on_fatal: Callable[[str], None],
@@ -57,7 +53,6 @@ class Service:
         self.drain_seconds = drain_seconds
         self.last_shard_at = time.monotonic()
         self._tokenize = tokenize
-        self._model_digest = model_digest
         self._on_fatal = on_fatal
         self._drain_until: float | None = None
         self._cancels_sent: set[JobKey] = set()
@@ -153,7 +148,7 @@ class Service:
 
     def _submit(self, claim: Claim, prompt_ids: tuple[int, ...]) -> int:
         """Give a job to the engine; returns how many tokens it goes on from."""
-        mark = fingerprint(self._model_digest, self.engine.arithmetic, prompt_ids)
+        mark = fingerprint(self.engine.arithmetic, prompt_ids)
         self.in_flight.mark((claim.job_id, claim.attempt), mark)
         generated_ids = tokens_to_resume(claim.saved, mark)
         deadline = None
@@ -210,6 +205,7 @@ class Service:
                 prompt_tokens=completion.prompt_tokens,
                 completion_tokens=completion.completion_tokens,
                 error=completion.error,
+                arithmetic=str(self.engine.arithmetic),
             )
         )
 

@@ -71,6 +71,7 @@ class Expected:
     cancel_requested: bool = False
     stop_reason: StopReason | None = None
     text: str | None = None
+    arithmetic: str | None = None
     errors: list[tuple[int, int]] = field(default_factory=list)  # (attempt, worker)
     suspects: int | None = None  # the number of its group, by the order in which groups were made
     saved: SavedTokens | None = None  # what the next attempt goes on from
@@ -223,7 +224,7 @@ class Jobs(RuleBasedStateMachine):
         self.retried = job
         expected.state, expected.worker, expected.sent = QUEUED, None, True
         expected.failures, expected.cancel_requested, expected.suspects = 0, False, None
-        expected.stop_reason = expected.text = expected.scheduled = None
+        expected.stop_reason = expected.text = expected.arithmetic = expected.scheduled = None
         expected.deadline = moment
 
     # -- the workers -----------------------------------------------------------------------------
@@ -414,6 +415,7 @@ class Jobs(RuleBasedStateMachine):
             assert (row.cancel_requested_at is not None) is expected.cancel_requested
             assert row.stop_reason == expected.stop_reason
             assert row.text == (None if expected.text is None else expected.text.replace("\x00", "\ufffd"))
+            assert row.arithmetic == expected.arithmetic
             assert (row.sent_at is not None) is expected.sent
             assert (row.suspects is not None) is (expected.suspects is not None)
             assert [(e["attempt"], int(e["worker"], 16)) for e in row.errors or []] == expected.errors
@@ -487,7 +489,14 @@ class Jobs(RuleBasedStateMachine):
             return 0
         outcomes = [
             Outcome(
-                claim.job, claim.attempt, reason, text, 3, 4, "broke" if reason is StopReason.ERROR else None
+                claim.job,
+                claim.attempt,
+                reason,
+                text,
+                3,
+                4,
+                "broke" if reason is StopReason.ERROR else None,
+                f"that of worker {claim.worker}",
             )
             for claim, reason, text in group
         ]
@@ -501,6 +510,7 @@ class Jobs(RuleBasedStateMachine):
                 continue
             written += 1
             expected.end(reason, text)
+            expected.arithmetic = f"that of worker {claim.worker}"
             if reason is StopReason.ERROR:
                 expected.errors.append((claim.attempt, claim.worker))
         return written

@@ -10,6 +10,7 @@ from hashlib import blake2b
 
 import numpy as np
 
+from nightmill.jobs.arithmetic import Arithmetic
 from nightmill.jobs.contract import GenerationParams, StopReason
 from nightmill.jobs.errors import RunnerError
 from nightmill.worker.engine.engine import Engine
@@ -36,6 +37,7 @@ PIECES = [
 ]
 EOS = len(PIECES) - 1
 VOCAB = len(PIECES)
+ARITHMETIC = Arithmetic(runner="scripted", device="none", weights="none", kernels="hash", model="none")
 
 
 class PieceStream:
@@ -82,7 +84,7 @@ class ScriptedRunner:
             depth,
             VOCAB,
         )
-        self.arithmetic = "scripted"
+        self.arithmetic = ARITHMETIC
         self.script = script  # the tokens of every answer, instead of the hash
         self.poison = poison
         self.cache = np.full(kv_blocks * block_size, -7)

@@ -2,6 +2,7 @@
 
 import fcntl
 import random
+import re
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
@@ -192,6 +193,14 @@ def test_the_most_sequences_that_settings_allow_fit_the_grid_of_every_launch(
         runner.launch(decode_all(slots, pages))
         assert [len(runner.collect().tokens) for _ in range(2)] == [slots // 2, slots]  # type: ignore[union-attr]
     assert sum(count for name, count in driver.launches.items() if "attention" in name) == 2
+    name = runner.arithmetic
+    assert (name.runner, name.device, name.weights, name.model) == (
+        "cuda",
+        runner.device.name,
+        "f16",
+        file.digest()[:16],
+    )
+    assert re.fullmatch(r"[0-9a-f]{16}, nvcc \d+\.[\d.]+, cuBLASLt 130100", name.kernels)
 
 
 def test_more_sequences_than_a_grid_has_rows_are_refused(hopper: RecordedDriver) -> None:

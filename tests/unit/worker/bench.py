@@ -62,7 +62,6 @@ class Bench:
         runner: ScriptedRunner,
         capacity: int = 8,
         name: str = "a",
-        model_digest: str = "digest",
     ) -> None:
         self.client = client
         self.runner = runner
@@ -81,7 +80,6 @@ class Bench:
             self.claims,
             engine_in_thread(lambda: self.engine),
             self.tokenize,
-            model_digest=model_digest,
             capacity=capacity,
             drain_seconds=5.0,
             on_fatal=self.fatal.append,

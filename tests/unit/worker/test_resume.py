@@ -1,5 +1,6 @@
 """Which saved tokens may be gone on from."""
 
+from dataclasses import fields, replace
 from pathlib import Path
 
 import numpy as np
@@ -8,6 +9,7 @@ from nightmill.jobs.sql.partials import SavedTokens
 from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.service.resume import fingerprint, tokens_to_resume
 from tests.ggufs import write_model
+from tests.unit.engine.scripted import ARITHMETIC
 
 
 def digest(path: Path) -> str:
@@ -15,15 +17,13 @@ def digest(path: Path) -> str:
         return file.digest()
 
 
-def test_fingerprints_differ_where_model_arithmetic_or_prompt_do() -> None:
-    prints = {
-        fingerprint("a", "x", (1, 2)), fingerprint("b", "x", (1, 2)), fingerprint("a", "y", (1, 2)),
-        fingerprint("a", "x", (1, 3)), fingerprint("a", "x", (1,)), fingerprint("a", "x", ()),
-        fingerprint("a", "x", (258,)),
-    }  # fmt: skip
-    assert len(prints) == 7
+def test_fingerprints_differ_where_a_part_of_the_arithmetic_or_the_prompt_does() -> None:
+    others = [replace(ARITHMETIC, **{part.name: "another"}) for part in fields(ARITHMETIC)]
+    prompts = [(1, 2), (1, 3), (1,), (), (258,)]
+    prints = {fingerprint(one, (1, 2)) for one in others} | {fingerprint(ARITHMETIC, ids) for ids in prompts}
+    assert len(prints) == len(others) + len(prompts)
     assert {len(one) for one in prints} == {64}
-    assert fingerprint("a", "x", (1, 2)) == fingerprint("a", "x", [1, 2])
+    assert fingerprint(ARITHMETIC, (1, 2)) == fingerprint(replace(ARITHMETIC), [1, 2])
 
 
 def test_only_tokens_with_the_right_fingerprint_are_used() -> None:

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -49,7 +50,7 @@ def test_a_drained_workers_jobs_go_on_from_their_tokens_elsewhere(build: Callabl
     assert after.generated_tokens + after.resumed_tokens == 5 * 120  # nothing was drawn twice
 
 
-@pytest.mark.parametrize("changed", ["model", "arithmetic", "prompt"])
+@pytest.mark.parametrize("changed", ["model", "device", "weights", "kernels", "prompt"])
 def test_tokens_of_another_model_arithmetic_or_prompt_are_not_gone_on_from(
     build: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch, changed: str
 ) -> None:
@@ -57,11 +58,9 @@ def test_tokens_of_another_model_arithmetic_or_prompt_are_not_gone_on_from(
     job_id = leaving.client.enqueue("prompt", seed=7, **LONG)
     drain_in_the_middle(leaving, [job_id])
     text = undisturbed(7)[1]
-    if changed == "model":
-        other = build(ScriptedRunner(), name="b", model_digest="another")
-    elif changed == "arithmetic":
+    if changed != "prompt":
         runner = ScriptedRunner()
-        runner.arithmetic = "another"
+        runner.arithmetic = replace(runner.arithmetic, **{changed: "another"})
         other = build(runner, name="b")
     else:
         monkeypatch.setattr(Bench, "encode", staticmethod(lambda claim: (3, 2, 1)))

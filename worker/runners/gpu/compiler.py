@@ -82,6 +82,12 @@ def compiler_version(nvcc: str) -> str:
         raise CompilerMissingError(f"{nvcc} does not run: {error}") from error
 
 
+def compiler_release() -> str:
+    """nvcc's version, as 13.0.88; raises CompilerMissingError."""
+    found = re.search(r"\bV(\d[\d.]*)", compiler_version(find_nvcc()))
+    return found[1] if found else "unknown"
+
+
 def cache_directory() -> Path:
     """The user's directory for cubins."""
     base = os.environ.get("XDG_CACHE_HOME")

@@ -45,6 +45,13 @@ class Product:
     stride: int = 0
 
 
+def library_release() -> str:
+    """cuBLASLt's version, as 130100."""
+    from nvmath.bindings import cublasLt
+
+    return str(cublasLt.get_version())
+
+
 class Library:
     """A cuBLASLt handle for y (rows, outputs) = x (rows, inputs) weight^T on the device's stream.
 

@@ -15,12 +15,13 @@ from typing import Any
 
 import numpy as np
 
+from nightmill.jobs.arithmetic import DIGITS, Arithmetic
 from nightmill.jobs.errors import RunnerError
 from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.model.spec import ModelSpec
 from nightmill.worker.runners.base import IntArray, SampledTokens, StepBatch
 from nightmill.worker.runners.gpu.catalogue import sources_for
-from nightmill.worker.runners.gpu.compiler import compile_all, kernel_revision
+from nightmill.worker.runners.gpu.compiler import compile_all, compiler_release, kernel_revision
 from nightmill.worker.runners.gpu.decode import whole_pieces
 from nightmill.worker.runners.gpu.device import Arena, Device, aligned
 from nightmill.worker.runners.gpu.few_rows import FewRows
@@ -29,6 +30,7 @@ from nightmill.worker.runners.gpu.graphs import Graph, bucket_of, buckets
 from nightmill.worker.runners.gpu.hopper import is_hopper
 from nightmill.worker.runners.gpu.kernels import Kernels
 from nightmill.worker.runners.gpu.kv_cache import PAGE, KvCache
+from nightmill.worker.runners.gpu.library import library_release
 from nightmill.worker.runners.gpu.memory import LOGIT_ROWS, MemoryPlan, plan_memory, workspace_pieces
 from nightmill.worker.runners.gpu.model import Model
 from nightmill.worker.runners.gpu.qkv import Qkv
@@ -98,8 +100,8 @@ class CudaRunner:
         self._turn = 0
         self._gemm: Gemm | None = None
         self.device = Device(gpu)
-        self.arithmetic = f"{self.device.name} in FP16, kernels {kernel_revision()[:16]}"
         try:
+            self.arithmetic = _arithmetic(file, self.device)
             self._build(file, spec, kv_blocks, gpu_memory)
             if graphs:
                 self._capture_all()
@@ -285,3 +287,11 @@ class CudaRunner:
             again=drawn > 0 and len(np.unique(batch.slots)) < len(batch.slots),
         )
         self._model.forward(self._steps.write(turn, batch, shape, tiles, pieces), shape)
+
+
+def _arithmetic(file: GgufFile, device: Device) -> Arithmetic:
+    """Our kernels and what makes machine code of them, NVIDIA's library, and the kind of GPU."""
+    kernels = f"{kernel_revision()[:DIGITS]}, nvcc {compiler_release()}, cuBLASLt {library_release()}"
+    return Arithmetic(
+        runner="cuda", device=device.name, weights="f16", kernels=kernels, model=file.digest()[:DIGITS]
+    )

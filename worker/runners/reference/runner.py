@@ -7,6 +7,7 @@ import numpy as np
 import numpy.typing as npt
 from threadpoolctl import threadpool_info
 
+from nightmill.jobs.arithmetic import DIGITS, Arithmetic
 from nightmill.jobs.errors import RunnerError
 from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.model.spec import ModelSpec
@@ -37,7 +38,7 @@ class ReferenceRunner:
         self.slots = slots
         self.depth = depth
         self.vocab = spec.vocab
-        self.arithmetic = _arithmetic()
+        self.arithmetic = _arithmetic(file)
         self._cache = KvCache(spec, pages=kv_blocks, block_size=block_size)
         self._model = Model(file, spec, self._cache, trace)
         self._last_token = np.zeros(slots, dtype=np.int32)
@@ -120,11 +121,17 @@ class ReferenceRunner:
         return SampledTokens(slots, tokens)
 
 
-def _arithmetic() -> str:
-    """NumPy, its BLAS, and the processor that this has kernels for."""
+def _arithmetic(file: GgufFile) -> Arithmetic:
+    """NumPy on its BLAS, and the processor that this has kernels for."""
     libraries = [
         f"{one['internal_api']} {one['version']} {one.get('architecture', '')}".rstrip()
         for one in threadpool_info()
         if one["user_api"] == "blas"
     ]
-    return ", ".join([f"NumPy {np.__version__} in FP32", *sorted(libraries)])
+    return Arithmetic(
+        runner="numpy",
+        device=", ".join(sorted(libraries)),
+        weights="f32",
+        kernels=f"NumPy {np.__version__}",
+        model=file.digest()[:DIGITS],
+    )
