@@ -16,13 +16,15 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, Unpack
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
     from datetime import datetime, timedelta
 
     from sqlalchemy.orm import Session
 
+    from nightmill.jobs.arithmetic import Arithmetic
     from nightmill.jobs.batch_status import BatchState, BatchStatus
     from nightmill.jobs.batches.batch import Batch, BatchSettings, BatchSource
+    from nightmill.jobs.batches.verifying import Verdict, Verification, VerifiedRow
     from nightmill.jobs.client import Client
     from nightmill.jobs.contract import FINAL_STATES, GenerationParams, Job, JobState, Prompt, StopReason
     from nightmill.jobs.errors import (
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
         InvalidTransitionError,
         JobNotFoundError,
         NightmillError,
+        NotServedError,
         SettingsError,
         UnknownModelError,
         WaitTimeoutError,
@@ -64,6 +67,12 @@ __all__ = [
     "BatchState",
     "BatchStatus",
     "BatchSettings",
+    # the same texts again, to the bit
+    "verify",
+    "Verification",
+    "VerifiedRow",
+    "Verdict",
+    "Arithmetic",
     # the rest of a job's life
     "cancel",
     "cancel_batch",
@@ -95,6 +104,7 @@ __all__ = [
     "JobNotFoundError",
     "InvalidTransitionError",
     "WaitTimeoutError",
+    "NotServedError",
     "DatabaseError",
     "BrokerError",
     "DeliveryDelayedWarning",
@@ -104,7 +114,9 @@ __all__ = [
 # most of a second, which a program pays when it has something to enqueue, and the engine's process never.
 _HOMES = {
     "batch_status": ("BatchState", "BatchStatus"),
+    "arithmetic": ("Arithmetic",),
     "batches.batch": ("Batch", "BatchSettings"),
+    "batches.verifying": ("Verdict", "Verification", "VerifiedRow"),
     "client": ("Client",),
     "contract": ("FINAL_STATES", "GenerationParams", "Job", "JobState", "StopReason"),
     "errors": tuple(name for name in __all__ if name.endswith(("Error", "Warning"))),
@@ -172,6 +184,28 @@ def get_batch(name: str) -> Batch:
 def list_batches(*, limit: int = 50) -> list[Batch]:
     """The newest batches, newest first."""
     return default_client().list_batches(limit=limit)
+
+
+def verify(
+    batch: str,
+    *,
+    sample: int = 20,
+    seed_of_sample: int | None = None,
+    priority: int = 0,
+    timeout: float | None = None,
+    keep: bool = False,
+    on_rows: Callable[[int], None] | None = None,
+) -> Verification:
+    """Compute some rows of a batch again from their seeds, and compare the texts. See Client.verify."""
+    return default_client().verify(
+        batch,
+        sample=sample,
+        seed_of_sample=seed_of_sample,
+        priority=priority,
+        timeout=timeout,
+        keep=keep,
+        on_rows=on_rows,
+    )
 
 
 def get(job_id: str) -> Job:

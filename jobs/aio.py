@@ -1,4 +1,4 @@
-"""The functions of `jobs` for asyncio: SQL runs in threads, and no thread is held while a job is waited for.
+"""The functions of `jobs` for asyncio: SQL runs in threads, and none is held while `wait` or `results` waits.
 
     from nightmill.jobs import aio
 
@@ -36,6 +36,7 @@ __all__ = [
     "submit_batch",
     "get_batch",
     "list_batches",
+    "verify",
     "cancel",
     "cancel_batch",
     "retry",
@@ -66,6 +67,7 @@ enqueue_many = _threaded(_jobs.enqueue_many)
 submit_batch = _threaded(_jobs.submit_batch)
 get_batch = _threaded(_jobs.get_batch)
 list_batches = _threaded(_jobs.list_batches)
+verify = _threaded(_jobs.verify)
 get = _threaded(_jobs.get)
 cancel = _threaded(_jobs.cancel)
 cancel_batch = _threaded(_jobs.cancel_batch)

@@ -11,6 +11,7 @@ from sqlalchemy import event
 
 from nightmill.jobs.batches.batch import Batch, Batches, BatchSettings, BatchSource
 from nightmill.jobs.batches.grouping import characters, grouped
+from nightmill.jobs.batches.verifying import Verification, Verifier
 from nightmill.jobs.contract import GenerationParams, Job, JobState, Prompt
 from nightmill.jobs.errors import InvalidParameterError, InvalidRequestError, UnknownModelError
 from nightmill.jobs.formats.frames import Prompts, items_of
@@ -188,6 +189,38 @@ class Client:
             "prompt_tokens": prompt_tokens,
             "completion_tokens": completion_tokens,
         }
+
+    def verify(
+        self,
+        batch: str,
+        *,
+        sample: int = 20,
+        seed_of_sample: int | None = None,
+        priority: int = 0,
+        timeout: float | None = None,
+        keep: bool = False,
+        on_rows: Callable[[int], None] | None = None,
+    ) -> Verification:
+        """Compute some rows of a batch again from their seeds, and compare texts and stop reasons.
+
+        `sample` rows are chosen at random among those that have succeeded, the same ones for the same
+        `seed_of_sample`. Copies of them run as jobs of a batch of their own, by default after all other jobs,
+        and are deleted in the end, unless `keep`; the batch itself is only read. `on_rows` is told how many
+        are done. Texts of one arithmetic are equal to the bit; where two differ, the answer names the parts
+        of the arithmetic that do.
+
+        Raises BatchNotFoundError, InvalidTransitionError (no row has succeeded), NotServedError (no live
+        worker serves the model), InvalidParameterError, and WaitTimeoutError after `timeout` seconds.
+        """
+        return Verifier(self.batches.store, self._announcer).run(
+            batch,
+            sample=sample,
+            seed_of_sample=seed_of_sample,
+            priority=priority,
+            timeout=timeout,
+            keep=keep,
+            on_rows=on_rows,
+        )
 
     # -- change of mind --------------------------------------------------------------------------
 

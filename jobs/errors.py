@@ -14,6 +14,7 @@ NightmillError
 ├── BatchNotFoundError               (also LookupError)
 ├── InvalidTransitionError           the job's state does not allow what was asked
 ├── WaitTimeoutError                 (also TimeoutError)
+├── NotServedError                   no live worker serves what somebody wants to wait for
 ├── DatabaseError
 │   ├── DatabaseUnreachableError     an outage: the same statement may succeed later
 │   │   └── DatabaseBusyError        other transactions hold the same rows, also after several tries
@@ -102,6 +103,10 @@ class InvalidTransitionError(NightmillError):
 
 class WaitTimeoutError(NightmillError, TimeoutError):
     """The jobs did not finish in the time given; they go on."""
+
+
+class NotServedError(NightmillError):
+    """No live worker serves the model."""
 
 
 class DatabaseError(NightmillError):

@@ -50,6 +50,10 @@ COMMANDS = {
         "nightmill.jobs.commands.jobs:stop",
         "Stop the embedded Redis; what it holds is there again at the next start.",
     ),
+    "verify": Lazy(
+        "nightmill.jobs.commands.verify:verify",
+        "Compute rows of a batch again from their seeds, and compare the texts, bit by bit.",
+    ),
 }
 
 

@@ -98,6 +98,19 @@ def test_migrating_twice_changes_nothing(empty_database: Database) -> None:
     assert empty_database.revision() == SCHEMA_REVISION
 
 
+def test_rows_from_before_the_arithmetic_was_kept_have_none(empty_database: Database) -> None:
+    config = _alembic()
+    with empty_database.engine.begin() as connection:
+        config.attributes["connection"] = connection
+        command.upgrade(config, "0004")
+        columns = "id, params, seed, state, attempt, failures, max_attempts, priority, text, created_at"
+        values = "'old', '{}', 1, 'succeeded', 1, 0, 3, 5, 'kept', '2026-01-01'"
+        connection.execute(text(f"INSERT INTO jobs ({columns}) VALUES ({values})"))
+    empty_database.migrate()
+    with empty_database.read() as connection:
+        assert connection.execute(text("SELECT text, arithmetic FROM jobs")).all() == [("kept", None)]
+
+
 def test_a_configured_database_without_tables_says_how_to_make_them(empty_database: Database) -> None:
     with pytest.raises(SchemaError) as caught, empty_database.read():
         pass

@@ -39,7 +39,7 @@ def row(**changes: Any) -> Any:
     columns: dict[str, Any] = dict.fromkeys(
         [
             "batch", "row", "custom_id", "model", "messages", "stop_reason", "text", "prompt_tokens",
-            "completion_tokens", "error", "errors", "worker", "idempotency_key", "metadata",
+            "completion_tokens", "arithmetic", "error", "errors", "worker", "idempotency_key", "metadata",
             "cancel_requested_at", "scheduled_at", "deadline_at", "started_at", "finished_at",
         ]
     )  # fmt: skip
@@ -54,6 +54,7 @@ def test_words_of_a_newer_version_are_shown_as_they_are() -> None:
     assert (job.state, job.stop_reason) == ("paused", "bored")
     assert isinstance(job.state, JobState) and isinstance(job.stop_reason, StopReason)
     assert f"{job.state}, {job.stop_reason}" == "paused, bored"
+    assert job_from_row(row(arithmetic="abacus")).arithmetic == "abacus"
     assert not job.state.final and job.state not in set(JobState)
     assert json.loads(to_json(job_values(job)))["state"] == "paused"
     with pytest.raises(ValueError):

@@ -1,0 +1,254 @@
+"""Verifying a batch: some of its rows are computed again from their seeds, and the texts compared.
+
+The copies are jobs of a batch of their own, which is deleted in the end, whatever happened. The batch that is
+verified is only read.
+"""
+
+import hashlib
+import heapq
+import secrets
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+
+from nightmill.jobs.arithmetic import difference
+from nightmill.jobs.contract import Job, JobState
+from nightmill.jobs.errors import (
+    InvalidParameterError,
+    InvalidTransitionError,
+    NotServedError,
+    WaitTimeoutError,
+)
+from nightmill.jobs.ids import IdSource
+from nightmill.jobs.messages.announcing import Announcer
+from nightmill.jobs.requests import HIGHEST_PRIORITY
+from nightmill.jobs.sql.batches import BatchStore
+from nightmill.jobs.sql.copying import COPIED_FROM, copy_jobs, models_of
+from nightmill.jobs.sql.deletion import Deletion
+from nightmill.jobs.sql.jobs import Selection, Store, chunked
+from nightmill.jobs.waiting import Waiting
+
+_ROWS_AT_ONCE = 50  # whole rows, whose prompts and texts may be long
+_EXCERPT = 24  # characters before and after the place where two texts part
+_STOPPING_SECONDS = 10.0  # running jobs stop within one
+_LONGEST_NAME = 150  # of the batch, in the name of the batch of copies
+
+
+class Verdict(StrEnum):
+    """What comparing a row with its copy has shown.
+
+    equal           the same text and stop reason, to the bit
+    explained       another text, and another arithmetic, whose differing parts are named
+    unrecorded      another text; the arithmetic of one of the two was not recorded
+    defect          another text by the same arithmetic, which must not be
+    not_compared    the copy did not succeed, or the row is gone
+    """
+
+    EQUAL = "equal"
+    EXPLAINED = "explained"
+    UNRECORDED = "unrecorded"
+    DEFECT = "defect"
+    NOT_COMPARED = "not_compared"
+
+
+@dataclass(frozen=True, slots=True)
+class Parting:
+    """Where two texts part: after `at` equal characters. With what surrounds the place in each."""
+
+    at: int
+    then: str
+    now: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifiedRow:
+    """A row that was computed again; `then` is what the batch holds, `now` what its copy gave."""
+
+    job_id: str
+    verdict: Verdict
+    row: int | None = None
+    custom_id: str | None = None
+    arithmetic_then: str | None = None  # None: not recorded
+    arithmetic_now: str | None = None
+    differences: tuple[str, ...] = ()  # the parts in which the two arithmetics differ, in words
+    parting: Parting | None = None  # where texts differ
+    stop_reason_then: str | None = None
+    stop_reason_now: str | None = None
+    error: str | None = None  # why nothing was compared
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verification:
+    """What came of it."""
+
+    batch: str
+    seed_of_sample: int  # the same rows are chosen for the same seed
+    rows: tuple[VerifiedRow, ...]
+    copies: str | None  # the batch of copies, where it was kept
+
+    def count(self, verdict: Verdict) -> int:
+        """How many rows had it."""
+        return sum(row.verdict is verdict for row in self.rows)
+
+    @property
+    def equal(self) -> bool:
+        """True where every row was computed again, to the bit."""
+        return self.count(Verdict.EQUAL) == len(self.rows)
+
+
+class Verifier:
+    """Verifies batches of one database, through the workers that serve it."""
+
+    def __init__(self, store: BatchStore, announcer: Announcer) -> None:
+        self._batches = store
+        self._jobs = Store(store.database)
+        self._announcer = announcer
+
+    def run(
+        self,
+        batch: str,
+        *,
+        sample: int,
+        seed_of_sample: int | None,
+        priority: int,
+        timeout: float | None,
+        keep: bool,
+        on_rows: Callable[[int], None] | None,
+    ) -> Verification:
+        """See Client.verify."""
+        if sample < 1:
+            raise InvalidParameterError(f"sample: must be at least 1 row (got {sample})", field="sample")
+        if not 0 <= priority <= HIGHEST_PRIORITY:
+            rule = f"must be 0 to {HIGHEST_PRIORITY}"
+            raise InvalidParameterError(f"priority: {rule} (got {priority})", field="priority")
+        self._batches.get(batch)  # or BatchNotFoundError
+        seed = secrets.randbelow(2**31) if seed_of_sample is None else seed_of_sample
+        chosen = choose(self._batches.ids(batch, JobState.SUCCEEDED), sample, seed)
+        if not chosen:
+            raise _nothing_in(batch)
+        self._refuse_unserved(chosen)
+        copies = f"verify:{batch[:_LONGEST_NAME]}:{secrets.token_hex(6)}"
+        try:
+            queued = self._queue(chosen, copies, priority)
+            if not queued:  # the batch was deleted just now
+                raise _nothing_in(batch)
+            self._wait(copies, queued, timeout, on_rows)
+            rows = tuple(self._compared(copies))
+        finally:
+            if not keep:
+                self._remove(copies)
+        return Verification(batch=batch, seed_of_sample=seed, rows=rows, copies=copies if keep else None)
+
+    def _refuse_unserved(self, job_ids: list[str]) -> None:
+        for model in sorted(models_of(self._batches.database, job_ids), key=str):
+            if not self._batches.served(model):
+                named = "a model" if model is None else f"{model!r}, which these rows are of"
+                name = "" if model is None else f" --name {model}"
+                raise NotServedError(
+                    f"no live worker serves {named}: start one first, nightmill worker --model FILE{name}"
+                )
+
+    def _queue(self, job_ids: list[str], copies: str, priority: int) -> int:
+        """Queue copies of these jobs; returns how many, since some may be gone meanwhile."""
+        ids, queued = IdSource(), 0
+        for chunk in chunked(job_ids, _ROWS_AT_ONCE):
+            groups: dict[tuple[str | None, int], list[str]] = {}
+            for row in copy_jobs(self._batches.database, chunk, copies, priority, ids):
+                groups.setdefault((row["model"], priority), []).append(row["id"])
+                queued += 1
+            self._announcer.announce(groups)
+        return queued
+
+    def _wait(
+        self, copies: str, queued: int, timeout: float | None, on_rows: Callable[[int], None] | None
+    ) -> None:
+        try:
+            for pause in Waiting(self._jobs).steps_to_end(None, copies, timeout):
+                if on_rows is not None:
+                    on_rows(queued - self._unfinished(copies))
+                time.sleep(pause)
+        except WaitTimeoutError:
+            left = self._unfinished(copies)
+            raise WaitTimeoutError(
+                f"{left:,} of {queued:,} rows were not computed again in the time given: do other jobs come "
+                "first? A higher priority, or a smaller sample, may help"
+            ) from None
+
+    def _compared(self, copies: str) -> Iterator[VerifiedRow]:
+        for page in chunked(self._batches.ids(copies, *JobState), _ROWS_AT_ONCE):
+            made = self._jobs.find(Selection(ids=page))
+            ids = [str(copy.metadata[COPIED_FROM]) for copy in made]
+            there = {job.id: job for job in self._jobs.find(Selection(ids=ids, states=[JobState.SUCCEEDED]))}
+            for job_id, copy in zip(ids, made, strict=True):
+                yield compare(job_id, there.get(job_id), copy)
+
+    def _remove(self, copies: str) -> None:
+        """Delete the copies. Raises InvalidTransitionError where one goes on running."""
+        if self._unfinished(copies):
+            self._batches.cancel(copies)
+            give_up_at = time.monotonic() + _STOPPING_SECONDS
+            while self._unfinished(copies) and time.monotonic() < give_up_at:
+                time.sleep(0.1)
+        if self._jobs.count(Selection(batch=copies)):  # else not even its first row was entered
+            for _ in Deletion(self._batches.database).run(copies):
+                pass
+
+    def _unfinished(self, copies: str) -> int:
+        return self._jobs.count_unfinished(Selection(batch=copies))
+
+
+def choose(job_ids: Iterable[str], sample: int, seed: int) -> list[str]:
+    """`sample` of the ids at random, or all where there are not more; in their order.
+
+    Those whose hashes with the seed are smallest: the same seed chooses the same, in one pass and little
+    memory, and when other rows have come to the batch it chooses most of them again.
+    """
+
+    def rank(job_id: str) -> bytes:
+        return hashlib.sha256(f"{seed}:{job_id}".encode()).digest()
+
+    return sorted(heapq.nsmallest(sample, job_ids, key=rank))
+
+
+def compare(job_id: str, then: Job | None, now: Job) -> VerifiedRow:
+    """A row as the batch holds it (None: no more) and its copy."""
+    if then is None:
+        gone = "the row has been deleted meanwhile"
+        return VerifiedRow(job_id=job_id, verdict=Verdict.NOT_COMPARED, error=gone)
+    done = now.state is JobState.SUCCEEDED
+    recorded = then.arithmetic is not None and now.arithmetic is not None
+    differences = difference(str(then.arithmetic), str(now.arithmetic)) if recorded else ()
+    if not done:
+        verdict = Verdict.NOT_COMPARED
+    elif (then.text, then.stop_reason) == (now.text, now.stop_reason):
+        verdict = Verdict.EQUAL
+    elif not recorded:
+        verdict = Verdict.UNRECORDED
+    else:
+        verdict = Verdict.EXPLAINED if differences else Verdict.DEFECT
+    return VerifiedRow(
+        job_id=job_id,
+        verdict=verdict,
+        row=then.row,
+        custom_id=then.custom_id,
+        arithmetic_then=then.arithmetic,
+        arithmetic_now=now.arithmetic,
+        differences=differences,
+        parting=part(then.text or "", now.text or "") if done and then.text != now.text else None,
+        stop_reason_then=then.stop_reason,
+        stop_reason_now=now.stop_reason,
+        error=None if done else now.error or f"its copy was {now.state}",
+    )
+
+
+def part(then: str, now: str) -> Parting:
+    """Where two texts part that are not the same."""
+    pairs = enumerate(zip(then, now, strict=False))
+    at = next((index for index, (one, other) in pairs if one != other), min(len(then), len(now)))
+    around = slice(max(0, at - _EXCERPT), at + _EXCERPT)
+    return Parting(at, then[around], now[around])
+
+
+def _nothing_in(batch: str) -> InvalidTransitionError:
+    return InvalidTransitionError(f"batch {batch!r} has no row that has succeeded: nothing to verify")

@@ -1,0 +1,67 @@
+"""Copies of jobs that have succeeded, to be computed again beside them. The jobs themselves are only read."""
+
+from collections.abc import Iterable, Sequence
+from datetime import datetime
+from typing import Any
+
+from sqlalchemy import RowMapping, func, select
+
+from nightmill.jobs.contract import JobState
+from nightmill.jobs.ids import IdSource
+from nightmill.jobs.sql import inserting
+from nightmill.jobs.sql.database import Database
+from nightmill.jobs.sql.jobs import JOBS, chunked, retried_values
+from nightmill.jobs.sql.tables import JobRow, WorkerRow
+
+COPIED_FROM = "copied_from"
+"""The key of a copy's metadata: the id of the job that it is a copy of."""
+
+# A job for any model is copied for the one that computed it, as long as it is known which worker did.
+_MODEL = func.coalesce(JobRow.model, WorkerRow.model)
+_JOBS_AND_WORKERS = JOBS.outerjoin(WorkerRow.__table__, JobRow.worker == WorkerRow.id)
+
+
+def models_of(database: Database, job_ids: Iterable[str]) -> set[str | None]:
+    """The models that copies of these jobs are for; None: any."""
+    models: set[str | None] = set()
+    for chunk in chunked(job_ids):
+        query = select(_MODEL).select_from(_JOBS_AND_WORKERS).where(JobRow.id.in_(chunk)).distinct()
+        with database.read() as connection:
+            models.update(connection.execute(query).scalars())
+    return models
+
+
+def copy_jobs(
+    database: Database, job_ids: Sequence[str], batch: str, priority: int, ids: IdSource
+) -> list[dict[str, Any]]:
+    """Queue copies of those of these jobs that have succeeded, in `batch`; returns the new rows."""
+    query = (
+        select(JOBS, _MODEL.label("computed_by"))
+        .select_from(_JOBS_AND_WORKERS)
+        .where(JobRow.id.in_(job_ids), JobRow.state == JobState.SUCCEEDED)
+        .order_by(JobRow.id)
+    )
+    with database.read() as connection:
+        found = connection.execute(query).mappings().all()
+    now = database.now()
+    rows = [_copy(row, now) | {"id": ids.draw(), "batch": batch, "priority": priority} for row in found]
+    if rows:
+        inserting.add(rows, database)
+    return rows
+
+
+def _copy(row: RowMapping, now: datetime) -> dict[str, Any]:
+    """All that says what to compute, with columns that are added some day; nothing of who asked, and when."""
+    return {
+        **{name: row[name] for name in JOBS.columns.keys()},  # noqa: SIM118 - iterating gives the columns
+        **retried_values(now, None),
+        "model": row["computed_by"],
+        "attempt": 0,
+        "errors": None,
+        "row": None,
+        "custom_id": None,
+        "idempotency_key": None,
+        "fingerprint": None,
+        "metadata": {COPIED_FROM: row["id"]},
+        "created_at": now,
+    }

@@ -1,0 +1,50 @@
+"""Which rows a verification chooses, and where it says that two texts part."""
+
+import random
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nightmill.jobs.batches.verifying import choose, part
+
+IDS = [f"{number:032x}" for number in range(200)]
+seeds = st.integers()
+
+
+@given(st.sets(st.sampled_from(IDS)), st.integers(1, 250), seeds, st.randoms())
+def test_a_sample_depends_on_its_seed_and_not_on_the_order_of_rows(
+    ids: set[str], sample: int, seed: int, shuffled: random.Random
+) -> None:
+    chosen = choose(sorted(ids), sample, seed)
+    assert chosen == sorted(set(chosen)) and set(chosen) <= ids
+    assert len(chosen) == min(sample, len(ids))
+    assert choose(sorted(ids, key=lambda _: shuffled.random()), sample, seed) == chosen
+
+
+@given(st.integers(1, 100), st.integers(0, 100), seeds)
+def test_a_larger_sample_has_all_rows_of_a_smaller_one(sample: int, more: int, seed: int) -> None:
+    assert set(choose(IDS, sample, seed)) <= set(choose(IDS, sample + more, seed))
+
+
+def test_every_row_comes_as_often_as_the_others() -> None:
+    times = dict.fromkeys(IDS, 0)
+    for seed in range(400):
+        for job_id in choose(IDS, 50, seed):
+            times[job_id] += 1
+    assert min(times.values()) > 60 and max(times.values()) < 140  # 100 each, 8.7 their standard deviation
+
+
+texts = st.text(alphabet="ab\n", max_size=80)
+
+
+@given(texts, texts, texts)
+def test_texts_part_after_their_last_equal_character(same: str, then: str, now: str) -> None:
+    found = part(f"{same}x{then}", f"{same}y{now}")
+    assert found.at == len(same)
+    before = same[-24:]
+    assert (found.then, found.now) == (before + f"x{then}"[:24], before + f"y{now}"[:24])
+
+
+@given(texts, texts.filter(bool))
+def test_a_text_that_goes_on_parts_where_the_other_ends(same: str, more: str) -> None:
+    assert part(same, same + more).at == part(same + more, same).at == len(same)
