@@ -13,7 +13,8 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +25,12 @@ from nightmill.worker.model.families import read_spec
 from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.model.spec import ModelSpec
 from nightmill.worker.runners.base import Admission, StepBatch
-from nightmill.worker.runners.gpu.graphs import Graph
+from nightmill.worker.runners.gpu.device.graphs import Graph
 from nightmill.worker.runners.gpu.kv_cache import PAGE
+from nightmill.worker.runners.gpu.layers import Layer, LayerKernels
+from nightmill.worker.runners.gpu.model import Model, Shared
 from nightmill.worker.runners.gpu.runner import CudaRunner
-from nightmill.worker.runners.gpu.steps import StepShape
+from nightmill.worker.runners.gpu.steps import StepInputs, StepShape
 
 PROMPT = 1024  # tokens of each sequence in the prefill step
 REPLAYS = 9
@@ -48,32 +51,27 @@ class Line:
 
 
 class Recorder:
-    """Stands in for an object whose methods queue launches: notes the calls in order, and makes them."""
+    """Stands in for a launcher: notes its calls in order, and makes them.
+
+    name  of the operation that a call is, by the method and its arguments
+    """
 
     def __init__(
-        self, target: Any, calls: list[tuple[str, Callable[[], None]]], names: dict[int | str, str]
+        self, target: Any, calls: list[tuple[str, Callable[[], None]]], name: Callable[..., str]
     ) -> None:
         self._target = target
         self._calls = calls
-        self._names = names
+        self._name = name
 
     def __getattr__(self, method: str) -> Any:
-        found = getattr(self._target, method)
-        return self._noted(method, found) if callable(found) else found
+        return partial(self._noted, method, getattr(self._target, method))
 
-    def __call__(self, *arguments: Any, **options: Any) -> None:
-        self._noted("product", self._target)(*arguments, **options)
+    def __call__(self, *arguments: Any) -> None:
+        self._noted("", self._target, *arguments)
 
-    def _noted(self, method: str, found: Callable[..., Any]) -> Callable[..., Any]:
-        method = self._names.get(method, method)
-
-        def call(*arguments: Any, **options: Any) -> Any:
-            known = [self._names[a] for a in arguments if isinstance(a, int) and a in self._names]
-            named = known and method in ("product", "residual")
-            self._calls.append((known[0] if named else method, lambda: found(*arguments, **options)))
-            return found(*arguments, **options)
-
-        return call
+    def _noted(self, method: str, found: Callable[..., None], *arguments: Any) -> None:
+        self._calls.append((self._name(method, *arguments), lambda: found(*arguments)))
+        found(*arguments)
 
 
 class Costs:
@@ -156,7 +154,7 @@ def measure(runner: CudaRunner, batch: StepBatch, costs: Costs, rates: tuple[flo
     """Each operation of this step alone, then the whole step."""
     model = runner._model
     decode = len(batch.tokens) == batch.drawn
-    tiles = runner._kernels.prefill_tiles(batch.sequence_starts, batch.context_lengths, batch.drawn)
+    tiles = runner._prefill.tiles(batch.sequence_starts, batch.context_lengths, batch.drawn)
     size = len(batch.slots)
     if decode:
         runner._model.tune(size, size)
@@ -166,20 +164,7 @@ def measure(runner: CudaRunner, batch: StepBatch, costs: Costs, rates: tuple[flo
     else:
         shape = StepShape(len(batch.tokens), size, 0, len(batch.sample_rows), len(tiles))
         inputs = runner._steps.write(0, batch, shape, tiles, np.zeros((0, 4), dtype=np.int32))
-    calls: list[tuple[str, Callable[[], None]]] = []
-    weights = model._weights
-    names: dict[int | str, str] = {weights.head: "head", "swiglu": "gate_up and swiglu"}
-    for layer in weights.layers:
-        names |= {layer.attn_output: "output", layer.ffn_down: "down"}
-    kept = model._kernels, model._gemm, model._qkv, model._few
-    model._kernels = Recorder(kept[0], calls, {})
-    model._gemm = Recorder(kept[1], calls, names)
-    model._qkv = Recorder(kept[2], calls, {"product": "qkv"})
-    model._few = None if kept[3] is None else Recorder(kept[3], calls, names)
-    try:
-        model.forward(inputs, shape)
-    finally:
-        model._kernels, model._gemm, model._qkv, model._few = kept
+    calls = recorded(model, inputs, shape)
     runner.device.synchronize()
     for name in dict.fromkeys(name for name, _ in calls):
         mine = [call for other, call in calls if other == name]
@@ -188,6 +173,48 @@ def measure(runner: CudaRunner, batch: StepBatch, costs: Costs, rates: tuple[flo
         yield Line(name, nodes, moved, flops, max(moved / rates[0], flops / rates[1]), seconds)
     seconds, nodes = timed(runner, lambda: model.forward(inputs, shape))
     yield Line("step", nodes, 0, 0, 0.0, seconds)
+
+
+def recorded(model: Model, inputs: StepInputs, shape: StepShape) -> list[tuple[str, Callable[[], None]]]:
+    """The operations of a step, by their names, in order."""
+    calls: list[tuple[str, Callable[[], None]]] = []
+
+    def noted(target: Any, name: str = "") -> Any:
+        return Recorder(target, calls, lambda method, *_: name or method)
+
+    def in_few_rows(layer: Layer) -> Any:
+        products = {layer.weights.attn_output: "output", layer.weights.ffn_down: "down"}
+        names = {"qkv": "qkv", "swiglu": "gate_up and swiglu"}
+
+        def name(method: str, *arguments: Any) -> str:
+            return names.get(method) or products[arguments[1]]
+
+        return Recorder(layer.kernels.few, calls, name)
+
+    kept = model.shared, model.layers, model.head
+    model.shared = Shared(
+        embedding=noted(model.shared.embedding), norm=noted(model.shared.norm, "rms_norm"),
+        decode=noted(model.shared.decode, "decode_attention"),
+        prefill=noted(model.shared.prefill, "prefill_attention"),
+        sampler=noted(model.shared.sampler, "sample"),
+    )  # fmt: skip
+    model.head = noted(model.head, "head")
+    model.layers = tuple(
+        replace(
+            layer,
+            kernels=LayerKernels(
+                qkv=noted(layer.kernels.qkv, "qkv"), output=noted(layer.kernels.output, "output"),
+                gate_up=noted(layer.kernels.gate_up, "gate_up and swiglu"),
+                down=noted(layer.kernels.down, "down"), few=in_few_rows(layer),
+            ),
+        )
+        for layer in model.layers
+    )  # fmt: skip
+    try:
+        model.forward(inputs, shape)
+    finally:
+        model.shared, model.layers, model.head = kept
+    return calls
 
 
 def timed(runner: CudaRunner, launch: Callable[[], None]) -> tuple[float, int]:

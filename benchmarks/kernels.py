@@ -15,13 +15,23 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 
 from nightmill.worker.model.spec import ModelSpec
-from nightmill.worker.runners.gpu.device import Device
-from nightmill.worker.runners.gpu.graphs import Graph
-from nightmill.worker.runners.gpu.kernels import Kernels
+from nightmill.worker.runners.gpu.attention.choice import decode_attention, prefill_attention
+from nightmill.worker.runners.gpu.device.device import Device
+from nightmill.worker.runners.gpu.device.graphs import Graph
+from nightmill.worker.runners.gpu.device.operands import ABSENT, Buffer, Matrix
+from nightmill.worker.runners.gpu.kv_cache import PAGE, LayerCache
+from nightmill.worker.runners.gpu.rows.embedding import Embedding
+from nightmill.worker.runners.gpu.rows.norms import RmsNorm
+from nightmill.worker.runners.gpu.rows.rotation import Rotation
+from nightmill.worker.runners.gpu.rows.swiglu import SwiGlu
+from nightmill.worker.runners.gpu.sampling.sampler import Sampler
+from nightmill.worker.runners.gpu.weights.layout import NormWeight
+from tests.gpu.operands import inputs_of, shape_of
 from tests.specs import dense_spec
 
 SMALL = dense_spec(name="0.5B", vocab=151_936)
@@ -50,8 +60,9 @@ class Bench:
         self.rng = np.random.default_rng(0)
         self._noise = self.rng.standard_normal(1 << 24)
 
-    def random(self, count: int, dtype: type = np.float16, scale: float = 1.0) -> int:
-        return self.device.upload(np.resize((self._noise * scale).astype(dtype), count))
+    def random(self, *shape: int, dtype: type = np.float16, scale: float = 1.0) -> Buffer:
+        values = np.resize((self._noise * scale).astype(dtype), shape)
+        return Buffer(self.device.upload(values), shape, values.dtype)
 
     def ints(self, values: np.ndarray) -> int:
         return self.device.upload(values.astype(np.int32))
@@ -101,59 +112,42 @@ def rounds_for(size: int) -> int:
 
 def row_cases(bench: Bench, spec: ModelSpec) -> Iterator[Case]:
     """Embedding, norms, SwiGLU, rotation."""
-    kernels = Kernels(bench.device, spec, max_context=4096)
-    layer = spec.layers[0]
-    attention, ffn = layer.attention, layer.feed_forward.width
-    width, eps = spec.width, layer.attention_norm.eps
-    kernels.set_rope(attention.rope.frequencies(), attention.rope.magnitude)
-    table = bench.random(spec.vocab * width)
-    gains = bench.random(width, np.float32)
-    heads = attention.heads + 2 * attention.kv_heads
-    bias = bench.random(heads * attention.head_dim, np.float32)
+    device, layer = bench.device, spec.layers[0]
+    attention, width, ffn = layer.attention, spec.width, layer.feed_forward.width
+    embedding, norm, swiglu = Embedding(device, spec.vocab), RmsNorm(device), SwiGlu(device)
+    rotation = Rotation(device, attention, max_context=4096)
+    table = Matrix(bench.random(spec.vocab, width).address, spec.vocab, width)
+    gains = NormWeight(bench.random(width, dtype=np.float32), layer.attention_norm.eps)
+    # Of a layer's weights, what rotation reads.
+    biased: Any = SimpleNamespace(
+        qkv_bias=bench.random(attention.qkv, dtype=np.float32), q_norm=ABSENT, k_norm=ABSENT
+    )
     for count in (1, 256, 8192):
         rounds = rounds_for(count * width * 6)
-        x = [bench.random(count * width, np.float32) for _ in range(rounds)]
-        out = [bench.random(count * width) for _ in range(rounds)]
+        x = [bench.random(count, width, dtype=np.float32) for _ in range(rounds)]
+        out = [bench.random(count, width) for _ in range(rounds)]
         tokens = [bench.ints(bench.rng.integers(0, spec.vocab, count)) for _ in range(rounds)]
+        drawn = [Buffer(address, (count,), np.dtype(np.int32)) for address in tokens]
         values = count * width
-        yield Case(
-            "embed",
-            f"{count}x{width}",
-            lambda i: kernels.embed(tokens[i], table, x[i], count),
-            rounds,
-            values * 6,
-        )
-        yield Case(
-            "rms_norm",
-            f"{count}x{width}",
-            lambda i: kernels.rms_norm(x[i], gains, out[i], count, width, eps),
-            rounds,
-            values * 6,
-        )
+        size = f"{count}x{width}"
+        yield Case("embed", size, lambda i: embedding.embed(drawn[i], table, x[i], count), rounds, values * 6)
+        yield Case("rms_norm", size, lambda i: norm(x[i], gains, out[i], count), rounds, values * 6)
         rounds = rounds_for(count * ffn * 6)
-        gate_up = [bench.random(2 * count * ffn) for _ in range(rounds)]
-        acted = [bench.random(count * ffn) for _ in range(rounds)]
+        gate_up = [bench.random(count, 2 * ffn) for _ in range(rounds)]
+        acted = [bench.random(count, ffn) for _ in range(rounds)]
         yield Case(
-            "swiglu",
-            f"{count}x{ffn}",
-            lambda i: kernels.swiglu(gate_up[i], acted[i], count, ffn),
-            rounds,
-            count * ffn * 6,
+            "swiglu", f"{count}x{ffn}", lambda i: swiglu(gate_up[i], acted[i], count), rounds, count * ffn * 6
         )
-        values = count * heads * attention.head_dim
+        values = count * attention.qkv
         rounds = rounds_for(values * 4)
-        qkv = [bench.random(values) for _ in range(rounds)]
-        caches = [
-            bench.random(-(-count // 16) * 16 * attention.kv_heads * attention.head_dim)
-            for _ in range(2 * rounds)
-        ]
+        qkv = [bench.random(count, attention.qkv) for _ in range(rounds)]
+        page = attention.kv_heads, PAGE, attention.head_dim
+        caches = [LayerCache(*(bench.random(-(-count // PAGE), *page) for _ in "kv")) for _ in range(rounds)]
         positions, rows = bench.ints(np.arange(count) % 4096), bench.ints(np.arange(count))
         yield Case(
             "qkv_rope_write",
-            f"{count}x{heads}x{attention.head_dim}",
-            lambda i: kernels.qkv_rope_write(
-                qkv[i], bias, 0, 0, positions, rows, caches[2 * i], caches[2 * i + 1], count
-            ),
+            f"{count}x{attention.qkv // attention.head_dim}x{attention.head_dim}",
+            lambda i: rotation(qkv[i], biased, positions, rows, caches[i], count),
             rounds,
             values * 4,
         )
@@ -163,9 +157,10 @@ def attention_cases(bench: Bench, spec: ModelSpec) -> Iterator[Case]:
     """Decode over contexts of one length and of many, prefill of whole prompts."""
     attention = spec.layers[0].attention
     heads, kv_heads, head = attention.heads, attention.kv_heads, attention.head_dim
-    kernels = Kernels(bench.device, spec, max_context=32_768)
-    pages = (2 << 30) // (kv_heads * 16 * head * 2)
-    caches = [bench.random(pages * kv_heads * 16 * head) for _ in range(2)]
+    decode_all = decode_attention(bench.device, attention, max_context=32_768)
+    prefill_all = prefill_attention(bench.device, attention)
+    pages = (2 << 30) // (kv_heads * PAGE * head * 2)
+    cache = LayerCache(*(bench.random(pages, kv_heads, PAGE, head) for _ in "kv"))
     decode: list[tuple[int, int | tuple[int, int]]] = [
         (1, 512),
         (1, 32_000),
@@ -192,39 +187,39 @@ def attention_cases(bench: Bench, spec: ModelSpec) -> Iterator[Case]:
             mine = order[i * needed.sum() : (i + 1) * needed.sum()]
             for row, (end, held) in enumerate(zip(np.cumsum(needed), needed, strict=True)):
                 table[row, :held] = mine[end - held : end]
-            tables.append(bench.ints(table))
-        contexts = bench.ints(lengths)
-        cut = kernels.decode_pieces(lengths.astype(np.int32), np.arange(count, dtype=np.int32))
-        pieces, piece_count = (bench.ints(cut), len(cut)) if len(cut) else (0, 0)
-        qkv = bench.random(count * (heads + 2 * kv_heads) * head)
-        out = bench.random(count * heads * head)
+            tables.append(table.astype(np.int32))
+        contexts = lengths.astype(np.int32)
+        cut = decode_all.pieces(contexts, np.arange(count, dtype=np.int32))
+        steps = [
+            inputs_of(
+                bench.device, table_width=stride, block_tables=table, context_lengths=contexts, pieces=cut
+            )
+            for table in tables
+        ]
+        shape = shape_of(tokens=count, drawn=count, pieces=len(cut))
+        qkv, out = bench.random(count, attention.qkv), bench.random(count, attention.queries)
         yield Case(
             "decode_attention",
             f"{spec.name} {count}x{context}",
-            lambda i: kernels.decode_attention(
-                qkv, *caches, tables[i], contexts, out, count, stride, 0, 0, pieces, piece_count
-            ),
+            lambda i: decode_all(qkv, cache, steps[i], shape, out),
             rounds,
             total * kv_heads * head * 4 + count * heads * head * 4,
         )
     for count, length in ((16, 512), (16, 1024), (2, 8192), (1, 32_000)):
-        starts = np.arange(count + 1) * length
-        tiles = kernels.prefill_tiles(starts.astype(np.int32))
-        rows = count * length
-        need = -(-length // 16)
-        tables, contexts = (
-            bench.ints(bench.rng.permutation(pages)[: count * need]),
-            bench.ints(np.full(count, length)),
-        )
-        qkv = bench.random(count * length * (heads + 2 * kv_heads) * head)
-        out = bench.random(count * length * heads * head)
-        where, pieces = bench.ints(starts), bench.ints(tiles)
+        starts = np.arange(count + 1, dtype=np.int32) * length
+        contexts = np.full(count, length, dtype=np.int32)
+        tiles = prefill_all.tiles(starts, contexts, 0)
+        rows, need = count * length, -(-length // PAGE)
+        step = inputs_of(
+            bench.device, table_width=need, sequence_starts=starts, context_lengths=contexts, tiles=tiles,
+            block_tables=bench.rng.permutation(pages)[: count * need].astype(np.int32),
+        )  # fmt: skip
+        shape = shape_of(tokens=rows, tiles=len(tiles))
+        qkv, out = bench.random(rows, attention.qkv), bench.random(rows, attention.queries)
         yield Case(
             "prefill_attention",
             f"{spec.name} {count}x{length}",
-            lambda i: kernels.prefill_attention(
-                qkv, *caches, tables, where, contexts, out, pieces, len(tiles), need, rows=rows, pages=pages
-            ),
+            lambda i: prefill_all(qkv, cache, step, shape, out),
             1,
             0,
             4 * head * heads * count * length * (length + 1) // 2,
@@ -233,13 +228,14 @@ def attention_cases(bench: Bench, spec: ModelSpec) -> Iterator[Case]:
 
 def sampling_cases(bench: Bench, spec: ModelSpec) -> Iterator[Case]:
     """Greedy, temperature and filters."""
-    kernels = Kernels(bench.device, spec, max_context=64)
     vocab = spec.vocab
+    sampler = Sampler(bench.device, vocab, max_rows=512)
     words = -(-vocab // 32)
     for count in (1, 64, 512):
         rounds = rounds_for(count * vocab * 4)
-        logits = [bench.random(count * vocab, np.float32, 3.0) for _ in range(rounds)]
-        numbers, out = bench.ints(np.arange(count)), bench.ints(np.zeros(count))
+        logits = [bench.random(count, vocab, dtype=np.float32, scale=3.0) for _ in range(rounds)]
+        numbers = bench.ints(np.arange(count))
+        out = bench.random(count, dtype=np.int32)
         seen = bench.ints(np.zeros(count * words))
         seeds = bench.device.upload(bench.rng.integers(0, 1 << 63, count, dtype=np.uint64))
         settings = {
@@ -269,7 +265,7 @@ def sampling_cases(bench: Bench, spec: ModelSpec) -> Iterator[Case]:
             yield Case(
                 "sample",
                 f"{count}x{vocab} {name}",
-                lambda i: kernels.sample(logits[i], count, numbers, numbers, numbers, slots, out),
+                lambda i: sampler(logits[i], count, numbers, numbers, numbers, slots, out),
                 rounds,
                 count * vocab * 4,
             )

@@ -15,8 +15,8 @@ from nightmill.jobs.settings import Settings
 from nightmill.worker.engine.engine import Engine
 from nightmill.worker.link.loading import OpenModel, build_engine
 from nightmill.worker.runners.base import SampledTokens, StepBatch
-from nightmill.worker.runners.gpu.gemm import Gemm
-from nightmill.worker.runners.gpu.graphs import Graph
+from nightmill.worker.runners.gpu.device.graphs import Graph
+from nightmill.worker.runners.gpu.products.chooser import Product
 from nightmill.worker.runners.gpu.runner import CudaRunner
 from tests.own_engine import run_module
 
@@ -50,7 +50,7 @@ class StepTimes:
         )  # fmt: skip
         self._launch, self._collect = self._runner.launch, self._runner.collect
         self._runner.launch, self._runner.collect = self.launch, self.collect
-        for owner, name, counted in ((Graph, "__init__", "captures"), (Gemm, "_plan", "choices")):
+        for owner, name, counted in ((Graph, "__init__", "captures"), (Product, "_choose", "choices")):
             self._count_late(owner, name, counted)
         replay = Graph.launch
 

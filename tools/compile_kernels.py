@@ -21,19 +21,18 @@ from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.model.rope import RopeStyle
 from nightmill.worker.model.spec import ModelSpec
 from nightmill.worker.runners.gpu.catalogue import sources_for
-from nightmill.worker.runners.gpu.compiler import COMMON_OPTIONS, cubin_name
-from nightmill.worker.runners.gpu.sources import Source, source_of
+from nightmill.worker.runners.gpu.device.compiler import COMMON_OPTIONS, cubin_name, kernel_directory
+from nightmill.worker.runners.gpu.device.sources import Source
 
 ROOT = Path(__file__).resolve().parent.parent
 DONE = ROOT / "build" / "kernels" / "nightmill" / "cubins"  # a worker's, with XDG_CACHE_HOME=build/kernels
 HOPPER = "sm_90a"
 ARCHITECTURES = ("sm_80", HOPPER, "sm_100")
-ELSEWHERE = ("gemv",)  # files that are not among those of a runner
 
 
 def main() -> int:
     """Compile all; 1 where anything failed, or where no launcher compiles a file."""
-    files = sorted((ROOT / "cuda").glob("*.cu"))
+    files = sorted(kernel_directory().rglob("*.cu"))
     nvcc = shutil.which("nvcc")
     if nvcc is None:
         print(f"nvcc is not installed: {len(files)} kernel files not compiled")
@@ -57,7 +56,6 @@ def every_source() -> Iterator[tuple[Path, tuple[str, ...], str]]:
         for architecture in ARCHITECTURES:
             sources: list[Source] = sources_for(spec, hopper=architecture == HOPPER)
             sources += sources_for(spec, hopper=False)  # as a runner of portable kernels does
-            sources += [source_of(name) for name in ELSEWHERE]
             yield from ((path, options, architecture) for path, options in sources)
 
 
@@ -78,7 +76,8 @@ def compile_one(nvcc: str, version: str, source: Path, options: tuple[str, ...],
     DONE.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=DONE) as directory:
         cubin = Path(directory, "kernel.cubin")
-        command = [nvcc, "-cubin", f"-arch={architecture}", *options, "-o", str(cubin), str(source)]
+        include = ("-I", str(kernel_directory()))
+        command = [nvcc, "-cubin", f"-arch={architecture}", *options, *include, "-o", str(cubin), str(source)]
         compiled = subprocess.run(command, capture_output=True, text=True, check=False)
         if compiled.returncode == 0 and not compiled.stderr.strip():
             cubin.replace(done)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from nightmill.worker.runners.gpu.device import Device, device_count
+from nightmill.worker.runners.gpu.device.device import Device, device_count
 
 HERE = Path(__file__).parent
 

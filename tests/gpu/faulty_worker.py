@@ -6,12 +6,14 @@ from nightmill.jobs.settings import Settings
 from nightmill.worker.engine.engine import Engine
 from nightmill.worker.link.loading import OpenModel, build_engine
 from nightmill.worker.runners.base import StepBatch
+from nightmill.worker.runners.gpu.device.operands import INT, Buffer
 from nightmill.worker.runners.gpu.runner import CudaRunner
 from tests.own_engine import run_module
 
 NAME = "tests.gpu.faulty_worker"
 COMMAND = (sys.executable, "-m", NAME)
 WILD = 0x10
+WILD_BUFFER = Buffer(WILD, (1,), INT)
 STEPS = 20
 
 launch = CudaRunner.launch
@@ -24,7 +26,7 @@ def launch_and_fail(self: CudaRunner, batch: StepBatch) -> None:
     launch(self, batch)
     steps += 1
     if steps == STEPS:
-        self._kernels.embed(WILD, WILD, WILD, 1)
+        self._model.shared.embedding.gather_tokens(WILD, WILD, WILD, WILD_BUFFER, 1)
 
 
 def build_faulty(settings: Settings, model: OpenModel) -> Engine:

@@ -6,8 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from nightmill.worker.runners.gpu import compiler
-from nightmill.worker.runners.gpu.compiler import CompilerMissingError, KernelCompileError, compile_kernels
+from nightmill.worker.runners.gpu.device import compiler
+from nightmill.worker.runners.gpu.device.compiler import (
+    CompilerMissingError,
+    KernelCompileError,
+    compile_kernels,
+)
 
 SOURCE = '#include "value.cuh"\nextern "C" __global__ void set(int* p) { *p = VALUE + OPTION; }\n'
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from nightmill.worker.runners.gpu.compiler import compile_kernels
-from nightmill.worker.runners.gpu.device import (
+from nightmill.worker.runners.gpu.device.compiler import compile_kernels
+from nightmill.worker.runners.gpu.device.device import (
     Arena,
     CudaError,
     Device,
@@ -17,7 +17,7 @@ from nightmill.worker.runners.gpu.device import (
     KernelLaunchError,
     NoDeviceError,
 )
-from nightmill.worker.runners.gpu.functions import Module
+from nightmill.worker.runners.gpu.device.functions import Module
 
 KERNELS = """
 extern "C" __global__ void twice(const float* in, float* out, int count) {
@@ -91,7 +91,7 @@ def test_a_gpu_that_does_not_exist_is_a_named_error() -> None:
 )
 def test_a_process_that_used_a_gpu_ends_cleanly(ending: str) -> None:
     code = (
-        "from nightmill.worker.runners.gpu.device import Device\n"
+        "from nightmill.worker.runners.gpu.device.device import Device\n"
         f"device = Device(0)\ndevice.allocate(1000)\n{ending}"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
@@ -100,7 +100,7 @@ def test_a_process_that_used_a_gpu_ends_cleanly(ending: str) -> None:
 
 def test_an_engine_thread_may_die_with_its_context() -> None:
     code = (
-        "import threading, time\nfrom nightmill.worker.runners.gpu.device import Device\n"
+        "import threading, time\nfrom nightmill.worker.runners.gpu.device.device import Device\n"
         "def own():\n    global device\n    device = Device(0)\n    time.sleep(60)\n"
         "threading.Thread(target=own, daemon=True).start()\ntime.sleep(3)\n"
     )
@@ -111,9 +111,9 @@ def test_an_engine_thread_may_die_with_its_context() -> None:
 def test_an_illegal_address_means_that_the_device_is_lost(source: Path) -> None:
     code = (
         "import sys\nfrom pathlib import Path\n"
-        "from nightmill.worker.runners.gpu.compiler import compile_kernels\n"
-        "from nightmill.worker.runners.gpu.device import Device, DeviceLostError\n"
-        "from nightmill.worker.runners.gpu.functions import Module\n"
+        "from nightmill.worker.runners.gpu.device.compiler import compile_kernels\n"
+        "from nightmill.worker.runners.gpu.device.device import Device, DeviceLostError\n"
+        "from nightmill.worker.runners.gpu.device.functions import Module\n"
         "device = Device(0)\n"
         f"module = Module(device, compile_kernels(Path({str(source)!r}), (), device.architecture), 'stray')\n"
         "module.function('stray')((1, 1), (1, 1, 1))\n"

@@ -1,19 +1,20 @@
 """The fused kernels of steps of a few sequences give the bits of the kernels that they stand in for."""
 
-from typing import Any
-
 import numpy as np
 import pytest
 
 from nightmill.worker.model.rope import RopeStyle
 from nightmill.worker.model.spec import ModelSpec
-from nightmill.worker.runners.gpu.device import Device
-from nightmill.worker.runners.gpu.few_rows import MAX_ROWS, FewRows
-from nightmill.worker.runners.gpu.gemm import Gemm
-from nightmill.worker.runners.gpu.hopper import is_hopper
-from nightmill.worker.runners.gpu.kernels import Kernels
-from nightmill.worker.runners.gpu.steps import StepInputs
-from nightmill.worker.runners.gpu.weights import LayerWeights
+from nightmill.worker.runners.gpu.device.device import Device
+from nightmill.worker.runners.gpu.device.operands import ABSENT, Buffer, Format, Matrix
+from nightmill.worker.runners.gpu.kv_cache import LayerCache
+from nightmill.worker.runners.gpu.products.few_rows import MAX_ROWS, FewRows
+from nightmill.worker.runners.gpu.products.shapes import Kind
+from nightmill.worker.runners.gpu.rows.norms import RmsNorm
+from nightmill.worker.runners.gpu.rows.rotation import Rotation
+from nightmill.worker.runners.gpu.rows.swiglu import SwiGlu
+from nightmill.worker.runners.gpu.weights.layout import LayerWeights, NormWeight
+from tests.gpu.operands import ByLibrary, buffer, cache_of, fetched, inputs_of, matrix, poisoned
 from tests.gpu.oracles import PAGE
 from tests.specs import dense_spec
 
@@ -34,113 +35,120 @@ class Bench:
     def __init__(self, device: Device, spec: ModelSpec) -> None:
         self.device, self.spec = device, spec
         self.rng = np.random.default_rng(spec.width)
-        self.kernels = Kernels(device, spec, max_context=CONTEXT)
         layer = spec.layers[0]
-        attention, ffn, self.eps = layer.attention, layer.feed_forward.width, layer.attention_norm.eps
+        attention, ffn, eps = layer.attention, layer.feed_forward.width, layer.attention_norm.eps
         self.attention, self.ffn = attention, ffn
-        self.kernels.set_rope(attention.rope.frequencies(), attention.rope.magnitude)
-        self.gemm = Gemm(device, own_kernels=False, reproducible=True)
-        self.few = FewRows(device, spec, self.kernels, max_context=CONTEXT)
+        self.norm, self.activation = RmsNorm(device), SwiGlu(device)
+        self.rotation = Rotation(device, attention, max_context=CONTEXT)
+        self.product = ByLibrary(device)
         width, self.queries, self.qkv_width = spec.width, attention.queries, attention.qkv
         self.layer = LayerWeights(
-            attn_norm=self.floats(width), qkv=self.halves(self.qkv_width, width),
-            qkv_bias=self.floats(self.qkv_width) if attention.bias else 0, q_norm=0, k_norm=0,
-            attn_output=self.halves(width, self.queries), ffn_norm=self.floats(width),
-            gate_up=self.halves(2 * ffn, width), ffn_down=self.halves(width, ffn),
+            attn_norm=NormWeight(self.floats(width), eps), qkv=self.weight(self.qkv_width, width),
+            qkv_bias=self.floats(self.qkv_width) if attention.bias else ABSENT, q_norm=ABSENT, k_norm=ABSENT,
+            attn_output=self.weight(width, self.queries), ffn_norm=NormWeight(self.floats(width), eps),
+            gate_up=self.weight(2 * ffn, width), ffn_down=self.weight(width, ffn),
         )  # fmt: skip
 
-    def floats(self, *shape: int) -> int:
-        return self.device.upload(self.rng.standard_normal(shape).astype(np.float32))
+    def floats(self, *shape: int) -> Buffer:
+        return buffer(self.device, self.rng.standard_normal(shape).astype(np.float32))
 
-    def halves(self, rows: int, columns: int) -> int:
+    def halves(self, rows: int, columns: int) -> Buffer:
         values = self.rng.standard_normal((rows, columns)) / np.sqrt(columns)
-        return self.device.upload(values.astype(np.float16))
+        return buffer(self.device, values.astype(np.float16))
 
-    def poison(self, *shape: int) -> int:
-        return self.device.upload(np.full(shape, np.nan, dtype=np.float16))
+    def weight(self, rows: int, columns: int) -> Matrix:
+        return matrix(self.device, self.rng.standard_normal((rows, columns)) / np.sqrt(columns))
 
-    def normed(self, x: int, weight: int, tokens: int) -> int:
+    def poison(self, *shape: int) -> Buffer:
+        return poisoned(self.device, shape, np.float16)
+
+    def pages(self, count: int) -> LayerCache:
+        """Full of poison."""
+        shape = (count, self.attention.kv_heads, PAGE, self.attention.head_dim)
+        poison = np.full(shape, np.nan, dtype=np.float16)
+        return cache_of(self.device, poison, poison)
+
+    def held(self, cache: LayerCache) -> list[np.ndarray]:
+        """Its keys and values."""
+        return [fetched(self.device, part) for part in (cache.keys, cache.values)]
+
+    def normed(self, x: Buffer, norm: NormWeight, tokens: int) -> Buffer:
         out = self.poison(tokens, self.spec.width)
-        self.kernels.rms_norm(x, weight, out, tokens, self.spec.width, self.eps)
+        self.norm(x, norm, out, tokens)
         return out
 
 
 @pytest.fixture(params=MODELS)
 def bench(device: Device, request: pytest.FixtureRequest) -> Bench:
-    if not is_hopper(device):
+    if not device.hopper:
         pytest.skip("these kernels run on Hopper only")
     spec = dense_spec(**MODELS[request.param])
-    assert FewRows.suits(spec)
+    assert FewRows.suits(spec.layers[0], spec.width, {Format.F16}, hopper=True)
     return Bench(device, spec)
 
 
-def inputs_of(device: Device, **arrays: Any) -> StepInputs:
-    """Step inputs of which only the arrays named are there."""
-    fields = dict.fromkeys(StepInputs.__dataclass_fields__, 0)
-    return StepInputs(**fields | {name: device.upload(array) for name, array in arrays.items()})
+@pytest.fixture
+def few(bench: Bench) -> FewRows:
+    return FewRows(bench.device, bench.spec.layers[0], bench.spec.width, bench.rotation.table)
 
 
 @pytest.mark.parametrize("tokens", [1, 2, MAX_ROWS])
-def test_norm_qkv_bias_rotation_and_cache_write(bench: Bench, tokens: int) -> None:
-    device, spec, kernels, attention = bench.device, bench.spec, bench.kernels, bench.attention
-    x = bench.floats(tokens, spec.width)
+def test_norm_qkv_bias_rotation_and_cache_write(bench: Bench, few: FewRows, tokens: int) -> None:
+    device, layer = bench.device, bench.layer
+    x = bench.floats(tokens, bench.spec.width)
     positions = bench.rng.integers(0, CONTEXT, tokens, dtype=np.int32)
     rows = bench.rng.permutation(4 * PAGE)[:tokens].astype(np.int32)
     rows[0] = -1 if tokens > 1 else rows[0]  # not written
     inputs = inputs_of(device, positions=positions, cache_rows=rows)
-    shape = (4, attention.kv_heads, PAGE, attention.head_dim)
     results = []
     for fused in (True, False):
-        qkv = bench.poison(tokens, bench.qkv_width)
-        keys, values = bench.poison(*shape), bench.poison(*shape)
+        qkv, cache = bench.poison(tokens, bench.qkv_width), bench.pages(4)
         if fused:
-            bench.few.qkv(x, bench.layer, inputs, qkv, keys, values, tokens)
+            few.qkv(x, layer, inputs, qkv, cache, tokens)
         else:
-            normed = bench.normed(x, bench.layer.attn_norm, tokens)
-            bench.gemm(normed, bench.layer.qkv, qkv, tokens, bench.qkv_width, spec.width)
-            kernels.qkv_rope_write(
-                qkv, bench.layer.qkv_bias, 0, 0, inputs.positions, inputs.cache_rows, keys, values, tokens
-            )
-        queries = device.download(qkv, (tokens, bench.qkv_width), np.float16)[:, : bench.queries]
-        results.append((queries, *(device.download(cache, shape, np.float16) for cache in (keys, values))))
+            bench.product(bench.normed(x, layer.attn_norm, tokens), layer.qkv, qkv, tokens)
+            bench.rotation(qkv, layer, inputs.positions, inputs.cache_rows, cache, tokens)
+        results.append((fetched(device, qkv)[:, : bench.queries], *bench.held(cache)))
     assert np.isfinite(results[0][0]).all()
-    assert np.isfinite(results[0][1]).sum() == (tokens - (tokens > 1)) * attention.keys
+    assert np.isfinite(results[0][1]).sum() == (tokens - (tokens > 1)) * bench.attention.keys
     for fused_array, plain in zip(*results, strict=True):
         np.testing.assert_array_equal(fused_array, plain)
 
 
 @pytest.mark.parametrize("tokens", [1, 2, MAX_ROWS])
-def test_products_added_to_the_residual_stream(bench: Bench, tokens: int) -> None:
+def test_products_added_to_the_residual_stream(bench: Bench, few: FewRows, tokens: int) -> None:
     device, width = bench.device, bench.spec.width
-    for weight, inputs in (
-        (bench.layer.attn_output, bench.queries), (bench.layer.ffn_down, bench.ffn)
-    ):  # fmt: skip
+    for weight in (bench.layer.attn_output, bench.layer.ffn_down):
         before = bench.rng.standard_normal((tokens + 1, width)).astype(np.float32)
-        x, source = device.upload(before), bench.halves(tokens, inputs)
-        bench.few.residual(source, weight, x, tokens, inputs)
-        plain = device.upload(before)
-        bench.gemm.residual(source, weight, plain, tokens, width, inputs)
-        after = device.download(x, before.shape, np.float32)
-        np.testing.assert_array_equal(after, device.download(plain, before.shape, np.float32))
+        x, plain, source = (
+            buffer(device, before),
+            buffer(device, before),
+            bench.halves(tokens, weight.columns),
+        )
+        few.residual(source, weight, x, tokens)
+        bench.product(source, weight, plain, tokens, Kind.RESIDUAL)
+        after = fetched(device, x)
+        np.testing.assert_array_equal(after, fetched(device, plain))
         np.testing.assert_array_equal(after[tokens], before[tokens])
         assert not np.isclose(after[:tokens], before[:tokens]).all()
 
 
 @pytest.mark.parametrize("tokens", [1, 2, MAX_ROWS])
-def test_norm_gate_up_and_swiglu(bench: Bench, tokens: int) -> None:
-    device, width, ffn = bench.device, bench.spec.width, bench.ffn
-    x = bench.floats(tokens, width)
-    fused = bench.poison(tokens + 1, ffn)
-    bench.few.swiglu(x, bench.layer, fused, tokens)
-    normed = bench.normed(x, bench.layer.ffn_norm, tokens)
+def test_norm_gate_up_and_swiglu(bench: Bench, few: FewRows, tokens: int) -> None:
+    device, layer, ffn = bench.device, bench.layer, bench.ffn
+    x, fused = bench.floats(tokens, bench.spec.width), bench.poison(tokens + 1, ffn)
+    few.swiglu(x, layer, fused, tokens)
     gate_up, plain = bench.poison(tokens, 2 * ffn), bench.poison(tokens, ffn)
-    bench.gemm(normed, bench.layer.gate_up, gate_up, tokens, 2 * ffn, width)
-    bench.kernels.swiglu(gate_up, plain, tokens, ffn)
-    result = device.download(fused, (tokens + 1, ffn), np.float16)
-    np.testing.assert_array_equal(result[:tokens], device.download(plain, (tokens, ffn), np.float16))
+    bench.product(bench.normed(x, layer.ffn_norm, tokens), layer.gate_up, gate_up, tokens)
+    bench.activation(gate_up, plain, tokens)
+    result = fetched(device, fused)
+    np.testing.assert_array_equal(result[:tokens], fetched(device, plain))
     assert np.isnan(result[tokens]).all()
 
 
-def test_models_with_other_sizes_take_the_general_way(device: Device) -> None:
+def test_models_with_other_sizes_take_the_general_way() -> None:
     odd = ({"qk_norm": True}, {"head_dim": 96, "heads": 10}, {"width": 904}, {"ffn_width": 18_944})
-    assert not any(FewRows.suits(dense_spec(**changes)) for changes in odd)
+    specs = [dense_spec(**changes) for changes in odd]
+    assert not any(FewRows.suits(s.layers[0], s.width, {Format.F16}, hopper=True) for s in specs)
+    usual = dense_spec()
+    assert not FewRows.suits(usual.layers[0], usual.width, {Format.F16}, hopper=False)

@@ -1,23 +1,27 @@
 """Products on the GPU against float64, at sizes that fit no tile, with poison all around."""
 
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 
-from nightmill.worker.runners.gpu.device import Device
-from nightmill.worker.runners.gpu.gemm import Gemm, padded_rows
-from nightmill.worker.runners.gpu.hopper import TILES, HopperProducts, Kind, Tile, first_sum, is_hopper
-from nightmill.worker.runners.gpu.kernels import Kernels
-from nightmill.worker.runners.gpu.split import SPLIT_TILES, HopperSplit, SplitTile, split_tiles
+from nightmill.worker.runners.gpu.device.device import Device
+from nightmill.worker.runners.gpu.device.operands import FLOAT, HALF, Buffer, Matrix
+from nightmill.worker.runners.gpu.products.chooser import Products
+from nightmill.worker.runners.gpu.products.hopper_tiles import TILES, HopperTiles, Tile
+from nightmill.worker.runners.gpu.products.shapes import Kind, Shape, Way, first_sum, padded_rows
+from nightmill.worker.runners.gpu.products.split import SPLIT_TILES, SplitTile, SplitTiles, split_tiles
+from nightmill.worker.runners.gpu.rows.swiglu import SwiGlu
 from tests.gpu.comparing import nmse
-from tests.specs import dense_spec
+from tests.gpu.operands import ByLibrary, all_products, buffer, fetched, matrix, poisoned, room
 
 LIMIT = 5e-5
 ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 63, 65, 257, 1000)
 SIZES = ((1152, 896), (896, 4864), (9728, 896), (515, 72), (4096, 256))  # outputs, inputs
+
+Ways = Callable[[Shape], Way]
 
 
 def operands(rows: int, outputs: int, inputs: int) -> tuple[npt.NDArray[np.float16], npt.NDArray[np.float16]]:
@@ -26,113 +30,108 @@ def operands(rows: int, outputs: int, inputs: int) -> tuple[npt.NDArray[np.float
     return x, (rng.standard_normal((outputs, inputs)) / np.sqrt(inputs)).astype(np.float16)
 
 
-@pytest.mark.parametrize("floats", [False, True], ids=["half", "float"])
-@pytest.mark.parametrize("own", [False, True], ids=["cublaslt", "own"])
-def test_products_are_exact_to_rounding(device: Device, own: bool, floats: bool) -> None:
-    gemm = Gemm(device, own_kernels=own)
-    dtype = np.float32 if floats else np.float16
-    for outputs, inputs in SIZES:
-        for rows in ROWS if not own else ROWS[:8]:
-            x, weight = operands(rows, outputs, inputs)
-            room = padded_rows(rows)
-            poisoned = np.full((room + 1, inputs), np.nan, dtype=np.float16)
-            poisoned[:rows] = x
-            y = device.upload(np.full((room + 1, outputs), np.nan, dtype=dtype))
-            addresses = device.upload(poisoned), device.upload(weight)
-            gemm(*addresses, y, rows, outputs, inputs, floats=floats)
-            result = device.download(y, (room + 1, outputs), dtype)
-            error = nmse(result[:rows], x.astype(np.float64) @ weight.astype(np.float64).T)
-            assert error <= (1e-10 if floats else 1e-6) <= LIMIT, (rows, outputs, inputs, error)
-            assert np.isnan(result[room]).all(), "wrote past its rows"
-            for address in (*addresses, y):
-                device.free(address)
-    gemm.close()
-
-
-def test_every_candidate_and_the_tuned_choice_agree(device: Device) -> None:
-    gemm = Gemm(device)
-    for rows, outputs, inputs in ((1, 896, 896), (4, 1152, 896), (8, 896, 4864), (256, 896, 4864)):
-        x, weight = operands(rows, outputs, inputs)
-        y = device.upload(np.full((rows, outputs), np.nan, dtype=np.float16))
-        addresses = device.upload(x), device.upload(weight)
-        gemm.tune(addresses[0], [addresses[1]], y, (rows, outputs, inputs, Kind.HALF))
-        device.fill(y, 0xFF, rows * outputs * 2)
-        gemm(*addresses, y, rows, outputs, inputs)
-        result = device.download(y, (rows, outputs), np.float16)
-        assert nmse(result, x.astype(np.float64) @ weight.astype(np.float64).T) <= 1e-6
-    gemm.close()
-
-
-@pytest.mark.parametrize("tuned", [False, True], ids=["guessed", "tuned"])
-def test_a_row_has_the_same_bits_among_any_number_of_rows(device: Device, tuned: bool) -> None:
-    gemm = Gemm(device, reproducible=True)
-    for outputs, inputs in (*SIZES[:3], (256, 832)):
-        x, weight = operands(1024, outputs, inputs)
-        out = device.allocate(1024 * outputs * 2)
-        addresses = device.upload(x), device.upload(weight)
-        expected = None
-        for rows in (1024, 1, 2, 5, 8, 9, 24, 63, 65, 200, 256, 300, 700):
-            if tuned:
-                gemm.tune(addresses[0], [addresses[1]], out, (rows, outputs, inputs, Kind.HALF))
-            gemm(*addresses, out, rows, outputs, inputs)
-            result = device.download(out, (rows, outputs), np.float16)
-            expected = result if expected is None else expected
-            np.testing.assert_array_equal(result, expected[:rows], err_msg=f"{rows} {outputs} {inputs}")
-    gemm.close()
+def followed_by_poison(device: Device, array: npt.NDArray[np.generic]) -> Buffer:
+    """The rows of an array, and NaN up to `padded_rows` and one row more."""
+    rows = len(array)
+    held = np.full((padded_rows(rows) + 1, *array.shape[1:]), np.nan, dtype=array.dtype)
+    held[:rows] = array
+    return buffer(device, held)
 
 
 @pytest.fixture
-def hopper(device: Device) -> HopperProducts:
-    if not is_hopper(device):
+def products(device: Device) -> Iterator[Products]:
+    with all_products(device) as products:
+        yield products
+
+
+@pytest.fixture
+def library(device: Device) -> Iterator[ByLibrary]:
+    library = ByLibrary(device)
+    yield library
+    library.close()
+
+
+@pytest.mark.parametrize("kind", [Kind.HALF, Kind.FLOAT], ids=str)
+def test_products_are_exact_to_rounding(device: Device, library: ByLibrary, kind: Kind) -> None:
+    floats = kind is Kind.FLOAT
+    for outputs, inputs in SIZES:
+        for rows in ROWS:
+            values, weights = operands(rows, outputs, inputs)
+            x, weight = followed_by_poison(device, values), matrix(device, weights)
+            padded = padded_rows(rows)
+            y = poisoned(device, (padded + 1, outputs), np.float32 if floats else np.float16)
+            library(x, weight, y, rows, kind)
+            result = fetched(device, y)
+            error = nmse(result[:rows], values.astype(np.float64) @ weights.astype(np.float64).T)
+            assert error <= (1e-10 if floats else 1e-6) <= LIMIT, (rows, outputs, inputs, error)
+            assert np.isnan(result[padded]).all(), "wrote past its rows"
+            for held in (x, weight, y):
+                device.free(held.address)
+
+
+@pytest.mark.parametrize("tuned", [False, True], ids=["guessed", "tuned"])
+def test_a_row_has_the_same_bits_among_any_number_of_rows(
+    device: Device, products: Products, tuned: bool
+) -> None:
+    for outputs, inputs in (*SIZES[:3], (256, 832)):
+        product = products.of(Kind.HALF, outputs, inputs)
+        values, weights = operands(1024, outputs, inputs)
+        x, weight, y = buffer(device, values), matrix(device, weights), room(device, (1024, outputs), HALF)
+        expected = None
+        for rows in (1024, 1, 2, 5, 8, 9, 24, 63, 65, 200, 256, 300, 700):
+            if tuned:
+                product.tune(x, [weight], y, rows, lambda: None)
+            product(x, weight, y, rows)
+            result = fetched(device, y, rows)
+            expected = result if expected is None else expected
+            np.testing.assert_array_equal(result, expected[:rows], err_msg=f"{rows} {outputs} {inputs}")
+        assert expected is not None
+        assert nmse(expected, values.astype(np.float64) @ weights.astype(np.float64).T) <= 1e-6
+
+
+@pytest.fixture
+def hopper(device: Device) -> HopperTiles:
+    if not device.hopper:
         pytest.skip("these kernels run on Hopper only")
-    return HopperProducts(device)
+    return HopperTiles(device)
 
 
 @pytest.mark.parametrize("tile", TILES[Kind.HALF], ids=str)
 def test_every_hopper_tile_gives_the_librarys_bits(
-    device: Device, hopper: HopperProducts, tile: Tile
+    device: Device, hopper: HopperTiles, library: ByLibrary, tile: Tile
 ) -> None:
-    gemm = Gemm(device, own_kernels=False, reproducible=True)
     for outputs, inputs in ((1152, 896), (896, 4864), (520, 72)):
         for rows in (1, 7, 63, 65, 257, 1000):
-            x, weight = operands(rows, outputs, inputs)
-            addresses = device.upload(x), device.upload(weight)
-            results = []
-            for own in (True, False):
-                y = device.upload(np.full((padded_rows(rows) + 1, outputs), np.nan, dtype=np.float16))
-                if own:
-                    hopper.run(Kind.HALF, tile, *addresses, y, rows, outputs, inputs)
-                else:
-                    room = np.zeros((padded_rows(rows), inputs), dtype=np.float16)
-                    room[:rows] = x
-                    gemm(device.upload(room), addresses[1], y, rows, outputs, inputs)
-                results.append(device.download(y, (padded_rows(rows) + 1, outputs), np.float16))
-            np.testing.assert_array_equal(results[0][:rows], results[1][:rows], err_msg=f"{rows} {outputs}")
-            assert np.isnan(results[0][rows:]).all(), "wrote past its rows"
-    gemm.close()
+            values, weights = operands(rows, outputs, inputs)
+            weight = matrix(device, weights)
+            padded = np.zeros((padded_rows(rows), inputs), dtype=np.float16)
+            padded[:rows] = values
+            own, theirs = (poisoned(device, (len(padded) + 1, outputs), np.float16) for _ in range(2))
+            shape = Shape(rows, outputs, inputs, Kind.HALF)
+            hopper.way(tile, shape)(buffer(device, values), weight, own)
+            library(buffer(device, padded), weight, theirs, rows)
+            result, expected = fetched(device, own), fetched(device, theirs)
+            np.testing.assert_array_equal(result[:rows], expected[:rows], err_msg=f"{rows} {outputs}")
+            assert np.isnan(result[rows:]).all(), "wrote past its rows"
 
 
 @pytest.mark.parametrize("tile", TILES[Kind.SWIGLU], ids=str)
 def test_swiglu_in_a_product_gives_the_bits_of_two_kernels(
-    device: Device, hopper: HopperProducts, tile: Tile
+    device: Device, hopper: HopperTiles, library: ByLibrary, tile: Tile
 ) -> None:
-    gemm = Gemm(device, own_kernels=False, reproducible=True)
-    kernels = Kernels(device, dense_spec(), max_context=64)
+    activation = SwiGlu(device)
     for ffn, inputs in ((4864, 896), (520, 72)):
         for rows in (1, 65, 300, 1000):
-            x, weight = operands(padded_rows(rows), 2 * ffn, inputs)
-            addresses = device.upload(x), device.upload(weight)
-            gate_up = device.allocate(padded_rows(rows) * 4 * ffn)
-            fused, plain = (
-                device.upload(np.full((rows + 1, ffn), np.nan, dtype=np.float16)) for _ in range(2)
-            )
-            gemm(*addresses, gate_up, rows, 2 * ffn, inputs)
-            kernels.swiglu(gate_up, plain, rows, ffn)
-            hopper.run(Kind.SWIGLU, tile, *addresses, fused, rows, ffn, inputs)
-            result, expected = (device.download(y, (rows + 1, ffn), np.float16) for y in (fused, plain))
+            values, weights = operands(padded_rows(rows), 2 * ffn, inputs)
+            x, weight = buffer(device, values), matrix(device, weights)
+            gate_up = room(device, (padded_rows(rows), 2 * ffn), HALF)
+            fused, plain = (poisoned(device, (rows + 1, ffn), np.float16) for _ in range(2))
+            library(x, weight, gate_up, rows)
+            activation(gate_up, plain, rows)
+            hopper.way(tile, Shape(rows, ffn, inputs, Kind.SWIGLU))(x, weight, fused)
+            result, expected = fetched(device, fused), fetched(device, plain)
             np.testing.assert_array_equal(result[:rows], expected[:rows], err_msg=f"{rows} {ffn}")
             assert np.isnan(result[rows]).all(), "wrote past its rows"
-    gemm.close()
 
 
 ADDED = ((896, 896), (896, 4864), (2048, 4864), (520, 72))  # outputs, inputs
@@ -140,151 +139,139 @@ ADDED = ((896, 896), (896, 4864), (2048, 4864), (520, 72))  # outputs, inputs
 
 def residual_operands(
     device: Device, rows: int, outputs: int, inputs: int
-) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float64], int, int]:
-    """What is added to, the exact sum, and the addresses of x, with poison behind, and of the weight."""
-    x, weight = operands(rows, outputs, inputs)
+) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float64], Buffer, Matrix]:
+    """What is added to, the exact sum, x, with poison behind, and the weight."""
+    values, weights = operands(rows, outputs, inputs)
     before = np.random.default_rng(rows).standard_normal((rows, outputs)).astype(np.float32)
-    poisoned = np.full((padded_rows(rows) + 1, inputs), np.nan, dtype=np.float16)
-    poisoned[:rows] = x
-    exact = before + x.astype(np.float64) @ weight.astype(np.float64).T
-    return before, exact, device.upload(poisoned), device.upload(weight)
-
-
-def with_poison(device: Device, before: npt.NDArray[np.float32]) -> int:
-    """Room for `padded_rows` and a row more, NaN but for `before`."""
-    rows, outputs = before.shape
-    y = np.full((padded_rows(rows) + 1, outputs), np.nan, dtype=np.float32)
-    y[:rows] = before
-    return device.upload(y)
-
-
-Adds = Callable[[int, int, int, int, int, int], None]  # x, weight, y, rows, outputs, inputs
+    exact = before + values.astype(np.float64) @ weights.astype(np.float64).T
+    return before, exact, followed_by_poison(device, values), matrix(device, weights)
 
 
 def assert_they_add_the_same_bits(
-    device: Device, ways: tuple[Adds, Adds], rows: int, outputs: int, inputs: int
+    device: Device, own: Ways, other: Ways, rows: int, outputs: int, inputs: int
 ) -> None:
-    """And the right ones; the first writes nothing but its rows."""
-    before, exact, *addresses = residual_operands(device, rows, outputs, inputs)
+    """And the right ones; the first, of exactly so many rows, writes nothing else. The other is padded."""
+    before, exact, x, weight = residual_operands(device, rows, outputs, inputs)
     results = []
-    for add in ways:
-        y = with_poison(device, before)
-        add(*addresses, y, rows, outputs, inputs)
-        results.append(device.download(y, (padded_rows(rows) + 1, outputs), np.float32))
-        device.free(y)
+    for ways, count in ((own, rows), (other, padded_rows(rows))):
+        y = followed_by_poison(device, before)
+        ways(Shape(count, outputs, inputs, Kind.RESIDUAL))(x, weight, y)
+        results.append(fetched(device, y))
+        device.free(y.address)
     np.testing.assert_array_equal(results[0][:rows], results[1][:rows], err_msg=f"{rows} {outputs}")
     assert nmse(results[0][:rows], exact) < 1e-10
     assert np.isnan(results[0][rows:]).all(), "wrote past its rows"
-    for address in addresses:
-        device.free(address)
+    for operand in (x, weight):
+        device.free(operand.address)
 
 
 @pytest.mark.parametrize("tile", TILES[Kind.RESIDUAL], ids=str)
-def test_every_hopper_tile_adds_the_librarys_bits(device: Device, hopper: HopperProducts, tile: Tile) -> None:
-    gemm = Gemm(device, own_kernels=False, reproducible=True)
-    own = partial(hopper.run, Kind.RESIDUAL, tile)
+def test_every_hopper_tile_adds_the_librarys_bits(
+    device: Device, hopper: HopperTiles, library: ByLibrary, tile: Tile
+) -> None:
     for outputs, inputs in ADDED:
         for rows in (1, 7, 63, 65, 257, 1000):
-            assert_they_add_the_same_bits(device, (own, gemm.residual), rows, outputs, inputs)
-    gemm.close()
+            assert_they_add_the_same_bits(
+                device, lambda shape: hopper.way(tile, shape), library.way, rows, outputs, inputs
+            )
 
 
 @pytest.mark.parametrize("tile", SPLIT_TILES, ids=lambda tile: tile.name)
 def test_blocks_that_share_k_add_the_bits_of_one_that_has_it_all(
-    device: Device, hopper: HopperProducts, tile: SplitTile
+    device: Device, hopper: HopperTiles, tile: SplitTile
 ) -> None:
-    ways = (
-        partial(HopperSplit(device).run, tile),
-        partial(hopper.run, Kind.RESIDUAL, TILES[Kind.RESIDUAL][-1]),
-    )
+    split, whole = SplitTiles(device), TILES[Kind.RESIDUAL][-1]
     suited = [sizes for sizes in (*ADDED, (48, 4104), (8, 1000)) if tile.suits(*sizes)]
     assert suited
     for outputs, inputs in suited:
         for rows in (1, 9, 16, 33, 65, 130, 200, 257):
-            assert_they_add_the_same_bits(device, ways, rows, outputs, inputs)
+            assert_they_add_the_same_bits(
+                device, lambda shape: split.way(tile, shape), lambda shape: hopper.way(whole, shape), rows,
+                outputs, inputs,
+            )  # fmt: skip
 
 
 def test_many_inputs_are_two_sums_of_which_the_second_is_added_last(
-    device: Device, hopper: HopperProducts
+    device: Device, hopper: HopperTiles, library: ByLibrary
 ) -> None:
     """Numbers between which the order of additions makes all the difference."""
     outputs, inputs = 64, 4864
     first = first_sum(outputs, inputs)
     assert inputs // 2 == first
-    x = np.zeros((1, inputs), dtype=np.float16)
-    x[0, [0, first - 1, first, inputs - 1]] = 1.0
-    weight = np.zeros((outputs, inputs), dtype=np.float16)
-    weight[:, [0, first - 1, inputs - 1]], weight[:, first] = 2**-12, 2**-10
+    values = np.zeros((1, inputs), dtype=np.float16)
+    values[0, [0, first - 1, first, inputs - 1]] = 1.0
+    weights = np.zeros((outputs, inputs), dtype=np.float16)
+    weights[:, [0, first - 1, inputs - 1]], weights[:, first] = 2**-12, 2**-10
     before = np.full((1, outputs), 8192.0, dtype=np.float32)  # neighbours are 2^-10 apart
     sums = np.float32(2**-11), np.float32(2**-10 + 2**-12)
     expected = before[0, 0] + sums[0] + sums[1]  # the first changes nothing
     assert expected == 8192 + 2**-10
     assert expected != before[0, 0] + (sums[0] + sums[1])
     assert expected != before[0, 0] + sums[1] + sums[0]
-    addresses = device.upload(x), device.upload(weight)
-    ways: list[Adds] = [partial(hopper.run, Kind.RESIDUAL, tile) for tile in TILES[Kind.RESIDUAL]]
-    ways += [partial(HopperSplit(device).run, tile) for tile in SPLIT_TILES if tile.suits(outputs, inputs)]
-    ways.append(Gemm(device, own_kernels=False, reproducible=True).residual)
-    for way in ways:
-        y = with_poison(device, before)
-        way(*addresses, y, 1, outputs, inputs)
-        result = device.download(y, (1, outputs), np.float32)
-        np.testing.assert_array_equal(result, expected, err_msg=str(way))
+    x, weight = buffer(device, values), matrix(device, weights)
+    shape, split = Shape(1, outputs, inputs, Kind.RESIDUAL), SplitTiles(device)
+    ways = {str(tile): hopper.way(tile, shape) for tile in TILES[Kind.RESIDUAL]}
+    ways |= {str(tile): split.way(tile, shape) for tile in SPLIT_TILES if tile.suits(outputs, inputs)}
+    ways["library"] = library.way(shape)
+    for name, way in ways.items():
+        y = followed_by_poison(device, before)
+        way(x, weight, y)
+        np.testing.assert_array_equal(fetched(device, y, 1), expected, err_msg=name)
 
 
-def test_a_launch_that_waits_for_the_one_before_sees_its_sums(device: Device, hopper: HopperProducts) -> None:
+def test_a_launch_that_waits_for_the_one_before_sees_its_sums(device: Device, hopper: HopperTiles) -> None:
     rows, outputs, inputs = 64, 896, 4864
-    before, exact, *addresses = residual_operands(device, rows, outputs, inputs)
-    shared_k, times = HopperSplit(device), 30
+    before, exact, x, weight = residual_operands(device, rows, outputs, inputs)
+    split, times = SplitTiles(device), 30
     for tile in split_tiles(rows, outputs, inputs):
-        y = device.upload(before)
+        way, y = split.way(tile, Shape(rows, outputs, inputs, Kind.RESIDUAL)), buffer(device, before)
         for _ in range(times):
-            shared_k.run(tile, *addresses, y, rows, outputs, inputs)
+            way(x, weight, y)
         wanted = before + times * (exact - before)
-        assert nmse(device.download(y, (rows, outputs), np.float32), wanted) < 1e-10
+        assert nmse(fetched(device, y), wanted) < 1e-10
 
 
 @pytest.mark.parametrize("kind", [Kind.RESIDUAL, Kind.SWIGLU], ids=str)
 def test_a_row_has_the_same_bits_among_any_number_of_rows_whatever_becomes_of_it(
-    device: Device, kind: Kind
+    device: Device, products: Products, kind: Kind
 ) -> None:
-    kernels = Kernels(device, dense_spec(), max_context=64)
+    most = 4096
     for outputs, inputs in ADDED if kind is Kind.RESIDUAL else ((4864, 896), (520, 72)):
-        gemm = Gemm(device, reproducible=True)
-        most = 4096
-        gemm.separate_swiglu(kernels.swiglu, device.allocate(most * 4 * outputs))
-        x, weight = operands(most, outputs * (1 + (kind is Kind.SWIGLU)), inputs)
+        product = products.of(kind, outputs, inputs)
+        values, weights = operands(most, outputs * (1 + (kind is Kind.SWIGLU)), inputs)
         before = np.random.default_rng(0).standard_normal((most, outputs)).astype(np.float32)
-        addresses = device.upload(x), device.upload(weight)
-        y, dtype = device.allocate(most * outputs * 4), np.float32 if kind is Kind.RESIDUAL else np.float16
+        x, weight = buffer(device, values), matrix(device, weights)
+        y = memory = room(device, (most, outputs), FLOAT)
+        if kind is Kind.SWIGLU:
+            y = replace(memory, dtype=HALF)
         expected = None
         for rows in (most, 1, 2, 5, 9, 24, 63, 65, 200, 256, 300, 700, 1024, 1500):
-            gemm.tune(addresses[0], [addresses[1]], y, (rows, outputs, inputs, kind))
-            device.copy_in(y, before)
+            product.tune(x, [weight], y, rows, lambda: None)
+            device.copy_in(memory.address, before)
             device.synchronize()
-            run = gemm.residual if kind is Kind.RESIDUAL else gemm.swiglu
-            run(*addresses, y, rows, outputs, inputs)
-            result = device.download(y, (rows, outputs), dtype)
+            product(x, weight, y, rows)
+            result = fetched(device, y, rows)
             expected = result if expected is None else expected
             np.testing.assert_array_equal(result, expected[:rows], err_msg=f"{rows} {outputs} {inputs}")
         assert expected is not None
         assert np.isfinite(expected).all()
-        gemm.close()
+        for held in (x, weight, y):
+            device.free(held.address)
 
 
-def test_many_rows_are_computed_as_was_fastest_at_the_nearest_size_tried(device: Device) -> None:
-    gemm = Gemm(device, reproducible=True)
+def test_many_rows_are_computed_as_was_fastest_at_the_nearest_size_tried(
+    device: Device, products: Products
+) -> None:
     outputs, inputs = 896, 896
-    x, weight = operands(4096, outputs, inputs)
-    y = device.allocate(4096 * outputs * 2)
-    addresses = device.upload(x), device.upload(weight)
-    gemm.tune(addresses[0], [addresses[1]], y, (4096, outputs, inputs, Kind.HALF))
+    product = products.of(Kind.HALF, outputs, inputs)
+    values, weights = operands(4096, outputs, inputs)
+    x, weight, y = buffer(device, values), matrix(device, weights), room(device, (4096, outputs), HALF)
+    product.tune(x, [weight], y, 4096, lambda: None)
     for rows in (1025, 3000, 4096):
-        device.fill(y, 0xFF, 4096 * outputs * 2)
-        gemm(*addresses, y, rows, outputs, inputs)
-        result = device.download(y, (rows, outputs), np.float16)
-        assert nmse(result, x[:rows].astype(np.float64) @ weight.astype(np.float64).T) <= 1e-6
-    gemm.close()
+        device.fill(y.address, 0xFF, y.bytes)
+        product(x, weight, y, rows)
+        result = fetched(device, y, rows)
+        assert nmse(result, values[:rows].astype(np.float64) @ weights.astype(np.float64).T) <= 1e-6
 
 
 def test_a_fault_of_one_percent_would_be_seen() -> None:

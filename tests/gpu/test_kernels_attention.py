@@ -4,10 +4,12 @@ import numpy as np
 import pytest
 
 from nightmill.worker.model.spec import Attention
-from nightmill.worker.runners.gpu.decode import decode_pieces
-from nightmill.worker.runners.gpu.device import Device
-from nightmill.worker.runners.gpu.graphs import Graph
-from nightmill.worker.runners.gpu.kernels import Kernels
+from nightmill.worker.runners.gpu.attention.choice import Decode, decode_attention
+from nightmill.worker.runners.gpu.attention.decode import DecodeAttention
+from nightmill.worker.runners.gpu.attention.pieces import NO_PIECES, decode_pieces
+from nightmill.worker.runners.gpu.device.device import Device
+from nightmill.worker.runners.gpu.device.graphs import Graph
+from tests.gpu.operands import buffer, cache_of, fetched, inputs_of, poisoned, shape_of
 from tests.gpu.oracles import (  # fmt: skip
     ATTENTION,
     LONG,
@@ -25,28 +27,23 @@ BORDERS = [1, 2, 15, 16, 17, 63, 64, 65, 255, 256, 257, 511, 513, 1000]
 
 
 def run_decode(
-    device: Device, kernels: Kernels, attention: Attention, qkv: np.ndarray, paged: Paged, lengths: list[int],
-    listed: list[int] | None = None, pieces: np.ndarray | None = None,
+    device: Device, decode: Decode, attention: Attention, qkv: np.ndarray, paged: Paged, lengths: list[int],
+    pieces: np.ndarray | None = None,
 ) -> np.ndarray:  # fmt: skip
-    """pieces: in place of those that the kernels choose; a padding piece is added."""
-    contexts = np.array(lengths, dtype=np.int32)
-    if pieces is None and listed is None:
-        pieces = kernels.decode_pieces(contexts, np.arange(len(lengths), dtype=np.int32))
-    if pieces is None or not len(pieces):
-        shared_out = (0, 0)
-    else:
-        padded = np.concatenate([pieces, [[-1] * 4]]).astype(np.int32)
-        shared_out = (device.upload(padded), len(padded))
-    out = device.upload(
-        np.full((len(lengths), attention.heads, attention.head_dim), np.nan, dtype=np.float16)
-    )
-    kernels.decode_attention(
-        device.upload(qkv), device.upload(paged.k_cache), device.upload(paged.v_cache),
-        device.upload(paged.tables), device.upload(contexts), out,
-        len(lengths if listed is None else listed), paged.tables.shape[1], 0,
-        0 if listed is None else device.upload(np.array(listed, dtype=np.int32)), *shared_out,
+    """pieces: in place of those that the launcher chooses; a padding piece is added."""
+    contexts, count = np.array(lengths, dtype=np.int32), len(lengths)
+    if pieces is None:
+        pieces = decode.pieces(contexts, np.arange(count, dtype=np.int32))
+    if len(pieces):
+        pieces = np.concatenate([pieces, [[-1] * 4]]).astype(np.int32)
+    inputs = inputs_of(
+        device, table_width=paged.tables.shape[1], block_tables=paged.tables, context_lengths=contexts,
+        pieces=pieces,
     )  # fmt: skip
-    return device.download(out, (len(lengths), attention.heads, attention.head_dim), np.float16)
+    out = poisoned(device, (count, attention.heads, attention.head_dim), np.float16)
+    step = shape_of(tokens=count, drawn=count, pieces=len(pieces))
+    decode(buffer(device, qkv), cache_of(device, paged.k_cache, paged.v_cache), inputs, step, out)
+    return fetched(device, out)
 
 
 def decode_oracle(attention: Attention, qkv: np.ndarray, paged: Paged, lengths: list[int]) -> np.ndarray:
@@ -62,11 +59,11 @@ def decode_oracle(attention: Attention, qkv: np.ndarray, paged: Paged, lengths: 
 def test_decode_at_page_and_segment_borders(device: Device, shape: tuple[int, int, int]) -> None:
     spec = dense_spec(heads=shape[0], kv_heads=shape[1], head_dim=shape[2])
     attention = spec.layers[0].attention
-    kernels = Kernels(device, spec, max_context=LONG)
+    decode = decode_attention(device, attention, max_context=LONG)
     rng = np.random.default_rng(shape[2])
     paged = make_paged(rng, BORDERS, attention.kv_heads, attention.head_dim)
     qkv = make_queries(rng, len(BORDERS), attention)
-    actual = run_decode(device, kernels, attention, qkv, paged, BORDERS)
+    actual = run_decode(device, decode, attention, qkv, paged, BORDERS)
     assert_close(actual, decode_oracle(attention, qkv, paged, BORDERS), ATTENTION)
 
 
@@ -74,12 +71,12 @@ def test_decode_at_page_and_segment_borders(device: Device, shape: tuple[int, in
 def test_decode_of_long_contexts(device: Device, shape: tuple[int, int, int]) -> None:
     spec = dense_spec(heads=shape[0], kv_heads=shape[1], head_dim=shape[2])
     attention = spec.layers[0].attention
-    kernels = Kernels(device, spec, max_context=LONG)
+    decode = decode_attention(device, attention, max_context=LONG)
     rng = np.random.default_rng(5)
     for lengths in ([LONG], [LONG, 1, 31_999, 7000]):
         paged = make_paged(rng, lengths, attention.kv_heads, attention.head_dim)
         qkv = make_queries(rng, len(lengths), attention)
-        actual = run_decode(device, kernels, attention, qkv, paged, lengths)
+        actual = run_decode(device, decode, attention, qkv, paged, lengths)
         assert_close(actual, decode_oracle(attention, qkv, paged, lengths), ATTENTION)
 
 
@@ -89,20 +86,20 @@ def test_decode_alone_and_in_a_large_batch_gives_the_same_bits(
 ) -> None:
     spec = dense_spec(heads=shape[0], kv_heads=shape[1], head_dim=shape[2])
     attention = spec.layers[0].attention
-    kernels = Kernels(device, spec, max_context=LONG)
+    decode = decode_attention(device, attention, max_context=LONG)
     rng = np.random.default_rng(6)
     lengths = [int(length) for length in rng.integers(1, 1500, 300)]
     lengths[7] = 3000
     paged = make_paged(rng, lengths, attention.kv_heads, attention.head_dim, stride=LONG // 16)
     qkv = make_queries(rng, len(lengths), attention)
-    together = run_decode(device, kernels, attention, qkv, paged, lengths)
+    together = run_decode(device, decode, attention, qkv, paged, lengths)
     assert_close(together, decode_oracle(attention, qkv, paged, lengths), ATTENTION)
     for count in (1, 3, 40):
         part = Paged(
             paged.keys[7 : 7 + count], paged.values[7 : 7 + count], paged.k_cache, paged.v_cache,
             paged.tables[7 : 7 + count],
         )  # fmt: skip
-        alone = run_decode(device, kernels, attention, qkv[7 : 7 + count], part, lengths[7 : 7 + count])
+        alone = run_decode(device, decode, attention, qkv[7 : 7 + count], part, lengths[7 : 7 + count])
         np.testing.assert_array_equal(alone, together[7 : 7 + count])
 
 
@@ -113,7 +110,10 @@ def test_decode_in_clusters_gives_the_bits_of_other_launches(
 ) -> None:
     spec = dense_spec(heads=shape[0], kv_heads=shape[1], head_dim=shape[2])
     attention = spec.layers[0].attention
-    best, portable = (Kernels(device, spec, max_context=context, portable=p) for p in (False, True))
+    best, portable = (
+        DecodeAttention(device, attention, max_context=context, clusters=device.hopper and clusters)
+        for clusters in (True, False)
+    )
     rng = np.random.default_rng(context)
     candidates = [1, 256, 0, 257, 16, 500, 255, 513, 1000, 1025, 2047, 2048, 1793, 2049, 300, 7000]
     lengths = [length for length in candidates if length <= context]
@@ -129,19 +129,19 @@ def test_decode_in_clusters_gives_the_bits_of_other_launches(
     expected = decode_oracle(attention, qkv[held], visible, [lengths[s] for s in held])
     assert_close(together[held], expected, ATTENTION)
     for first in range(len(lengths)):
-        for listed in ([first], [first, -1, (first + 3) % len(lengths)]):
-            for kernels in (best, portable):
-                actual = run_decode(device, kernels, attention, qkv, paged, lengths, listed)
-                computed = [s for s in listed if s >= 0]
-                np.testing.assert_array_equal(actual[computed], together[computed])
-                assert np.isnan(np.delete(actual, computed, axis=0)).all()
+        for some in ([first], [first, lengths.index(0), (first + 3) % len(lengths)]):
+            part = Paged([], [], paged.k_cache, paged.v_cache, paged.tables[some])
+            for decode in (best, portable):
+                few = [lengths[s] for s in some]
+                actual = run_decode(device, decode, attention, qkv[some], part, few, pieces=NO_PIECES)
+                np.testing.assert_array_equal(actual, together[some])
 
 
 @pytest.mark.parametrize("shape", [(14, 2, 64), (16, 2, 128), (32, 2, 64), (20, 1, 64)])
 def test_contexts_cut_anyhow_give_the_bits_of_whole_ones(device: Device, shape: tuple[int, int, int]) -> None:
     spec = dense_spec(heads=shape[0], kv_heads=shape[1], head_dim=shape[2])
     attention = spec.layers[0].attention
-    kernels = Kernels(device, spec, max_context=LONG)
+    decode = decode_attention(device, attention, max_context=LONG)
     rng = np.random.default_rng(13)
     lengths = [9000, 1, 300, 5000, 255, 256, 257, LONG, 0, 4097, 2000, 16]
     paged = make_paged(rng, lengths, attention.kv_heads, attention.head_dim, stride=LONG // 16)
@@ -162,49 +162,48 @@ def test_contexts_cut_anyhow_give_the_bits_of_whole_ones(device: Device, shape: 
     )
     assert len(whole) == len(lengths)
     assert len({len(pieces) for pieces in cut}) > 3
-    expected = run_decode(device, kernels, attention, qkv, paged, lengths, pieces=whole)
+    expected = run_decode(device, decode, attention, qkv, paged, lengths, pieces=whole)
     visible = Paged([paged.keys[s] for s in held], [paged.values[s] for s in held], *[np.empty(0)] * 3)
     oracle = decode_oracle(attention, qkv[held], visible, [lengths[s] for s in held])
     assert_close(expected[held], oracle, ATTENTION)
     assert np.isnan(expected[8]).all()
     for pieces in cut:
-        actual = run_decode(device, kernels, attention, qkv, paged, lengths, pieces=pieces)
+        actual = run_decode(device, decode, attention, qkv, paged, lengths, pieces=pieces)
         np.testing.assert_array_equal(actual, expected)
-    split = run_decode(device, kernels, attention, qkv, paged, lengths, pieces=whole[:0])
+    split = run_decode(device, decode, attention, qkv, paged, lengths, pieces=whole[:0])
     np.testing.assert_array_equal(split, expected)
 
 
 @pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[1], SLOW_SHAPES[0]])
-def test_decode_leaves_unlisted_and_empty_sequences_alone(device: Device, shape: tuple[int, ...]) -> None:
+def test_decode_leaves_empty_sequences_and_prompts_alone(device: Device, shape: tuple[int, ...]) -> None:
     spec = dense_spec(heads=shape[0], kv_heads=shape[1], head_dim=shape[2])
     attention = spec.layers[0].attention
-    kernels = Kernels(device, spec, max_context=4096)
+    decode = decode_attention(device, attention, max_context=4096)
     rng = np.random.default_rng(8)
-    lengths = [100, 50, 700, 33, 20]
-    starts = np.array([0, 1, 6, 7, 8, 9], dtype=np.int32)  # the second is a chunk of five tokens
+    lengths = [100, 0, 700, 0, 20]
     paged = make_paged(rng, lengths, attention.kv_heads, attention.head_dim)
-    qkv = make_queries(rng, 9, attention)
-    out = device.upload(np.full((9, attention.heads, attention.head_dim), np.nan, dtype=np.float16))
-    contexts = np.array([100, 50, 700, 0, 20], dtype=np.int32)
-    kernels.decode_attention(
-        device.upload(qkv), device.upload(paged.k_cache), device.upload(paged.v_cache),
-        device.upload(paged.tables), device.upload(contexts), out, 4, paged.tables.shape[1],
-        device.upload(starts), device.upload(np.array([2, -1, 0, 3], dtype=np.int32)),
-    )  # fmt: skip
-    actual = device.download(out, (9, attention.heads, attention.head_dim), np.float16)
-    for sequence, row in ((0, 0), (2, 6)):
+    qkv = make_queries(rng, 9, attention)  # 4 rows of prompts
+    out = poisoned(device, (9, attention.heads, attention.head_dim), np.float16)
+    contexts = np.array(lengths, dtype=np.int32)
+    inputs = inputs_of(
+        device, table_width=paged.tables.shape[1], block_tables=paged.tables, context_lengths=contexts
+    )
+    cache = cache_of(device, paged.k_cache, paged.v_cache)
+    decode(buffer(device, qkv), cache, inputs, shape_of(tokens=9, drawn=5), out)
+    actual = fetched(device, out)
+    for sequence in (0, 2, 4):
         expected = attention_oracle(
-            qkv[row : row + 1, : attention.heads], paged.keys[sequence], paged.values[sequence],
+            qkv[sequence : sequence + 1, : attention.heads], paged.keys[sequence], paged.values[sequence],
             np.array([lengths[sequence]]),
         )  # fmt: skip
-        assert_close(actual[row : row + 1], expected, ATTENTION)
-    assert np.isnan(np.delete(actual, [0, 6], axis=0)).all()
+        assert_close(actual[sequence : sequence + 1], expected, ATTENTION)
+    assert np.isnan(np.delete(actual, [0, 2, 4], axis=0)).all()
 
 
 def test_scores_far_beyond_half_precision_are_fine(device: Device) -> None:
     spec = dense_spec()
     attention = spec.layers[0].attention
-    kernels = Kernels(device, spec, max_context=4096)
+    decode = decode_attention(device, attention, max_context=4096)
     rng = np.random.default_rng(11)
     lengths = [300, 40]
     paged = make_paged(rng, lengths, attention.kv_heads, attention.head_dim)
@@ -214,7 +213,7 @@ def test_scores_far_beyond_half_precision_are_fine(device: Device) -> None:
         paged.k_cache[table[places // 16], :, places % 16] = keys
     qkv = make_queries(rng, 2, attention)
     qkv[:, : attention.heads, 0] = 400.0
-    actual = run_decode(device, kernels, attention, qkv, paged, lengths)
+    actual = run_decode(device, decode, attention, qkv, paged, lengths)
     assert_close(actual, decode_oracle(attention, qkv, paged, lengths), ATTENTION)
 
 
@@ -222,33 +221,31 @@ def test_scores_far_beyond_half_precision_are_fine(device: Device) -> None:
 def test_a_captured_launch_serves_other_contexts(device: Device, count: int) -> None:
     spec = dense_spec()
     attention = spec.layers[0].attention
-    kernels = Kernels(device, spec, max_context=8192)
+    decode = decode_attention(device, attention, max_context=8192)
     rng = np.random.default_rng(12)
     lengths = [int(length) for length in rng.integers(1, 900, count)]
     lengths[0], lengths[1] = 5000, 0  # the second is padding
     paged = make_paged(rng, lengths, attention.kv_heads, attention.head_dim)
     qkv = make_queries(rng, count, attention)
-    contexts = device.upload(np.ones(count, dtype=np.int32))
-    tables = device.upload(np.zeros_like(paged.tables))
-    addresses = [device.upload(array) for array in (qkv, paged.k_cache, paged.v_cache)]
-    out = device.upload(np.full((count, attention.heads, attention.head_dim), np.nan, dtype=np.float16))
     now = np.array(lengths, dtype=np.int32)
-    pieces = kernels.decode_pieces(now, np.arange(count, dtype=np.int32))
+    pieces = decode.pieces(now, np.arange(count, dtype=np.int32))
     assert (len(pieces) > 0) == (count > 3)
-    later = device.upload(np.full((max(len(pieces), 1), 4), -1, dtype=np.int32))
-    graph = Graph(
-        device,
-        lambda: kernels.decode_attention(
-            *addresses, tables, contexts, out, count, paged.tables.shape[1], 0, 0, later, len(pieces)
-        ),
-    )
-    device.copy_in(tables, paged.tables)
-    device.copy_in(contexts, now)
+    inputs = inputs_of(
+        device, table_width=paged.tables.shape[1], block_tables=np.zeros_like(paged.tables),
+        context_lengths=np.ones(count, dtype=np.int32),
+        pieces=np.full((max(len(pieces), 1), 4), -1, dtype=np.int32),
+    )  # fmt: skip
+    queries, cache = buffer(device, qkv), cache_of(device, paged.k_cache, paged.v_cache)
+    out = poisoned(device, (count, attention.heads, attention.head_dim), np.float16)
+    step = shape_of(tokens=count, drawn=count, pieces=len(pieces))
+    graph = Graph(device, lambda: decode(queries, cache, inputs, step, out))
+    device.copy_in(inputs.block_tables, paged.tables)
+    device.copy_in(inputs.context_lengths, now)
     if len(pieces):
-        device.copy_in(later, pieces)
+        device.copy_in(inputs.pieces, pieces)
     device.synchronize()
     graph.launch()
-    actual = device.download(out, (count, attention.heads, attention.head_dim), np.float16)
+    actual = fetched(device, out)
     graph.close()
     assert np.isnan(actual[1]).all()
     for sequence in (0, 2):

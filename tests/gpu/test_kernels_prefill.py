@@ -4,8 +4,11 @@ import numpy as np
 import pytest
 
 from nightmill.worker.model.spec import Attention
-from nightmill.worker.runners.gpu.device import Device
-from nightmill.worker.runners.gpu.kernels import Kernels
+from nightmill.worker.runners.gpu.attention.choice import Prefill, prefill_attention
+from nightmill.worker.runners.gpu.attention.prefill import PortablePrefill
+from nightmill.worker.runners.gpu.device.device import Device
+from nightmill.worker.runners.gpu.products.shapes import padded_rows
+from tests.gpu.operands import buffer, cache_of, fetched, inputs_of, poisoned, shape_of
 from tests.gpu.oracles import (  # fmt: skip
     ATTENTION,
     LONG,
@@ -20,21 +23,30 @@ from tests.gpu.oracles import (  # fmt: skip
 from tests.specs import dense_spec
 
 
+def make_prefill(device: Device, attention: Attention, *, portable: bool = False) -> Prefill:
+    """The best launcher for the device, or the best for all."""
+    if portable and PortablePrefill.suits(attention, hopper=False):
+        return PortablePrefill(device, attention)
+    return prefill_attention(device, attention)
+
+
 def run_prefill(
-    device: Device, kernels: Kernels, attention: Attention, qkv: np.ndarray, paged: Paged, lengths: list[int],
+    device: Device, prefill: Prefill, attention: Attention, qkv: np.ndarray, paged: Paged, lengths: list[int],
     chunks: list[int], drawn: int = 0,
 ) -> np.ndarray:  # fmt: skip
-    starts = np.cumsum([0, *chunks]).astype(np.int32)
-    tiles = kernels.prefill_tiles(starts, np.array(lengths, dtype=np.int32), drawn)
+    starts, contexts = np.cumsum([0, *chunks]).astype(np.int32), np.array(lengths, dtype=np.int32)
+    tiles = prefill.tiles(starts, contexts, drawn)
     tiles = np.concatenate([tiles, [[-1, 0]]]).astype(np.int32)  # a padding tile
-    out = device.upload(np.full((starts[-1], attention.heads, attention.head_dim), np.nan, dtype=np.float16))
-    kernels.prefill_attention(
-        device.upload(qkv), device.upload(paged.k_cache), device.upload(paged.v_cache),
-        device.upload(paged.tables), device.upload(starts),
-        device.upload(np.array(lengths, dtype=np.int32)), out, device.upload(tiles), len(tiles),
-        paged.tables.shape[1], rows=len(qkv), pages=len(paged.k_cache),
+    queries = np.zeros((padded_rows(len(qkv)), *qkv.shape[1:]), dtype=np.float16)
+    queries[: len(qkv)] = qkv
+    inputs = inputs_of(
+        device, table_width=paged.tables.shape[1], block_tables=paged.tables, sequence_starts=starts,
+        context_lengths=contexts, tiles=tiles,
     )  # fmt: skip
-    return device.download(out, (starts[-1], attention.heads, attention.head_dim), np.float16)
+    out = poisoned(device, (starts[-1], attention.heads, attention.head_dim), np.float16)
+    cache = cache_of(device, paged.k_cache, paged.v_cache)
+    prefill(buffer(device, queries), cache, inputs, shape_of(tokens=len(qkv), tiles=len(tiles)), out)
+    return fetched(device, out)
 
 
 def prefill_oracle(
@@ -58,7 +70,7 @@ def prefill_oracle(
 def test_prefill_of_ragged_chunks(device: Device, shape: tuple[int, int, int], portable: bool) -> None:
     spec = dense_spec(heads=shape[0], kv_heads=shape[1], head_dim=shape[2])
     attention = spec.layers[0].attention
-    kernels = Kernels(device, spec, max_context=LONG, portable=portable)
+    prefill = make_prefill(device, attention, portable=portable)
     rng = np.random.default_rng(shape[0])
     # First a token that was drawn; whole prompts, then chunks in the middle of a context, at page borders.
     chunks = [1, 7, 63, 64, 65, 130, 1, 2, 16, 17, 15, 100, 33, 1]
@@ -66,7 +78,7 @@ def test_prefill_of_ragged_chunks(device: Device, shape: tuple[int, int, int], p
     lengths = [chunk + earlier for chunk, earlier in zip(chunks, before, strict=True)]
     paged = make_paged(rng, lengths, attention.kv_heads, attention.head_dim)
     qkv = make_queries(rng, sum(chunks), attention)
-    actual = run_prefill(device, kernels, attention, qkv, paged, lengths, chunks, drawn=1)
+    actual = run_prefill(device, prefill, attention, qkv, paged, lengths, chunks, drawn=1)
     assert np.isnan(actual[0]).all()  # not ours
     row = 1
     for sequence, chunk in enumerate(chunks[1:], start=1):
@@ -83,12 +95,12 @@ def test_prefill_of_ragged_chunks(device: Device, shape: tuple[int, int, int], p
 def test_prefill_deep_in_a_long_context(device: Device, shape: tuple[int, int, int]) -> None:
     spec = dense_spec(heads=shape[0], kv_heads=shape[1], head_dim=shape[2])
     attention = spec.layers[0].attention
-    kernels = Kernels(device, spec, max_context=LONG)
+    prefill = make_prefill(device, attention)
     rng = np.random.default_rng(9)
     chunks, lengths = [129, 1000], [LONG, 1000]
     paged = make_paged(rng, lengths, attention.kv_heads, attention.head_dim)
     qkv = make_queries(rng, sum(chunks), attention)
-    actual = run_prefill(device, kernels, attention, qkv, paged, lengths, chunks)
+    actual = run_prefill(device, prefill, attention, qkv, paged, lengths, chunks)
     for sequence, part in enumerate((slice(0, 129), slice(129, 1129))):
         chunk = part.stop - part.start
         visible = lengths[sequence] - chunk + np.arange(chunk) + 1
@@ -105,16 +117,16 @@ def test_prefill_in_chunks_gives_the_bits_of_prefill_in_one_piece(
 ) -> None:
     spec = dense_spec(heads=shape[0], kv_heads=shape[1], head_dim=shape[2])
     attention = spec.layers[0].attention
-    kernels = Kernels(device, spec, max_context=4096, portable=portable)
+    prefill = make_prefill(device, attention, portable=portable)
     rng = np.random.default_rng(10)
     paged = make_paged(rng, [600], attention.kv_heads, attention.head_dim)
     qkv = make_queries(rng, 600, attention)
-    whole = run_prefill(device, kernels, attention, qkv, paged, [600], [600])
+    whole = run_prefill(device, prefill, attention, qkv, paged, [600], [600])
     first = 0
     for chunk in (100, 2, 37, 461):
         part = slice(first, first + chunk)
         first += chunk
-        piece = run_prefill(device, kernels, attention, qkv[part], paged, [first], [chunk])
+        piece = run_prefill(device, prefill, attention, qkv[part], paged, [first], [chunk])
         np.testing.assert_array_equal(piece, whole[part])
 
 
@@ -122,15 +134,15 @@ def test_prefill_in_chunks_gives_the_bits_of_prefill_in_one_piece(
 def test_prefill_of_more_tiles_than_blocks(device: Device, shape: tuple[int, int, int]) -> None:
     spec = dense_spec(heads=shape[0], kv_heads=shape[1], head_dim=shape[2])
     attention = spec.layers[0].attention
-    kernels = Kernels(device, spec, max_context=LONG)
+    prefill = make_prefill(device, attention)
     rng = np.random.default_rng(13)
     chunks = [int(chunk) for chunk in rng.integers(2, 200, 150)]
     lengths = [chunk + int(earlier) for chunk, earlier in zip(chunks, rng.integers(0, 150, 150), strict=True)]
     paged = make_paged(rng, lengths, attention.kv_heads, attention.head_dim)
     qkv = make_queries(rng, sum(chunks), attention)
-    actual = run_prefill(device, kernels, attention, qkv, paged, lengths, chunks)
+    actual = run_prefill(device, prefill, attention, qkv, paged, lengths, chunks)
     assert_close(actual, prefill_oracle(attention, qkv, paged, lengths, chunks), ATTENTION)
-    again = run_prefill(device, kernels, attention, qkv, paged, lengths, chunks)
+    again = run_prefill(device, prefill, attention, qkv, paged, lengths, chunks)
     np.testing.assert_array_equal(again, actual)
 
 
@@ -140,17 +152,15 @@ RISING = 600  # tokens
 @pytest.fixture(params=[False, True], ids=["best", "portable"])
 def rising(
     device: Device, request: pytest.FixtureRequest, shape: tuple[int, int, int]
-) -> tuple[Attention, Kernels, np.ndarray, Paged]:
+) -> tuple[Attention, Prefill, np.ndarray, Paged]:
     """Queries, and keys whose first element grows with their position, by leaps after 300 and 400.
 
     Heads take it with factors 0, 4, -4 and 1: maxima that stay, that rise in every tile, that are the first.
     """
     spec = dense_spec(heads=shape[0], kv_heads=shape[1], head_dim=shape[2])
     attention = spec.layers[0].attention
-    kernels, rng = (
-        Kernels(device, spec, max_context=4096, portable=request.param),
-        np.random.default_rng(14),
-    )
+    prefill = make_prefill(device, attention, portable=request.param)
+    rng = np.random.default_rng(14)
     paged = make_paged(rng, [RISING], attention.kv_heads, attention.head_dim)
     places = np.arange(RISING)
     growing = places * 0.5 + 1000.0 * (places > 300) + 29_000.0 * (places > 400)
@@ -158,15 +168,15 @@ def rising(
     paged.k_cache[paged.tables[0][places // 16], :, places % 16] = paged.keys[0]
     qkv = make_queries(rng, RISING, attention)
     qkv[:, : attention.heads, 0] = np.resize([0.0, 4.0, -4.0, 1.0], attention.heads)
-    return attention, kernels, qkv, paged
+    return attention, prefill, qkv, paged
 
 
 @pytest.mark.parametrize("shape", SHAPES[:2])
 def test_prefill_where_later_scores_are_much_larger(
-    device: Device, rising: tuple[Attention, Kernels, np.ndarray, Paged]
+    device: Device, rising: tuple[Attention, Prefill, np.ndarray, Paged]
 ) -> None:
-    attention, kernels, qkv, paged = rising
-    whole = run_prefill(device, kernels, attention, qkv, paged, [RISING], [RISING])
+    attention, prefill, qkv, paged = rising
+    whole = run_prefill(device, prefill, attention, qkv, paged, [RISING], [RISING])
     expected = prefill_oracle(attention, qkv, paged, [RISING], [RISING])
     for head in range(attention.heads):
         assert_close(whole[:, head], expected[:, head], ATTENTION)
@@ -174,17 +184,17 @@ def test_prefill_where_later_scores_are_much_larger(
     for chunk in (100, 2, 37, 461):
         part = slice(first, first + chunk)
         first += chunk
-        piece = run_prefill(device, kernels, attention, qkv[part], paged, [first], [chunk])
+        piece = run_prefill(device, prefill, attention, qkv[part], paged, [first], [chunk])
         np.testing.assert_array_equal(piece, whole[part])
 
 
 @pytest.mark.parametrize("shape", SHAPES[:2])
 def test_rising_scores_of_some_rows_leave_the_bits_of_others(
-    device: Device, rising: tuple[Attention, Kernels, np.ndarray, Paged]
+    device: Device, rising: tuple[Attention, Prefill, np.ndarray, Paged]
 ) -> None:
-    attention, kernels, qkv, paged = rising
-    mixed = run_prefill(device, kernels, attention, qkv, paged, [RISING], [RISING])
+    attention, prefill, qkv, paged = rising
+    mixed = run_prefill(device, prefill, attention, qkv, paged, [RISING], [RISING])
     qkv[:, 1 : attention.heads : 4, 0] = 0.0
-    plain = run_prefill(device, kernels, attention, qkv, paged, [RISING], [RISING])
+    plain = run_prefill(device, prefill, attention, qkv, paged, [RISING], [RISING])
     others = np.delete(np.arange(attention.heads), np.arange(1, attention.heads, 4))
     np.testing.assert_array_equal(mixed[:, others], plain[:, others])

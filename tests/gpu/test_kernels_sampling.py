@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from nightmill.worker.runners.base import NOT_A_NUMBER
-from nightmill.worker.runners.gpu.device import Device
-from nightmill.worker.runners.gpu.kernels import Kernels
+from nightmill.worker.runners.gpu.device.device import Device
+from nightmill.worker.runners.gpu.sampling.sampler import Sampler
 from nightmill.worker.runners.sampling import SamplingRows, penalise, sample
+from tests.gpu.operands import buffer, fetched
 from tests.gpu.oracles import NEAR_TIE, noisy_scores
-from tests.specs import dense_spec
 
 Change = Callable[[np.random.Generator, SamplingRows], None]
 
@@ -55,9 +55,7 @@ def penalise_some(rng: np.random.Generator, rows: SamplingRows, vocab: int) -> N
         rows.seen[row] = rng.random(vocab) < 0.3
 
 
-def draw(
-    device: Device, kernels: Kernels, logits: np.ndarray, rows: SamplingRows, *, filtered: bool = True
-) -> np.ndarray:
+def draw(device: Device, sampler: Sampler, logits: np.ndarray, rows: SamplingRows) -> np.ndarray:
     """The kernels' tokens; checks what they leave in the slots."""
     count, vocab = logits.shape
     slots = count + 3
@@ -84,14 +82,14 @@ def draw(
     positions = np.full(2 * count + 1, -100, dtype=np.int32)
     sample_rows = np.random.default_rng(count + 1).permutation(2 * count + 1)[: count + 1].astype(np.int32)
     positions[sample_rows[:count]] = rows.positions - 1
-    out = device.upload(np.full(count + 1, -7, dtype=np.int32))
+    out = buffer(device, np.full(count + 1, -7, dtype=np.int32))
     padded = np.full((count, -(-vocab // 8) * 8), np.nan, dtype=np.float32)  # what pads a row is not read
     padded[:, :vocab] = logits
-    kernels.sample(
-        device.upload(padded), count + 1, device.upload(np.append(order, -1).astype(np.int32)),
-        device.upload(sample_rows), device.upload(positions), state, out, filtered=filtered,
+    sampler(
+        buffer(device, padded), count + 1, device.upload(np.append(order, -1).astype(np.int32)),
+        device.upload(sample_rows), device.upload(positions), state, out,
     )  # fmt: skip
-    tokens = device.download(out, count + 1, np.int32)
+    tokens = fetched(device, out)
     assert tokens[-1] == -7
     last = device.download(state.last_token, slots, np.int32)
     drawn = tokens[:-1]
@@ -107,11 +105,9 @@ def draw(
     return drawn
 
 
-def check(
-    device: Device, kernels: Kernels, logits: np.ndarray, rows: SamplingRows, *, filtered: bool = True
-) -> int:
+def check(device: Device, sampler: Sampler, logits: np.ndarray, rows: SamplingRows) -> int:
     """Compare with the definition; returns the number of near-ties."""
-    tokens = draw(device, kernels, logits, rows, filtered=filtered)
+    tokens = draw(device, sampler, logits, rows)
     assert ((tokens >= 0) & (tokens < logits.shape[1])).all()
     expected = sample(logits, rows)
     ties = 0
@@ -125,8 +121,8 @@ def check(
     return ties
 
 
-def make_kernels(device: Device, vocab: int) -> Kernels:
-    return Kernels(device, dense_spec(vocab=vocab), max_context=64, max_sample_rows=2048)
+def make_sampler(device: Device, vocab: int) -> Sampler:
+    return Sampler(device, vocab, max_rows=2048)
 
 
 def random_logits(rng: np.random.Generator, count: int, vocab: int) -> np.ndarray:
@@ -145,16 +141,16 @@ def test_greedy_and_temperature(device: Device, count: int, vocab: int, temperat
     rng = np.random.default_rng(vocab + count)
     rows = make_rows(rng, count)
     rows.temperature[:] = temperature
-    check(device, make_kernels(device, vocab), random_logits(rng, count, vocab), rows, filtered=False)
+    check(device, make_sampler(device, vocab), random_logits(rng, count, vocab), rows)
 
 
 def test_equal_logits_are_drawn_fairly_and_greedily_the_first(device: Device) -> None:
-    kernels = make_kernels(device, 1000)
+    sampler = make_sampler(device, 1000)
     rng = np.random.default_rng(4)
     logits = np.full((64, 1000), 3.25, dtype=np.float32)
     rows = make_rows(rng, 64)
     rows.temperature[:32] = 0
-    check(device, kernels, logits, rows)
+    check(device, sampler, logits, rows)
 
 
 def _top_k(rng: np.random.Generator, rows: SamplingRows) -> None:
@@ -191,26 +187,26 @@ def test_filters(device: Device, count: int, vocab: int, change: Change) -> None
     if count == 1:
         rows.temperature[:] = 0.7
     change(rng, rows)
-    check(device, make_kernels(device, vocab), random_logits(rng, count, vocab), rows)
+    check(device, make_sampler(device, vocab), random_logits(rng, count, vocab), rows)
 
 
 @pytest.mark.parametrize("vocab", [1003, 151_936])
 def test_penalties_with_everything(device: Device, vocab: int) -> None:
     rng = np.random.default_rng(7)
     count = 33
-    kernels = make_kernels(device, vocab)
+    sampler = make_sampler(device, vocab)
     for change in (lambda *_: None, _all):
         rows = make_rows(rng, count)
         rows.temperature[:] = rng.choice([0.0, 0.7, 1.0], count)
         change(rng, rows)
         penalise_some(rng, rows, vocab)
-        check(device, kernels, random_logits(rng, count, vocab), rows)
+        check(device, sampler, random_logits(rng, count, vocab), rows)
 
 
 def test_distributions_that_do_not_fit_the_histogram(device: Device) -> None:
     rng = np.random.default_rng(8)
     vocab = 20_000
-    kernels = make_kernels(device, vocab)
+    sampler = make_sampler(device, vocab)
     equal = np.full(vocab, -3.0)
     wide = rng.standard_normal(vocab) * 500  # the k-th largest is below -32
     coarse = np.round(rng.standard_normal(vocab) * 2) / 4  # thousands of equals
@@ -222,7 +218,7 @@ def test_distributions_that_do_not_fit_the_histogram(device: Device) -> None:
         rows = make_rows(rng, len(kinds) * 8)
         change(rng, rows)
         logits = np.repeat(np.array(kinds, dtype=np.float32), 8, axis=0)
-        check(device, kernels, logits, rows)
+        check(device, sampler, logits, rows)
 
 
 def test_more_filtered_rows_than_blocks(device: Device) -> None:
@@ -232,17 +228,17 @@ def test_more_filtered_rows_than_blocks(device: Device) -> None:
     _all(rng, rows)
     rows.temperature[:] = rng.choice([0.0, 0.7, 1.0], count)
     rows.top_k[::3], rows.top_p[::3], rows.min_p[::3] = 0, 1.0, 0.0  # rows in between that have no filter
-    check(device, make_kernels(device, 5003), random_logits(rng, count, 5003), rows)
+    check(device, make_sampler(device, 5003), random_logits(rng, count, 5003), rows)
 
 
 def test_temperatures_near_zero(device: Device) -> None:
     rng = np.random.default_rng(9)
-    kernels = make_kernels(device, 5000)
+    sampler = make_sampler(device, 5000)
     rows = make_rows(rng, 20)
     rows.temperature[:] = np.repeat(np.array([1e-30, 1e-6, 0.001, 0.00999, 0.0101], dtype=np.float32), 4)
     logits = random_logits(rng, 20, 5000)
     logits[::2] = np.round(logits[::2])  # several best
-    check(device, kernels, logits, rows)
+    check(device, sampler, logits, rows)
 
 
 @pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
@@ -254,7 +250,7 @@ def test_a_row_that_is_not_a_number_is_told_and_changes_no_other(
 ) -> None:
     """One bad logit anywhere, in a block of the row or another; all of -inf, of which one is no fault."""
     rng = np.random.default_rng(10)
-    kernels = make_kernels(device, vocab)
+    sampler = make_sampler(device, vocab)
     rows = make_rows(rng, count)
     rows.temperature[:] = 0.9
     change(rng, rows)
@@ -263,7 +259,7 @@ def test_a_row_that_is_not_a_number_is_told_and_changes_no_other(
         rows.seen[0][:] = True  # type: ignore[index]  # also where all of a row are seen
         rows.penalty[0] = 100.0
     logits = random_logits(rng, count, vocab)
-    clean = draw(device, kernels, logits, rows)
+    clean = draw(device, sampler, logits, rows)
     assert (clean >= 0).all()
     bad = np.unique([0, 1, count // 2, count - 1])
     for place in (0, 2047, vocab // 2, vocab - 1):
@@ -272,24 +268,24 @@ def test_a_row_that_is_not_a_number_is_told_and_changes_no_other(
             spoilt[bad] = -np.inf
         else:
             spoilt[bad, min(place, vocab - 1)] = poison
-        drawn = draw(device, kernels, spoilt, rows)
+        drawn = draw(device, sampler, spoilt, rows)
         assert (drawn[bad] == NOT_A_NUMBER).all()
         np.testing.assert_array_equal(np.delete(drawn, bad), np.delete(clean, bad))
         np.testing.assert_array_equal(drawn == NOT_A_NUMBER, sample(spoilt, rows) == NOT_A_NUMBER)
-    np.testing.assert_array_equal(draw(device, kernels, logits, rows), clean)  # nothing is left behind
+    np.testing.assert_array_equal(draw(device, sampler, logits, rows), clean)  # nothing is left behind
 
 
 def test_a_token_of_minus_infinity_is_never_drawn_and_no_fault(device: Device) -> None:
     rng = np.random.default_rng(21)
     vocab = 5003
-    kernels = make_kernels(device, vocab)
+    sampler = make_sampler(device, vocab)
     for change in (_greedy, _plain, _all):
         rows = make_rows(rng, 64)
         change(rng, rows)
         penalise_some(rng, rows, vocab)
         logits = random_logits(rng, 64, vocab)
         logits[rng.random(logits.shape) < 0.9] = -np.inf
-        check(device, kernels, logits, rows)
+        check(device, sampler, logits, rows)
 
 
 # All that `GenerationParams` accepts, to its ends and to what float32 has no number for.
@@ -316,7 +312,7 @@ def test_every_accepted_value_draws_what_the_definition_draws(device: Device, vo
     count = 40 if vocab > 100_000 else 600
     rows = make_rows(rng, count)
     _extreme(rng, rows, vocab)
-    check(device, make_kernels(device, vocab), random_logits(rng, count, vocab), rows)
+    check(device, make_sampler(device, vocab), random_logits(rng, count, vocab), rows)
 
 
 @pytest.mark.parametrize("vocab", [67, 1003, 4096, 151_936])
@@ -339,7 +335,7 @@ def test_every_accepted_value_draws_a_possible_token_of_any_finite_logits(device
     logits[one, rng.integers(0, vocab, len(one))] = -largest
     some = np.flatnonzero(kinds == 6)
     logits[some[:, None], rng.integers(0, vocab, (len(some), 9))] = largest
-    tokens = draw(device, make_kernels(device, vocab), logits, rows)
+    tokens = draw(device, make_sampler(device, vocab), logits, rows)
     expected = sample(logits, rows)
     bounded = np.where(logits == -np.inf, logits, np.clip(logits, -1e30, 1e30)).astype(np.float32)
     penalised = penalise(bounded, rows)
@@ -358,14 +354,14 @@ def test_every_accepted_value_draws_a_possible_token_of_any_finite_logits(device
 
 def test_frequencies_follow_the_probabilities(device: Device) -> None:
     rng = np.random.default_rng(11)
-    kernels = make_kernels(device, 64)
+    sampler = make_sampler(device, 64)
     count = 2000
     logits = np.repeat(rng.standard_normal((1, 64)).astype(np.float32) * 2, count, axis=0)
     rows = make_rows(rng, count)
     counts = np.zeros(64)
     for start in range(1, 10):
         rows.positions[:] = start * 10_000 + np.arange(count)
-        tokens = draw(device, kernels, logits, rows)
+        tokens = draw(device, sampler, logits, rows)
         counts += np.bincount(tokens, minlength=64)
     expected = np.exp(logits[0].astype(np.float64))
     expected *= counts.sum() / expected.sum()

@@ -57,10 +57,11 @@ def make_runner(file: GgufFile, **options: Any) -> CudaRunner:
 
 def spoil_embedding(runner: CudaRunner) -> None:
     """On the device, since the loader refuses what is not a number."""
-    width = runner._model._spec.width
+    table = runner._model._weights.embedding
+    width = table.columns
     row = runner.device.pinned(width, np.float16)
     row[:] = np.nan
-    runner.device.copy_in(runner._model._weights.embedding + 2 * width * POISON, row)
+    runner.device.copy_in(table.address + 2 * width * POISON, row)
     runner.device.synchronize()
 
 
@@ -241,11 +242,9 @@ LENGTHS = [1, 2, 15, 16, 17, 31, 32, 33, 47, 63, 64, 65, 127, 128, 129, 191, 192
 
 def fill_cache(runner: CudaRunner, byte: int) -> None:
     """All keys and values of all pages, that of padding rows too."""
-    cache = runner._model._cache
-    attention = runner._model._spec.layers[0].attention
-    size = 2 * cache.pages * BLOCK * attention.keys
-    for address in (*cache.keys, *cache.values):
-        runner.device.fill(address, byte, size)
+    for layer in runner._model.layers:
+        for part in (layer.cache.keys, layer.cache.values):
+            runner.device.fill(part.address, byte, part.bytes)
     runner.device.synchronize()
 
 

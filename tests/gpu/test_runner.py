@@ -18,8 +18,8 @@ from nightmill.worker.model.families import read_spec
 from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.model.spec import ModelSpec
 from nightmill.worker.model.tokenizer import Tokenizer
-from nightmill.worker.runners.gpu.device import DeviceMemoryError
-from nightmill.worker.runners.gpu.graphs import Graph
+from nightmill.worker.runners.gpu.device.device import DeviceMemoryError
+from nightmill.worker.runners.gpu.device.graphs import Graph
 from nightmill.worker.runners.gpu.runner import CudaRunner
 from tests.gpu.comparing import compare_logits, nmse
 from tests.gpu.driving import BLOCK, Chunk, Cuda, Pages, Reference, generate, logits_of
@@ -246,7 +246,7 @@ def test_contexts_that_grow_until_they_are_cut_change_no_token(
         monkeypatch.setattr(Graph, "launch", noted)
         results.append(generate(runner, asked, context=CONTEXT, token_budget=2048, check=False))
     contexts = np.full(64, 300, dtype=np.int32), np.arange(64, dtype=np.int32)
-    are_cut = len(runner._kernels.decode_pieces(*contexts)) > 64
+    are_cut = len(runner._decode.pieces(*contexts)) > 64
     cut = [graph for (size, room), graph in runner._graphs.items() if room > size]
     assert any(graph in replayed for graph in cut) == are_cut
     assert results[0] == results[1]

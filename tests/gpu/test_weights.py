@@ -12,8 +12,11 @@ from gguf.quants import dequantize
 from nightmill.jobs.errors import ModelFileError
 from nightmill.worker.model.families import read_spec
 from nightmill.worker.model.gguf.file import GgufFile
-from nightmill.worker.runners.gpu.device import Device
-from nightmill.worker.runners.gpu.weights import SUPPORTED, Dequantizer, load_weights, weight_bytes
+from nightmill.worker.runners.gpu.device.device import Device
+from nightmill.worker.runners.gpu.device.operands import ABSENT, Buffer, Matrix
+from nightmill.worker.runners.gpu.weights.dequantizer import SUPPORTED, Dequantizer
+from nightmill.worker.runners.gpu.weights.layout import weight_bytes
+from nightmill.worker.runners.gpu.weights.loading import load_weights
 from tests.ggufs import write_model
 
 Kind = GGMLQuantizationType
@@ -73,21 +76,21 @@ def test_a_file_arrives_whole_and_stacked(
     spec = read_spec(file)
     weights = load_weights(device, file, spec)
 
-    def check(address: int, *names: str) -> None:
+    def check(held: Matrix | Buffer, *names: str) -> None:
         parts = [file.array(name) for name in names]
-        dtype = np.float16 if parts[0].ndim == 2 else np.float32
+        dtype = np.float16 if isinstance(held, Matrix) else np.float32
         expected = np.concatenate(parts).astype(dtype)
-        np.testing.assert_array_equal(device.download(address, expected.shape, dtype), expected)
+        np.testing.assert_array_equal(device.download(held.address, expected.shape, dtype), expected)
 
     check(weights.embedding, "token_embd.weight")
     check(weights.head, "output.weight")
-    check(weights.output_norm, "output_norm.weight")
+    check(weights.output_norm.weight, "output_norm.weight")
     for index, layer in enumerate(weights.layers):
         block = f"blk.{index}."
-        check(layer.attn_norm, block + "attn_norm.weight")
+        check(layer.attn_norm.weight, block + "attn_norm.weight")
         check(layer.qkv, *(f"{block}attn_{part}.weight" for part in "qkv"))
         check(layer.attn_output, block + "attn_output.weight")
-        check(layer.ffn_norm, block + "ffn_norm.weight")
+        check(layer.ffn_norm.weight, block + "ffn_norm.weight")
         check(layer.gate_up, block + "ffn_gate.weight", block + "ffn_up.weight")
         check(layer.ffn_down, block + "ffn_down.weight")
         attention = spec.layers[index].attention
@@ -96,8 +99,8 @@ def test_a_file_arrives_whole_and_stacked(
         if attention.qk_norm is not None:
             check(layer.q_norm, block + "attn_q_norm.weight")
             check(layer.k_norm, block + "attn_k_norm.weight")
-        assert bool(layer.qkv_bias) == attention.bias
-        assert bool(layer.q_norm) == (attention.qk_norm is not None)
+        assert (layer.qkv_bias is not ABSENT) == attention.bias
+        assert (layer.q_norm is not ABSENT) == (attention.qk_norm is not None)
 
 
 def test_the_plan_covers_the_weights_and_wastes_little(tmp_path: Path) -> None:

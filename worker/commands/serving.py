@@ -188,8 +188,8 @@ def _look_at_gpu() -> str:
     """What there is to generate with, and what is missing for it."""
     if missing_worker_packages():
         return "this installation is the client only; to generate, pip install 'nightmill[worker]'"
-    from nightmill.worker.runners.gpu.compiler import CompilerMissingError, compiler_version, find_nvcc
-    from nightmill.worker.runners.gpu.device import NoDeviceError, describe_device
+    from nightmill.worker.runners.gpu.device.compiler import CompilerMissingError, compiler_version, find_nvcc
+    from nightmill.worker.runners.gpu.device.device import NoDeviceError, describe_device
 
     query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
     try:

@@ -23,7 +23,7 @@ from nightmill.worker.model.spec import ModelSpec
 from nightmill.worker.model.tokenizer import TextStream, Tokenizer
 from nightmill.worker.model.tokenizer.vocabulary import Vocabulary
 from nightmill.worker.runners.base import Runner
-from nightmill.worker.runners.gpu.device import device_count
+from nightmill.worker.runners.gpu.device.device import device_count
 from nightmill.worker.runners.reference import ReferenceRunner, choose_kv_blocks
 
 if TYPE_CHECKING:

@@ -162,6 +162,11 @@ class ModelSpec:
     output_norm: Norm
     tied_head: bool  # the LM head is token_embd.weight
 
+    @property
+    def attentions(self) -> tuple[Attention, ...]:
+        """The different ones among those of the layers."""
+        return tuple(dict.fromkeys(layer.attention for layer in self.layers))
+
     def weights(self) -> Weights:
         """Those outside the layers; a tied head has none of its own."""
         table = (self.vocab, self.width)

@@ -23,8 +23,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nightmill.worker.runners.gpu import compiler as compilers
-from nightmill.worker.runners.gpu import functions
+from nightmill.worker.runners.gpu.device import compiler as compilers
+from nightmill.worker.runners.gpu.device import functions
 
 MOST_SHARED = {(9, 0): 227 << 10, (8, 0): 163 << 10}  # of a block, by compute capability
 UNASKED_SHARED = 48 << 10

@@ -2,12 +2,15 @@
 
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nightmill.worker.runners.gpu.decode import DecodeAttention, Planner, decode_pieces
+from nightmill.worker.runners.gpu.attention import decode
+from nightmill.worker.runners.gpu.attention.decode import DecodeAttention
+from nightmill.worker.runners.gpu.attention.pieces import Planner, decode_pieces
 from tests.specs import dense_spec
 
 SEGMENT = 256
@@ -107,9 +110,14 @@ def test_the_same_contexts_of_other_sequences_are_another_plan() -> None:
 class OneOf:
     """Stands for a GPU and its kernels: so many multiprocessors, each of which holds so many blocks."""
 
+    hopper = True
+
     def __init__(self, multiprocessors: int, held: int) -> None:
         self.multiprocessors = multiprocessors
         self.many = SimpleNamespace(blocks_at_once=lambda threads, shared: held)
+
+    def function(self, name: str, arguments: str, **options: int) -> "OneOf":
+        return self
 
     def allocate(self, size: int, purpose: str) -> int:
         return 0
@@ -131,12 +139,13 @@ def test_whatever_contexts_a_step_has_it_is_padded_to_a_size_that_is_known_at_th
 ) -> None:
     """One that is not would have no graph."""
     gpu: Any = OneOf(multiprocessors, held)
-    spec = dense_spec(heads=heads[0], kv_heads=heads[1], head_dim=heads[2])
-    attention = DecodeAttention(gpu, spec, lambda *arguments: gpu, max_context=most, clusters=True)
+    layer = dense_spec(heads=heads[0], kv_heads=heads[1], head_dim=heads[2]).layers[0]
+    with patch.object(decode, "KernelPairs", lambda device, source: gpu):
+        attention = DecodeAttention(gpu, layer.attention, max_context=most)
     contexts = np.minimum(np.array(lengths * times, dtype=np.int32), most)
     count = len(contexts)
     pieces = len(attention.pieces(contexts, np.arange(count, dtype=np.int32)))
-    room = attention.room(count, pieces) if pieces else 0
+    room = attention.room(count, pieces)
     assert pieces <= room <= attention.most_pieces(count)
     assert room in attention.rooms(count)
     assert len(attention.rooms(count)) <= 4

@@ -1,15 +1,19 @@
 """What of the GPU runner needs no GPU: sizes of launches, and what is said where its packages are missing."""
 
 import sys
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 
-from nightmill.worker.runners.gpu.device import NoDeviceError
-from nightmill.worker.runners.gpu.functions import bindings
-from nightmill.worker.runners.gpu.gemm import MANY_ROWS, Shortlist, nearest, padded_rows
-from nightmill.worker.runners.gpu.graphs import buckets
-from nightmill.worker.runners.gpu.hopper import QKV_TILES, TILES, Kind, Tile, first_sum
-from nightmill.worker.runners.gpu.split import SPLIT_TILES, SplitTile, split_tiles
+from nightmill.worker.runners.gpu.device.device import NoDeviceError
+from nightmill.worker.runners.gpu.device.functions import bindings
+from nightmill.worker.runners.gpu.device.graphs import buckets
+from nightmill.worker.runners.gpu.products.clock import Choices, nearest
+from nightmill.worker.runners.gpu.products.hopper_qkv import QKV_TILES
+from nightmill.worker.runners.gpu.products.hopper_tiles import TILES, Tile
+from nightmill.worker.runners.gpu.products.shapes import MANY_ROWS, Kind, first_sum, padded_rows
+from nightmill.worker.runners.gpu.products.split import SPLIT_TILES, SplitTile, split_tiles
 
 SHARED_OF_A_BLOCK = 227 << 10  # on Hopper
 
@@ -37,12 +41,31 @@ def test_results_of_a_tile_fill_its_buffers_a_whole_number_of_times(kind: Kind, 
         assert not tile.buffers or results * row_bytes % (128 * tile.buffers) == 0
 
 
-def test_a_shortlist_holds_the_best_few_for_sizes_between_the_same_powers_of_two() -> None:
-    shortlist: Shortlist[int] = Shortlist()
-    assert shortlist.of(300) == []
-    shortlist.learn(300, range(20, 0, -1))
-    assert shortlist.of(300) == shortlist.of(257) == shortlist.of(512) == [20, 19, 18, 17, 16, 15]
-    assert shortlist.of(256) == shortlist.of(513) == []
+class Clock:
+    """Of ways that are numbers, the largest is the fastest; notes what is timed."""
+
+    def __init__(self) -> None:
+        self.timed: list[list[int]] = []
+
+    def ranked(self, ways: Sequence[Callable[[int], None]], beside: Callable[[], None]) -> list[int]:
+        self.timed.append([way(0) for way in ways])  # type: ignore[func-returns-value]
+        return sorted(range(len(ways)), key=lambda index: -self.timed[-1][index])
+
+
+def tune(choices: Choices[int], rows: int) -> bool:
+    return choices.tune(rows, lambda way: lambda turn: way, lambda: None)  # type: ignore[arg-type, return-value]
+
+
+def test_of_all_ways_the_best_few_are_tried_at_other_sizes_between_the_same_powers_of_two() -> None:
+    clock: Any = Clock()
+    everything = list(range(1, 21))
+    suits: Callable[[int, int], bool] = lambda way, rows: way != 19 or rows < 500  # noqa: E731
+    choices: Choices[int] = Choices(clock, lambda rows: everything, suits)
+    assert [tune(choices, rows) for rows in (300, 300, 257, 512, 256)] == [True, False, True, True, True]
+    best = [20, 19, 18, 17, 16, 15]
+    assert clock.timed == [everything, best, [20, *best[2:]], everything]
+    assert choices.best(300) == 20
+    assert choices.best(8) == 1  # nothing near was tried: the first guess
 
 
 def test_what_was_timed_at_the_start_tells_how_to_multiply_any_number_of_rows() -> None:

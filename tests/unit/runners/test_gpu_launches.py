@@ -21,19 +21,23 @@ from nightmill.worker.engine.engine import Engine
 from nightmill.worker.engine.request import Request
 from nightmill.worker.model.families import read_spec
 from nightmill.worker.model.gguf.file import GgufFile
+from nightmill.worker.model.spec import ModelSpec
 from nightmill.worker.runners.base import FROM_SLOT, IntArray, StepBatch
-from nightmill.worker.runners.gpu import compiler
-from nightmill.worker.runners.gpu.catalogue import sources_for
-from nightmill.worker.runners.gpu.compiler import compile_all
-from nightmill.worker.runners.gpu.device import Device
-from nightmill.worker.runners.gpu.few_rows import MAX_ROWS
-from nightmill.worker.runners.gpu.gemm import Gemm, padded_rows
-from nightmill.worker.runners.gpu.graphs import Graph
-from nightmill.worker.runners.gpu.hopper import Kind
-from nightmill.worker.runners.gpu.kernels import Kernels
+from nightmill.worker.runners.gpu.attention.choice import decode_attention, prefill_attention
+from nightmill.worker.runners.gpu.catalogue import check_spec, sources_for
+from nightmill.worker.runners.gpu.device import compiler
+from nightmill.worker.runners.gpu.device.compiler import compile_all
+from nightmill.worker.runners.gpu.device.device import Device
+from nightmill.worker.runners.gpu.device.graphs import Graph
+from nightmill.worker.runners.gpu.device.operands import HALF, Buffer, Matrix
+from nightmill.worker.runners.gpu.kv_cache import PAGE
+from nightmill.worker.runners.gpu.products.chooser import Product
+from nightmill.worker.runners.gpu.products.few_rows import MAX_ROWS
+from nightmill.worker.runners.gpu.products.shapes import Kind, padded_rows
 from nightmill.worker.runners.gpu.runner import CudaRunner
 from tests.ggufs import write_model
 from tests.gpu.driving import Chunk, Pages
+from tests.gpu.operands import all_products, cache_of, inputs_of, room, shape_of
 from tests.specs import dense_spec
 from tests.unit.runners.recorded_cuda import RecordedDriver, nvcc_is_there
 
@@ -50,7 +54,7 @@ PER_KIND = {
 
 
 def record(capability: tuple[int, int], patch: pytest.MonkeyPatch, cubins: Path) -> RecordedDriver:
-    """cubins: of all test processes, since files appear there whole (`worker.runners.gpu.compiler`)."""
+    """cubins: of all test processes, since files appear there whole (`gpu.device.compiler`)."""
     patch.setenv("XDG_CACHE_HOME", str(cubins))
     recorded = RecordedDriver(capability)
     recorded.install(patch)
@@ -124,7 +128,7 @@ def test_nothing_is_captured_in_the_middle_of_a_night(
     """Prompts and answers of many lengths, a few so long that contexts are cut; and all end one by one."""
     file = GgufFile.open(MODEL)
     context = 4200
-    config = replace(read_spec(file), context_length=context)
+    spec = replace(read_spec(file), context_length=context)
     replayed: list[Graph] = []
     launch = Graph.launch
 
@@ -132,7 +136,7 @@ def test_nothing_is_captured_in_the_middle_of_a_night(
         replayed.append(graph)
         launch(graph)
 
-    with closing(CudaRunner(file, config, slots=SLOTS)) as runner:
+    with closing(CudaRunner(file, spec, slots=SLOTS)) as runner:
         monkeypatch.setattr(Graph, "launch", noted)
         monkeypatch.setattr(Graph, "__init__", lambda *_: pytest.fail("captured late"))
         engine = Engine(
@@ -217,15 +221,16 @@ def test_the_last_layer_computes_what_the_rows_that_draw_need(
     spec = read_spec(file)
     spec = replace(spec, layers=spec.layers[:2])
     rows: list[int] = []
-    residual = Gemm.residual
+    compute = Product.__call__
 
-    def noted(gemm: Gemm, x: int, weight: int, y: int, count: int, outputs: int, inputs: int) -> None:
-        rows.append(count)
-        residual(gemm, x, weight, y, count, outputs, inputs)
+    def noted(product: Product, x: Buffer, weight: Matrix, y: Buffer, count: int) -> None:
+        if weight.rows == spec.width:
+            rows.append(count)
+        compute(product, x, weight, y, count)
 
     options = {"slots": 4, "context": CONTEXT, "kv_blocks": 64, "max_draws": 18}
     with closing(CudaRunner(file, spec, tune=False, **options)) as runner:  # type: ignore[arg-type]
-        monkeypatch.setattr(Gemm, "residual", noted)
+        monkeypatch.setattr(Product, "__call__", noted)
         for draws, attentions in (((1, 0, 1), 2), ((0, 0, 0), 1), ((8, 9, 1), 2)):
             lengths = enumerate(zip((8, 9, 1), draws, strict=True))
             chunks = [Chunk(slot, [1] * CONTEXT, 0, length, draw) for slot, (length, draw) in lengths]
@@ -259,45 +264,77 @@ def test_all_kernels_are_compiled_at_once(
     assert not any(late for *_, late in compiled)
 
 
-@pytest.mark.parametrize("kind", [Kind.HALF, Kind.FLOAT, Kind.SWIGLU, Kind.RESIDUAL], ids=str)
+@pytest.mark.parametrize("kind", list(Kind), ids=str)
 def test_every_way_of_a_product_can_be_launched(hopper: RecordedDriver, kind: Kind) -> None:
-    with Device() as device:
-        gemm = Gemm(device, reproducible=True)
-        kernels = Kernels(device, dense_spec(), max_context=64)
-        gemm.separate_swiglu(kernels.swiglu, device.allocate(2048 * 4 * 4864))
+    with Device() as device, all_products(device) as products:
         for rows in (1, 8, 17, 64, 200, 256, 300, 2048):
             for outputs, inputs in ((896, 4864), (1152, 896), (520, 72)):
-                room = padded_rows(rows)
-                x, weight = device.allocate(room * inputs * 2), device.allocate(2 * outputs * inputs * 2)
-                y = device.allocate(room * outputs * 4)
-                gemm.tune(x, [weight], y, (rows, outputs, inputs, kind))
+                product = products.of(kind, outputs, inputs)
+                x = room(device, (padded_rows(rows), inputs), HALF)
+                y = room(device, (padded_rows(rows), outputs), np.float32)
+                weight = Matrix(device.allocate(4 * outputs * inputs), outputs, inputs)
+                product.tune(x, [weight], y, rows, lambda: None)
                 before = hopper.launches.total()
-                call = {Kind.SWIGLU: gemm.swiglu, Kind.RESIDUAL: gemm.residual}.get(kind)
-                if call is not None:
-                    call(x, weight, y, rows, outputs, inputs)
-                else:
-                    gemm(x, weight, y, rows, outputs, inputs, floats=kind is Kind.FLOAT)
+                product(x, weight, y, rows)
                 assert hopper.launches.total() > before
-        gemm.close()
 
 
 @pytest.mark.parametrize("heads", [(14, 2, 64), (16, 8, 128), (2, 1, 256)], ids=str)
 def test_attention_of_all_shapes_is_launched_as_it_was_compiled(
     driver: RecordedDriver, heads: tuple[int, int, int]
 ) -> None:
-    spec = dense_spec(heads=heads[0], kv_heads=heads[1], head_dim=heads[2])
-    attention = spec.layers[0].attention
+    attention = dense_spec(heads=heads[0], kv_heads=heads[1], head_dim=heads[2]).layers[0].attention
     with Device() as device:
-        kernels = Kernels(device, spec, max_context=4096)
-        pages, rows = 64, 128
-        cache = [device.allocate(pages * 16 * attention.keys * 2) for _ in range(2)]
-        qkv = device.allocate(rows * attention.qkv * 2)
-        numbers, out = device.allocate(4096), device.allocate(rows * attention.queries * 2)
+        decode = decode_attention(device, attention, max_context=4096)
+        prefill = prefill_attention(device, attention)
+        rows, pages = 128, np.zeros((64, attention.kv_heads, PAGE, attention.head_dim), dtype=np.float16)
+        cache = cache_of(device, pages, pages)
+        qkv, out = (room(device, (rows, width), HALF) for width in (attention.qkv, attention.queries))
+        numbers = np.zeros(1024, dtype=np.int32)
+        inputs = inputs_of(
+            device, table_width=256, block_tables=numbers, context_lengths=numbers, pieces=numbers,
+            tiles=numbers, sequence_starts=numbers,
+        )  # fmt: skip
         for count in (1, 20, 128):
             contexts = np.full(count, 300, dtype=np.int32)
-            pieces = len(kernels.decode_pieces(contexts, np.arange(count, dtype=np.int32)))
-            kernels.decode_attention(qkv, *cache, numbers, numbers, out, count, 256, 0, 0, numbers, pieces)
-        kernels.prefill_attention(
-            qkv, *cache, numbers, numbers, numbers, out, numbers, 7, 256, rows=rows, pages=pages
-        )
+            pieces = len(decode.pieces(contexts, np.arange(count, dtype=np.int32)))
+            decode(qkv, cache, inputs, shape_of(tokens=count, drawn=count, pieces=pieces), out)
+        prefill(qkv, cache, inputs, shape_of(tokens=rows, tiles=7), out)
     assert sum("attention" in name for name in driver.launches) >= 2
+
+
+REFUSED = {
+    "a width of 1001": {"width": 1001},
+    "an FFN width of 4865": {"ffn_width": 4865},
+    "a head size of 258": {"head_dim": 258},
+    "KV heads of 12 elements": {"heads": 2, "kv_heads": 1, "head_dim": 12},
+    "129 query heads": {"heads": 129, "kv_heads": 1},
+}
+
+
+@pytest.mark.parametrize("problem", REFUSED)
+def test_a_model_that_no_kernel_takes_is_refused_with_the_size(problem: str) -> None:
+    with pytest.raises(RunnerError, match=f"do not take {problem}.*--reference"):
+        check_spec(dense_spec(**REFUSED[problem]))  # type: ignore[arg-type]
+
+
+def test_layers_may_differ_in_what_a_spec_says_but_for_their_heads(
+    hopper: RecordedDriver, tmp_path: Path
+) -> None:
+    """Each kind of layer has launchers that suit it."""
+    path = write_model(tmp_path / "plain.gguf", "qwen2", layers=2, ffn=256, head_dim=64, width=128)
+    file = GgufFile.open(path)
+    spec = read_spec(file)
+    first, second = spec.layers
+
+    def with_second(**changes: Any) -> ModelSpec:
+        return replace(spec, layers=(first, replace(second, attention=replace(second.attention, **changes))))
+
+    mixed = with_second(rope=replace(second.attention.rope, base=500.0))
+    with closing(CudaRunner(file, mixed, slots=4, context=CONTEXT, kv_blocks=64)) as runner:
+        kinds = {layer.kernels for layer in runner._model.layers}
+        assert len(kinds) == 2
+        runner.launch(Pages(4, CONTEXT // 16).batch([Chunk(0, [1] * CONTEXT, 0, 70)], admit=True))
+        assert runner.collect() is not None
+    with pytest.raises(RunnerError, match="layers with different heads"):
+        check_spec(with_second(heads=8))

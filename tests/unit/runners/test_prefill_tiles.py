@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from nightmill.worker.runners.gpu.prefill import prefill_tiles
+from nightmill.worker.runners.gpu.attention.tiles import prefill_tiles
 
 
 @pytest.mark.parametrize(("group", "rows"), [(7, 128), (7, 192), (1, 192), (128, 192)])

@@ -1,24 +1,81 @@
-"""All that a runner compiles for a model."""
+"""All launchers: what a runner compiles for a model, and which models it takes."""
 
+from typing import Protocol
+
+from nightmill.jobs.errors import RunnerError
 from nightmill.worker.model.spec import ModelSpec
-from nightmill.worker.runners.gpu.few_rows import FewRows
-from nightmill.worker.runners.gpu.hopper import HopperQkv, gemm_sources, qkv_source
-from nightmill.worker.runners.gpu.kernels import Kernels
-from nightmill.worker.runners.gpu.sources import Source, source_of
-from nightmill.worker.runners.gpu.split import split_source
+from nightmill.worker.runners.gpu.activations import LOGIT_ROWS, Activations
+from nightmill.worker.runners.gpu.attention.decode import DecodeAttention
+from nightmill.worker.runners.gpu.attention.general import GeneralDecode, GeneralPrefill
+from nightmill.worker.runners.gpu.attention.prefill import HopperPrefill, PortablePrefill
+from nightmill.worker.runners.gpu.device.sources import Source
+from nightmill.worker.runners.gpu.products.few_rows import FewRows
+from nightmill.worker.runners.gpu.products.hopper_qkv import HopperQkv
+from nightmill.worker.runners.gpu.products.hopper_tiles import HopperTiles
+from nightmill.worker.runners.gpu.products.library import LibraryProducts
+from nightmill.worker.runners.gpu.products.split import SplitTiles
+from nightmill.worker.runners.gpu.rows.embedding import Embedding
+from nightmill.worker.runners.gpu.rows.norms import RmsNorm
+from nightmill.worker.runners.gpu.rows.rotation import Rotation
+from nightmill.worker.runners.gpu.rows.swiglu import SwiGlu
+from nightmill.worker.runners.gpu.sampling.sampler import Sampler
+from nightmill.worker.runners.gpu.weights.dequantizer import Dequantizer
 
-__all__ = ["sources_for"]
+__all__ = ["Launcher", "check_spec", "sources_for", "workspace_bytes"]
+
+
+class Launcher(Protocol):
+    """Some kernels: its instances queue them on the device's stream.
+
+    Operands are those of `device.operands`. No method but the constructor and those that tune allocates,
+    waits, or looks at the device's data, and launch shapes hang on the arguments alone: all can be captured
+    in a CUDA graph, which then serves whatever the arrays hold. Shapes and layouts of the arrays are told at
+    the top of each `.cu` file. A launcher that has a rival says what it `suits`; one that keeps device memory
+    says how much by `workspace`; one that stands last says by `refusal` what nothing computes.
+    """
+
+    @classmethod
+    def sources(cls, spec: ModelSpec, *, hopper: bool) -> list[Source]:
+        """What it compiles for a model; nothing where others compute it."""
+        ...
+
+
+_LAUNCHERS: tuple[type[Launcher], ...] = (  # those that compile longest first
+    HopperTiles, HopperQkv, SplitTiles, FewRows, Embedding, RmsNorm, SwiGlu, Rotation, DecodeAttention,
+    HopperPrefill, PortablePrefill, GeneralDecode, Sampler, Dequantizer,
+)  # fmt: skip
+_LAST = (RmsNorm, SwiGlu, Rotation, GeneralPrefill)
 
 
 def sources_for(spec: ModelSpec, *, hopper: bool) -> list[Source]:
     """Files and options for nvcc; those that take longest first."""
-    sources: list[Source] = []
-    if hopper:
-        sources += reversed(gemm_sources())
-        if HopperQkv.suits(spec):
-            sources.append(qkv_source(spec))
-        sources.append(split_source())
-        if FewRows.suits(spec):
-            sources.append(source_of("few_rows", spec))
-    names = [*Kernels.files(spec, hopper=hopper), "dequantize"]
-    return [*sources, *(source_of(name, spec) for name in names)]
+    found = (source for launcher in _LAUNCHERS for source in launcher.sources(spec, hopper=hopper))
+    return list(dict.fromkeys(found))
+
+
+def workspace_bytes(
+    spec: ModelSpec, multiprocessors: int, *, max_context: int, max_tokens: int, max_draws: int
+) -> int:
+    """Device memory for activations, and that launchers keep."""
+    attention = spec.layers[0].attention
+    needed = [
+        Activations.workspace(spec, max_tokens=max_tokens, max_draws=max_draws),
+        LibraryProducts.workspace(),
+        Sampler.workspace(max_rows=LOGIT_ROWS, multiprocessors=multiprocessors),
+        *(Rotation.workspace(one, max_context=max_context) for one in spec.attentions),
+    ]
+    if DecodeAttention.suits(attention):
+        needed.append(
+            DecodeAttention.workspace(attention, max_context=max_context, multiprocessors=multiprocessors)
+        )
+    return sum(needed)
+
+
+def check_spec(spec: ModelSpec) -> None:
+    """Raise RunnerError, which names the size, where kernels do not take a model."""
+    problems = [launcher.refusal(spec) for launcher in _LAST]
+    # A step has one set of tiles and pieces, which all layers share.
+    if len({(one.heads, one.kv_heads, one.head_dim) for one in spec.attentions}) > 1:
+        problems.append("layers with different heads")
+    for problem in filter(None, problems):
+        raise RunnerError(f"the CUDA kernels do not take {problem}; `--reference` generates without a GPU")

@@ -1,43 +1,57 @@
 """The KV cache on the GPU: how large a page is, what it takes, and where the pages of each layer are.
 
-`cuda/kv_cache.cuh` says where in them a token's key and value lie; nothing else knows.
+`cuda/common/kv_cache.cuh` says where in them a token's key and value lie; nothing else knows.
 """
 
 from dataclasses import dataclass
 
-from nightmill.worker.model.spec import ModelSpec
-from nightmill.worker.runners.gpu.device import Arena, Device, aligned
+from nightmill.worker.model.spec import Attention, ModelSpec
+from nightmill.worker.runners.gpu.device.device import Arena, Device, aligned
+from nightmill.worker.runners.gpu.device.operands import HALF, Buffer
 
-__all__ = ["PAGE", "KvCache", "page_bytes"]
+__all__ = ["PAGE", "KvCache", "LayerCache", "page_bytes"]
 
 PAGE = 16
 """Tokens in a page, as in `kv_cache.cuh`."""
-_ITEM_BYTES = 2  # half
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCache:
+    """A layer's keys and values, each (pages, kv_heads, PAGE, head_dim)."""
+
+    keys: Buffer
+    values: Buffer
+
+    @property
+    def pages(self) -> int:
+        return self.keys.shape[0]
 
 
 @dataclass(frozen=True, slots=True)
 class KvCache:
-    """Per layer the addresses of half [pages, kv_heads, PAGE, head_dim], of keys and of values."""
+    """The pages of all layers."""
 
-    keys: tuple[int, ...]
-    values: tuple[int, ...]
-    pages: int
+    layers: tuple[LayerCache, ...]
 
     @classmethod
     def allocate(cls, device: Device, spec: ModelSpec, pages: int) -> "KvCache":
         """Take the memory, zeroed: what is behind a context must be finite. Raises DeviceMemoryError."""
-        size = _part_bytes(spec) * pages
-        arena = Arena(device, 2 * len(spec.layers) * aligned(size), "the KV cache")
-        addresses = [arena.take(size) for _ in range(2 * len(spec.layers))]
-        device.fill(addresses[0], 0, arena.size)
-        return cls(tuple(addresses[::2]), tuple(addresses[1::2]), pages)
+        shapes = [(pages, layer.attention.kv_heads, PAGE, layer.attention.head_dim) for layer in spec.layers]
+        sizes = [pages * _part_bytes(layer.attention) for layer in spec.layers]
+        arena = Arena(device, sum(2 * aligned(size) for size in sizes), "the KV cache")
+        layers = tuple(
+            LayerCache(*(Buffer(arena.take(size), shape, HALF) for _ in range(2)))
+            for shape, size in zip(shapes, sizes, strict=True)
+        )
+        device.fill(layers[0].keys.address, 0, arena.size)
+        return cls(layers)
 
 
 def page_bytes(spec: ModelSpec) -> int:
     """Bytes of a page: keys and values of all layers."""
-    return 2 * len(spec.layers) * _part_bytes(spec)
+    return sum(2 * _part_bytes(layer.attention) for layer in spec.layers)
 
 
-def _part_bytes(spec: ModelSpec) -> int:
+def _part_bytes(attention: Attention) -> int:
     """Bytes of the keys, or of the values, of a layer in a page."""
-    return spec.layers[0].attention.keys * PAGE * _ITEM_BYTES
+    return attention.keys * PAGE * HALF.itemsize

@@ -20,24 +20,28 @@ from nightmill.jobs.errors import RunnerError
 from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.model.spec import ModelSpec
 from nightmill.worker.runners.base import IntArray, SampledTokens, StepBatch
-from nightmill.worker.runners.gpu.catalogue import sources_for
-from nightmill.worker.runners.gpu.compiler import compile_all, compiler_release, kernel_revision
-from nightmill.worker.runners.gpu.decode import whole_pieces
-from nightmill.worker.runners.gpu.device import Arena, Device, aligned
-from nightmill.worker.runners.gpu.few_rows import FewRows
-from nightmill.worker.runners.gpu.gemm import MANY_ROWS, Gemm
-from nightmill.worker.runners.gpu.graphs import Graph, bucket_of, buckets
-from nightmill.worker.runners.gpu.hopper import is_hopper
-from nightmill.worker.runners.gpu.kernels import Kernels
+from nightmill.worker.runners.gpu.activations import LOGIT_ROWS, Activations
+from nightmill.worker.runners.gpu.attention.choice import decode_attention, prefill_attention
+from nightmill.worker.runners.gpu.attention.pieces import whole_pieces
+from nightmill.worker.runners.gpu.catalogue import check_spec, sources_for, workspace_bytes
+from nightmill.worker.runners.gpu.device.compiler import compile_all, compiler_release, kernel_revision
+from nightmill.worker.runners.gpu.device.device import Device
+from nightmill.worker.runners.gpu.device.graphs import Graph, bucket_of, buckets
 from nightmill.worker.runners.gpu.kv_cache import PAGE, KvCache
-from nightmill.worker.runners.gpu.library import library_release
-from nightmill.worker.runners.gpu.memory import LOGIT_ROWS, MemoryPlan, plan_memory, workspace_pieces
-from nightmill.worker.runners.gpu.model import Model
-from nightmill.worker.runners.gpu.qkv import Qkv
-from nightmill.worker.runners.gpu.sizes import check_sizes
+from nightmill.worker.runners.gpu.layers import bind_layers
+from nightmill.worker.runners.gpu.memory import MemoryPlan, plan_memory
+from nightmill.worker.runners.gpu.model import Model, Shared
+from nightmill.worker.runners.gpu.products.chooser import Products
+from nightmill.worker.runners.gpu.products.library import library_release
+from nightmill.worker.runners.gpu.products.shapes import MANY_ROWS
+from nightmill.worker.runners.gpu.rows.embedding import Embedding
+from nightmill.worker.runners.gpu.rows.norms import RmsNorm
+from nightmill.worker.runners.gpu.rows.swiglu import SwiGlu
+from nightmill.worker.runners.gpu.sampling.sampler import Sampler
 from nightmill.worker.runners.gpu.slots import SlotState
 from nightmill.worker.runners.gpu.steps import PADDING, StepBuffers, StepShape, padded_lengths
-from nightmill.worker.runners.gpu.weights import load_weights, padded_vocab
+from nightmill.worker.runners.gpu.weights.layout import padded_vocab
+from nightmill.worker.runners.gpu.weights.loading import load_weights
 
 __all__ = ["CudaRunner"]
 
@@ -66,7 +70,6 @@ class CudaRunner:
     max_tokens     the most tokens of a step; at least `slots`
     max_draws      the most rows that draw in a step, by default `slots`
     graphs         replay decode steps from CUDA graphs
-    reproducible   a job's tokens do not depend on what else runs: sums are not split for few rows
     tune           time the algorithms of products at start-up, else take the library's first guess
     report         told what is being done, for a person who waits
 
@@ -78,7 +81,7 @@ class CudaRunner:
         self, file: GgufFile, spec: ModelSpec, *, kv_blocks: int | None = None, gpu_memory: float = 0.9,
         slots: int, depth: int = 2, context: int | None = None, max_tokens: int = 8192,
         max_draws: int | None = None, gpu: int = 0, graphs: bool = True, tune: bool = True,
-        reproducible: bool = True, report: Callable[[str], None] = log.info,
+        report: Callable[[str], None] = log.info,
     ) -> None:  # fmt: skip
         if max_tokens < slots:
             raise ValueError(f"a step of {max_tokens} tokens cannot hold one token of each of {slots} slots")
@@ -96,9 +99,8 @@ class CudaRunner:
         self._graphs: dict[tuple[int, int], Graph] = {}
         """By sequences, and pieces of their contexts."""
         self._tune = tune
-        self._reproducible = reproducible
         self._turn = 0
-        self._gemm: Gemm | None = None
+        self._products: Products | None = None
         self.device = Device(gpu)
         try:
             self.arithmetic = _arithmetic(file, self.device)
@@ -113,59 +115,44 @@ class CudaRunner:
         )
 
     def _build(self, file: GgufFile, spec: ModelSpec, kv_blocks: int | None, gpu_memory: float) -> None:
-        device, slots = self.device, self.slots
-        width = -(-self._context // PAGE)
-        check_sizes(spec)
-        compile_all(
-            sources_for(spec, hopper=is_hopper(device)), device.architecture
-        )  # at once; each is then in the cache
-        pieces = workspace_pieces(spec, max_tokens=self._max_tokens, max_draws=self._max_draws)
-        self._kernels = kernels = Kernels(device, spec, max_context=self._context, max_sample_rows=LOGIT_ROWS)
-        few = (
-            FewRows(device, spec, kernels, max_context=self._context)
-            if is_hopper(device) and FewRows.suits(spec)
-            else None
-        )
-        rows = max(self._max_tokens, kernels.most_pieces(slots))
+        device, slots, context = self.device, self.slots, self._context
+        check_spec(spec)
+        sources = sources_for(spec, hopper=device.hopper)
+        compile_all(sources, device.architecture)  # at once; each is then in the cache
+        free = device.free_memory()
+        attention = spec.layers[0].attention
+        self._decode = decode = decode_attention(device, attention, max_context=context)
+        self._prefill = prefill_attention(device, attention)
+        rows = max(self._max_tokens, decode.most_pieces(slots))
         if rows > _MOST_ROWS:
             raise RunnerError(
                 f"{slots:,} sequences in steps of up to {self._max_tokens:,} tokens may need {rows:,} rows "
                 f"of blocks in one launch; a GPU takes {_MOST_ROWS:,}: lower --max-sequences"
             )
-        extra = SlotState.bytes(slots, spec.vocab) + StepBuffers.bytes(
-            max_tokens=self._max_tokens, max_draws=self._max_draws, slots=slots, table_width=width,
-            max_pieces=kernels.most_pieces(slots),
-        )  # fmt: skip
+        draws = {"max_tokens": self._max_tokens, "max_draws": self._max_draws}
+        step = draws | {
+            "slots": slots, "table_width": -(-context // PAGE), "max_pieces": decode.most_pieces(slots),
+        }  # fmt: skip
         self.memory: MemoryPlan = plan_memory(
-            spec, free=device.free_memory(), gpu_memory=gpu_memory, slots=slots,
-            context=self._context, max_tokens=self._max_tokens, max_draws=self._max_draws,
-            kv_blocks=kv_blocks, extra=extra,
+            spec, free=free, gpu_memory=gpu_memory, slots=slots, context=context, kv_blocks=kv_blocks,
+            max_tokens=self._max_tokens,
+            workspace=workspace_bytes(spec, device.multiprocessors, max_context=context, **draws)
+            + SlotState.bytes(slots, spec.vocab) + StepBuffers.bytes(**step),
         )  # fmt: skip
         self._report(f"memory of {device.name}: {self.memory}")
         self.kv_blocks = self.memory.kv_blocks
-        self._gemm = Gemm(device, reproducible=self._reproducible)
+        at = Activations.allocate(device, spec, **draws)
+        self._products = products = Products(device, SwiGlu(device), at.gate_up)
         weights = load_weights(device, file, spec, report=self._report)
-        kernels.set_rope(weights.rope_frequencies, weights.rope_magnitude)
+        cache = KvCache.allocate(device, spec, self.kv_blocks + 1)  # one more for rows of padding
+        layers = bind_layers(device, spec, weights, cache, at, products, max_context=context)
         self._slots = SlotState(device, slots=slots, vocab=spec.vocab, depth=self.depth)
-        self._steps = StepBuffers(
-            device, max_tokens=self._max_tokens, max_draws=self._max_draws, slots=slots,
-            table_width=width, max_pieces=kernels.most_pieces(slots), padding_page=self.kv_blocks,
-            depth=self.depth,
+        self._steps = StepBuffers(device, padding_page=self.kv_blocks, depth=self.depth, **step)
+        shared = Shared(
+            Embedding(device, spec.vocab), RmsNorm(device), decode, self._prefill,
+            Sampler(device, spec.vocab, max_rows=LOGIT_ROWS),
         )  # fmt: skip
-        arena = Arena(device, sum(map(aligned, pieces.values())), "the workspace")
-        self._model = Model(
-            spec,
-            weights,
-            kernels,
-            self._gemm,
-            Qkv(device, spec, kernels, self._gemm, max_context=self._context),
-            KvCache.allocate(device, spec, self.kv_blocks + 1),  # one more for rows of padding
-            self._slots,
-            arena,
-            pieces,
-            width,
-            few,
-        )
+        self._model = Model(spec, weights, shared, layers, products, self._slots, at)
         self._drawn = [device.pinned(self._max_draws, np.int32) for _ in range(self.depth)]
         self._done: list[Any] = [device.event() for _ in range(self.depth)]
         if self._tune:
@@ -191,13 +178,13 @@ class CudaRunner:
         if self._graphs and count == batch.drawn == draws:
             size = min(bucket_of(count), self.slots)
             pieces = self._decode_pieces(batch, size)
-            room = self._kernels.piece_room(size, len(pieces))
+            room = self._decode.room(size, len(pieces))
             self._steps.write_padded(turn, batch, size, pieces, room)
             self._graphs[size, room].launch()
         else:
             self._launch_kernels(turn, batch)
         if draws:
-            self.device.copy_out(self._drawn[turn][:draws], self._model.drawn)
+            self.device.copy_out(self._drawn[turn][:draws], self._model.drawn.address)
         self._done[turn].record(self.device.stream)
         self._pending.append(_Launch(turn, batch.sample_slots))
 
@@ -215,7 +202,7 @@ class CudaRunner:
         Only the last LOGIT_ROWS are kept on the device; waits for it.
         """
         assert rows <= LOGIT_ROWS
-        logits = self.device.download(self._model.logits, (rows, self._row_of_logits), np.float32)
+        logits = self.device.download(self._model.logits.address, (rows, self._row_of_logits), np.float32)
         return np.ascontiguousarray(logits[:, : self.vocab])
 
     def close(self) -> None:
@@ -228,9 +215,9 @@ class CudaRunner:
             graph.close()
         self._graphs.clear()
         self._pending.clear()
-        if self._gemm is not None:
-            self._gemm.close()
-            self._gemm = None
+        if self._products is not None:
+            self._products.close()
+            self._products = None
         self.device.close()
 
     def _tune_many_rows(self) -> None:
@@ -246,7 +233,7 @@ class CudaRunner:
         for size in reversed(buckets(self.slots)):
             if self._tune:
                 self._model.tune(size, size)
-            for room in self._kernels.piece_rooms(size):
+            for room in self._decode.rooms(size):
                 self._graphs[size, room] = self._capture(size, room)
         self.device.synchronize()
         self._report(
@@ -257,7 +244,7 @@ class CudaRunner:
     def _decode_pieces(self, batch: StepBatch, size: int) -> IntArray:
         """How a decode step, padded to `size`, is shared out."""
         lengths = padded_lengths(batch, size)
-        return self._kernels.decode_pieces(lengths, np.arange(size, dtype=np.int32))
+        return self._decode.pieces(lengths, np.arange(size, dtype=np.int32))
 
     def _capture(self, size: int, room: int) -> Graph:
         """Capture a decode step of `size` sequences, after one run in the open, which loads what it needs.
@@ -275,8 +262,8 @@ class CudaRunner:
     def _launch_kernels(self, turn: int, batch: StepBatch) -> None:
         """Queue a step of any composition, kernel by kernel."""
         drawn = batch.drawn
-        tiles = self._kernels.prefill_tiles(batch.sequence_starts, batch.context_lengths, drawn)
-        pieces = self._kernels.decode_pieces(batch.context_lengths[:drawn], np.arange(drawn, dtype=np.int32))
+        tiles = self._prefill.tiles(batch.sequence_starts, batch.context_lengths, drawn)
+        pieces = self._decode.pieces(batch.context_lengths[:drawn], np.arange(drawn, dtype=np.int32))
         shape = StepShape(
             tokens=len(batch.tokens),
             sequences=len(batch.slots),

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from nightmill.worker.runners.base import Admission
-from nightmill.worker.runners.gpu.device import Device, aligned
+from nightmill.worker.runners.gpu.device.device import Device, aligned
 
 __all__ = ["SlotState"]
 

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from nightmill.worker.runners.base import IntArray, StepBatch
-from nightmill.worker.runners.gpu.device import Device
+from nightmill.worker.runners.gpu.device.device import Device
 from nightmill.worker.runners.gpu.kv_cache import PAGE
 
 __all__ = ["PADDING", "StepBuffers", "StepInputs", "StepShape", "padded_lengths"]
@@ -52,6 +52,7 @@ class StepInputs:
     """Device addresses of a step's arrays (`StepBatch`), and some that are derived from them."""
 
     block_tables: int  # (S, table_width)
+    table_width: int
     tokens: int  # (T,)
     token_slots: int  # (T,) the slot of each token's sequence
     positions: int  # (T,)
@@ -156,7 +157,7 @@ class StepBuffers:
         pitch = 4 * self.table_width
         self._device.copy_rows_in(self._tables, pitch, self._host_tables[turn][:rows], 4 * width)
         addresses = (self._packed + 4 * offset for offset in offsets)
-        return StepInputs(self._tables, *addresses)
+        return StepInputs(self._tables, self.table_width, *addresses)
 
 
 def padded_lengths(batch: StepBatch, size: int) -> IntArray:

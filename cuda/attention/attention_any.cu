@@ -1,0 +1,79 @@
+// Attention for head sizes that the tensor-core kernels do not take; for correctness, not for speed.
+//
+// Arguments and layouts as in decode_attention.cu and prefill_attention.cu. A warp takes one query head of one
+// token; its lanes share the head's elements (lane, lane + 32, ...), and keys come one after the other: a dot product
+// over the warp, then the running softmax, all FP32. Decode: grid (H, S), blocks of one warp. Prefill: grid
+// (H, tiles), blocks of 4 warps, which take the tile's tokens in turn.
+//
+// Options: -DHEAD_DIM, up to 512 (64).
+#include "attention/attention.cuh"
+
+#ifndef HEAD_DIM
+#define HEAD_DIM 64
+#endif
+static_assert(HEAD_DIM <= 512, "head sizes are at most 512");
+
+static constexpr int D = HEAD_DIM;
+static constexpr int EACH = (D + 31) / 32;
+
+static __device__ __forceinline__ void attend(const __half* __restrict__ q, const __half* __restrict__ k_cache,
+                                              const __half* __restrict__ v_cache, const int* __restrict__ table,
+                                              int kv_heads, int kv_head, int keys, float scale,
+                                              __half* __restrict__ out) {
+    const int lane = threadIdx.x % 32;
+    float query[EACH], o[EACH] = {};
+#pragma unroll
+    for (int i = 0; i < EACH; ++i) query[i] = lane + 32 * i < D ? __half2float(q[lane + 32 * i]) * scale : 0.0f;
+    float m = negative_infinity(), l = 0.0f;
+    for (int key = 0; key < keys; ++key) {
+        const int64_t row = page_row(table[key / PAGE], kv_head, kv_heads) + key % PAGE;
+        float score = 0.0f;
+#pragma unroll
+        for (int i = 0; i < EACH; ++i)
+            if (lane + 32 * i < D) score = fmaf(query[i], __half2float(k_cache[row * D + lane + 32 * i]), score);
+        score = warp_sum(score);
+        const float largest = fmaxf(m, score);
+        const float shrink = weight_of(m, largest), p = exp2f(score - largest);
+        l = l * shrink + p;
+#pragma unroll
+        for (int i = 0; i < EACH; ++i)
+            if (lane + 32 * i < D) o[i] = o[i] * shrink + p * __half2float(v_cache[row * D + lane + 32 * i]);
+        m = largest;
+    }
+#pragma unroll
+    for (int i = 0; i < EACH; ++i)
+        if (lane + 32 * i < D) out[lane + 32 * i] = __float2half_rn(o[i] / l);
+}
+
+extern "C" __global__ void __launch_bounds__(32)
+    decode_attention_any(const __half* __restrict__ qkv, const __half* __restrict__ k_cache,
+                         const __half* __restrict__ v_cache, const int* __restrict__ tables, int table_stride,
+                         const int* __restrict__ lengths, const int* __restrict__ starts,
+                         const int* __restrict__ listed, __half* __restrict__ out, int heads, int kv_heads,
+                         float scale) {
+    const int sequence = listed != nullptr ? listed[blockIdx.y] : blockIdx.y;
+    if (sequence < 0 || lengths[sequence] <= 0) return;
+    const int64_t row = starts != nullptr ? starts[sequence + 1] - 1 : sequence;
+    attend(qkv + (row * (heads + 2 * kv_heads) + blockIdx.x) * D, k_cache, v_cache,
+           tables + static_cast<int64_t>(sequence) * table_stride, kv_heads, blockIdx.x / (heads / kv_heads),
+           lengths[sequence], scale, out + (row * heads + blockIdx.x) * D);
+}
+
+extern "C" __global__ void __launch_bounds__(128)
+    prefill_attention_any(const __half* __restrict__ qkv, const __half* __restrict__ k_cache,
+                          const __half* __restrict__ v_cache, const int* __restrict__ tables, int table_stride,
+                          const int* __restrict__ lengths, const int* __restrict__ starts,
+                          const int* __restrict__ tiles, __half* __restrict__ out, int heads, int kv_heads,
+                          float scale) {
+    const int sequence = tiles[2 * blockIdx.y];
+    if (sequence < 0) return;
+    const int start = starts[sequence], chunk_tokens = starts[sequence + 1] - start;
+    const int tile_tokens = 128 / (heads / kv_heads);
+    const int first = tiles[2 * blockIdx.y + 1] * tile_tokens;
+    for (int token = first + threadIdx.x / 32; token < min(first + tile_tokens, chunk_tokens); token += 4) {
+        const int64_t row = start + token;
+        attend(qkv + (row * (heads + 2 * kv_heads) + blockIdx.x) * D, k_cache, v_cache,
+               tables + static_cast<int64_t>(sequence) * table_stride, kv_heads, blockIdx.x / (heads / kv_heads),
+               lengths[sequence] - chunk_tokens + token + 1, scale, out + (row * heads + blockIdx.x) * D);
+    }
+}

@@ -1,0 +1,207 @@
+// Attention of sequences that decode: one query each, over the paged cache.
+//
+//   q        the queries inside qkv (T, (H + 2 G) D) half, rotated
+//   caches   [pages, G, 16, D] half;  tables (S, stride): the pages of each sequence
+//   out      (T, H D) half
+//
+// starts: null where sequence s has row s of q and out; else (sequences + 1,), and it has row starts[s + 1] - 1.
+// pieces   (N, 4) what blocks compute, longest first (`decode_pieces` in the launcher): of a sequence (-1: nothing) the
+//          segments `first` to `end` - 1, as first | end << 16; base: -1 where that is the whole context, else the row of
+//          partials and sums of its first segment, and its counter; the tokens of its context
+// partials, sums  (segments, H, D), (segments, H, 2) float;  counters (segments, G * head tiles), zero before and after
+//
+// A block of 4 warps takes a piece and one KV head with up to 16 (ROWS: 8) of the query heads that share it; the grid is
+// (G * head tiles, N). Bound by memory: 4 D bytes a key and KV head, each read once. A warp takes every fourth page
+// (`decode_page.cuh`). Pages come by cp.async to a ring of AHEAD places in shared memory, of each warp its own, those of
+// the first round before the block waits for the kernel ahead: what is on its way needs neither registers nor L1. Pieces,
+// tables and starts are there before the step starts.
+//
+// The context is cut into segments of `segment_pages`. Within one, warps merge in order; then segments merge in order: in
+// the block that has all, or in that of a sequence's blocks that ends last. `split_attention.cu` does the same, to the same
+// bits: a result depends neither on which of the two computed it, nor on how it was cut, nor on the other sequences.
+//
+// Options: -DHEAD_DIM, 64 or 128. Dynamic shared memory: 4 warps of AHEAD pages of 64 D bytes.
+#include "attention/decode_page.cuh"
+
+static constexpr int CHUNKS = D / 8;                 // 16-byte pieces of a key's row
+static constexpr int HALF_BYTES = PAGE * D * 2;      // keys, or values, of a page
+static constexpr int PAGE_BYTES = 2 * HALF_BYTES;
+
+static constexpr int ROW_BYTES = 2 * D;
+static constexpr int OTHER_HALF = 64;  // of 128 bytes
+
+// Byte offset of a piece of a row. The order within each 128 bytes is such that eight lanes which read 16 bytes each, of two
+// rows of keys or of four rows of values, reach all banks. Rows that are 4 apart, or 1 apart and the upper one odd, have
+// OTHER_HALF exclusive-or between them; rows that are 8 apart have the same order.
+static __device__ __forceinline__ uint32_t place(int row, int chunk) {
+    const int turn = (row & 6) ^ (row & 1) << 2;
+    return static_cast<uint32_t>(row * ROW_BYTES + (chunk ^ turn) * 16);
+}
+
+static __device__ __forceinline__ Half8 load_shared(uint32_t address) {
+    Half8 v;
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.word[0]), "=r"(v.word[1]), "=r"(v.word[2]), "=r"(v.word[3])
+                 : "r"(address));
+    return v;
+}
+
+// Where a lane's pieces of a page are: all are one of these and a constant.
+struct Places {
+    uint32_t copied;  // row lane / CHUNKS
+    uint32_t key;     // row g, piece t
+    uint32_t value;   // row 2 t, piece g
+    uint64_t policy;  // of copies, in L2, which has the residual stream and weights to keep
+
+    __device__ __forceinline__ Places(int lane)
+        : copied(place(lane / CHUNKS, lane % CHUNKS)),
+          key(place(lane / 4, lane % 4)),
+          value(place(lane % 4 * 2, lane / 4)),
+          policy(read_once()) {}
+
+    // Starts copying a page; keys past the context become zeros: 0 times NaN is NaN.
+    __device__ __forceinline__ void fetch(uint32_t target, const Cache& cache, int entry, int page) const {
+        constexpr int AT_ONCE = 32 / CHUNKS;  // rows
+        const int lane = threadIdx.x % 32;
+        const int64_t offset = page_row(entry, cache.kv_head, cache.kv_heads) * D + lane * 8;
+        const __half *keys = cache.k + offset, *values = cache.v + offset;
+        const int left = cache.length - page * PAGE - lane / CHUNKS;
+#pragma unroll
+        for (int row = 0; row < PAGE; row += AT_ONCE) {
+            const int turned = (row & 4 ? OTHER_HALF : 0) ^ (row & 2) * 16;
+            const uint32_t at = target + (copied ^ turned) + row * ROW_BYTES;
+            copy_async(at, keys + row * D, row < left, policy);
+            copy_async(at + HALF_BYTES, values + row * D, row < left, policy);
+        }
+    }
+
+    __device__ __forceinline__ void take_keys(Page& tile, uint32_t source) const {
+#pragma unroll
+        for (int j = 0; j < 2; ++j)
+#pragma unroll
+            for (int i = 0; i < K_LOADS; ++i)
+                tile.k[j][i] = load_shared(source + (key ^ i % 2 * OTHER_HALF) + j * 8 * ROW_BYTES + i / 2 * 128);
+    }
+
+    __device__ __forceinline__ void take_values(Page& tile, uint32_t source) const {
+#pragma unroll
+        for (int j = 0; j < 4; ++j)
+#pragma unroll
+            for (int i = 0; i < V_LOADS; ++i)
+                tile.v[j][i] = load_shared(source + HALF_BYTES + (value ^ j % 2 * OTHER_HALF) +
+                                           (j % 2 + j / 2 * 8) * ROW_BYTES + i * 128);
+    }
+};
+
+struct Piece {
+    int sequence, first, end, base;
+};
+
+template <int ROWS, int AHEAD>
+static __device__ __forceinline__ void decode(const __half* q, const Cache& cache, const Piece& piece,
+                                              const Meeting& meeting, int shared_heads, int segment_pages, float scale,
+                                              __half* out) {
+    static_assert((AHEAD & (AHEAD - 1)) == 0, "a power of two");
+    extern __shared__ __align__(128) unsigned char rings[];  // 16 bytes further on, copies of rows take 14% longer
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int g = lane / 4, t = lane % 4;
+    const int pages = (cache.length + PAGE - 1) / PAGE;
+    const int first = piece.first * segment_pages + warp, end = min(piece.end * segment_pages, pages);
+    const uint32_t ring = shared_address(rings) + warp * AHEAD * PAGE_BYTES;
+    const Places places(lane);
+    const bool own = Segment<ROWS>::row() < shared_heads;
+    Segment<ROWS> kept{negative_infinity(), 0.0f, {}};
+
+    auto start = [&](bool newest) {
+#pragma unroll
+        for (int i = 0; i < AHEAD; ++i) {
+            const int page = first + i * WARPS;
+            if (page < end && (page == pages - 1) == newest)
+                places.fetch(ring + i * PAGE_BYTES, cache, cache.table[page], page);
+            if (!newest) commit_copies();
+        }
+    };
+    start(false);
+    wait_for_previous(q);
+    start(true);  // it gets a token in this step
+    commit_copies();
+    const bool all_asked_for = first + AHEAD * WARPS >= end;
+    uint32_t qa[2 * K_LOADS][4];
+    load_queries<ROWS>(qa, q, shared_heads, g, t);
+    int turn = 0, page = first;
+    const int* entries = cache.table + first + AHEAD * WARPS;
+    asm volatile("" : "+l"(entries));  // else it is computed anew for each page, which others then wait for
+    int entry = page + AHEAD * WARPS < end ? __ldg(entries) : 0;  // of the page to ask for next
+    for (int segment = piece.first; segment < piece.end; ++segment) {
+        const int segment_end = min((segment + 1) * segment_pages, pages);
+        Running<ROWS> running;
+        for (; page < segment_end; page += WARPS, ++turn) {
+            if (all_asked_for)
+                wait_for_copies<0>();
+            else
+                wait_for_copies<AHEAD - 1>();
+            __syncwarp();  // the other lanes' copies are here too
+            const uint32_t slot = ring + (turn & (AHEAD - 1)) * PAGE_BYTES;
+            Page tile;
+            float s[2][4] = {};
+            places.take_keys(tile, slot);
+            running.score(s, qa, tile);
+            places.take_values(tile, slot);
+            __syncwarp();
+            const int next = page + AHEAD * WARPS;
+            if (next < end) places.fetch(slot, cache, entry, next);
+            commit_copies();
+            entries += WARPS;
+            if (next + WARPS < end) entry = __ldg(entries);
+            float largest[2] = {running.m[0], running.m[1]};
+            running.hide(largest, s, page * PAGE, cache.length, scale, t);
+#pragma unroll
+            for (int half = 0; half < Running<ROWS>::HALVES; ++half)
+                if (__any_sync(0xffffffffu, largest[half] > running.m[half])) running.rescale(half, largest[half]);
+            uint32_t pa[4] = {};
+            running.weigh(pa, s);
+            running.mix(pa, tile);
+        }
+        const Segment<ROWS> mine = merge_warps(running);
+        if (piece.base < 0)
+            merge_segment(kept, mine);
+        else if (own)
+            meeting.leave(mine, segment);
+        __syncthreads();
+    }
+    if (piece.base >= 0) {
+        const int segments = (pages + segment_pages - 1) / segment_pages;
+        if (!meeting.is_last(piece.end - piece.first, segments)) return;
+        if (own) kept = meeting.merged_segments<ROWS>(segments);
+    }
+    if (own) store_result(kept, out);
+}
+
+#define DECODE_KERNEL(ROWS, AHEAD)                                                                                \
+    extern "C" __global__ void __launch_bounds__(THREADS)                                                         \
+        decode_attention_##ROWS##_##AHEAD(                                                                        \
+            const __half* qkv, const __half* k_cache, const __half* v_cache, const int* tables, int table_stride, \
+            const int* starts, const int4* pieces, __half* out, float* partials, float* sums, unsigned* counters, \
+            int heads, int kv_heads, int segment_pages, float scale) {                                            \
+        launch_next();                                                                                            \
+        const int4 words = pieces[blockIdx.y];                                                                    \
+        const Piece piece{words.x, words.y & 0xffff, words.y >> 16, words.z};                                     \
+        if (piece.sequence < 0) return;                                                                           \
+        const int group = heads / kv_heads, tiles = (group + ROWS - 1) / ROWS;                                    \
+        const int kv_head = blockIdx.x / tiles, first = (blockIdx.x % tiles) * ROWS;                              \
+        const int head = kv_head * group + first;                                                                 \
+        const Cache cache{k_cache, v_cache, tables + static_cast<int64_t>(piece.sequence) * table_stride,         \
+                          kv_heads, kv_head, words.w};                                                            \
+        const int64_t row = row_of(starts, piece.sequence);                                                       \
+        const int base = max(piece.base, 0);                                                                      \
+        const int64_t part = static_cast<int64_t>(base) * heads + head;                                           \
+        const Meeting meeting{partials + part * D, sums + part * 2, counters + base * gridDim.x + blockIdx.x,      \
+                              heads};                                                                             \
+        decode<ROWS, AHEAD>(qkv + (row * (heads + 2 * kv_heads) + head) * D, cache, piece, meeting,               \
+                            min(ROWS, group - first), segment_pages, scale, out + (row * heads + head) * D);      \
+    }
+
+DECODE_KERNEL(8, 2)
+DECODE_KERNEL(16, 2)
+DECODE_KERNEL(8, 4)
+DECODE_KERNEL(16, 4)

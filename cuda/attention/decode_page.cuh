@@ -1,0 +1,296 @@
+// What the kernels of decode attention share: a page of keys and values in registers, and a warp's running result.
+//
+// The tensor cores see S = Q K^T and O = P V as m16n8k16 with the query heads as rows, and both K and V go from memory
+// into registers in 16-byte pieces, without shared memory: sums over D do not care for its order, so lane t of a
+// group takes elements 8t .. 8t + 7 of a key's row, used as fragments of two steps, for queries and keys alike; and for
+// V, lane g takes elements 8g .. 8g + 7 of four keys' rows, of which byte permutations make the pairs of keys that a
+// fragment holds.
+//
+// Options: -DHEAD_DIM, 64 or 128.
+#pragma once
+
+#include "attention/attention.cuh"
+
+#ifndef HEAD_DIM
+#define HEAD_DIM 64
+#endif
+static_assert(HEAD_DIM == 64 || HEAD_DIM == 128, "other head sizes: attention_any.cu");
+
+static constexpr int D = HEAD_DIM;
+static constexpr int WARPS = 4;
+static constexpr int THREADS = WARPS * 32;
+static constexpr int K_LOADS = D / 32;   // 16-byte pieces of a key's row a lane takes
+static constexpr int V_LOADS = D / 64;
+static constexpr int PITCH = D + 4;      // floats, of a row of results in shared memory
+
+struct Page {
+    Half8 k[2][K_LOADS];  // [tile of 8 keys][piece]
+    Half8 v[4][V_LOADS];  // keys 2t, 2t+1, 2t+8, 2t+9
+};
+
+struct Cache {
+    const __half* k;
+    const __half* v;
+    const int* table;
+    int kv_heads;
+    int kv_head;
+    int length;
+};
+
+static __device__ __forceinline__ Half8 load_if(bool wanted, const __half* source) {
+    if (wanted) return load_streaming(source);
+    return Half8{{0, 0, 0, 0}};  // 0, not what lies in the page: 0 times NaN is NaN
+}
+
+static __device__ __forceinline__ int64_t page_offset(const Cache& cache, int page) {
+    return page_row(cache.table[page], cache.kv_head, cache.kv_heads) * D;
+}
+
+// All addresses are one of the lane's and a constant, for which a load has room.
+static __device__ __forceinline__ void load_keys(Page& tile, const Cache& cache, int64_t offset, int page, int g,
+                                                 int t) {
+    const __half* mine = cache.k + offset + (g * D + t * 8);
+    const int left = cache.length - page * PAGE - g;
+#pragma unroll
+    for (int j = 0; j < 2; ++j)
+#pragma unroll
+        for (int i = 0; i < K_LOADS; ++i) tile.k[j][i] = load_if(j * 8 < left, mine + j * 8 * D + i * 32);
+}
+
+static __device__ __forceinline__ void load_values(Page& tile, const Cache& cache, int64_t offset, int page, int g,
+                                                   int t) {
+    const __half* mine = cache.v + offset + (2 * t * D + g * 8);
+    const int left = cache.length - page * PAGE - 2 * t;
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+        const int key = (j & 1) + (j >> 1) * 8;
+#pragma unroll
+        for (int i = 0; i < V_LOADS; ++i) tile.v[j][i] = load_if(key < left, mine + key * D + i * 64);
+    }
+}
+
+// Queries of up to ROWS heads as A fragments; rows past the heads are zero.
+template <int ROWS>
+static __device__ __forceinline__ void load_queries(uint32_t (&qa)[2 * K_LOADS][4], const __half* q, int heads, int g,
+                                                    int t) {
+#pragma unroll
+    for (int i = 0; i < K_LOADS; ++i) {
+        const Half8 zero{{0, 0, 0, 0}};
+        const Half8 low = g < heads ? *reinterpret_cast<const Half8*>(q + g * D + i * 32 + t * 8) : zero;
+        const Half8 high =
+            ROWS > 8 && g + 8 < heads ? *reinterpret_cast<const Half8*>(q + (g + 8) * D + i * 32 + t * 8) : zero;
+        qa[2 * i][0] = low.word[0], qa[2 * i][1] = high.word[0];
+        qa[2 * i][2] = low.word[1], qa[2 * i][3] = high.word[1];
+        qa[2 * i + 1][0] = low.word[2], qa[2 * i + 1][1] = high.word[2];
+        qa[2 * i + 1][2] = low.word[3], qa[2 * i + 1][3] = high.word[3];
+    }
+}
+
+// A warp's result over the pages it has seen of a segment.
+template <int ROWS>
+struct Running {
+    static constexpr int HALVES = ROWS > 8 ? 2 : 1;
+    float m[2] = {negative_infinity(), negative_infinity()};
+    float l[2] = {};
+    float o[8 * V_LOADS][4] = {};
+
+    __device__ __forceinline__ void score(float (&s)[2][4], const uint32_t (&qa)[2 * K_LOADS][4], const Page& tile) {
+#pragma unroll
+        for (int j = 0; j < 2; ++j)
+#pragma unroll
+            for (int i = 0; i < K_LOADS; ++i) {
+                mma(s[j], qa[2 * i], tile.k[j][i].word[0], tile.k[j][i].word[1]);
+                mma(s[j], qa[2 * i + 1], tile.k[j][i].word[2], tile.k[j][i].word[3]);
+            }
+    }
+
+    // Scales a page's scores and hides those of keys past `length`; `largest`: raised to each row's largest.
+    static __device__ __forceinline__ void hide(float (&largest)[2], float (&s)[2][4], int first_key, int length,
+                                                float scale, int t) {
+        const int left = length - first_key - 2 * t;
+#pragma unroll
+        for (int half = 0; half < HALVES; ++half) {
+#pragma unroll
+            for (int j = 0; j < 2; ++j)
+#pragma unroll
+                for (int i = 0; i < 2; ++i) {
+                    float& score = s[j][2 * half + i];
+                    score = j * 8 + i < left ? score * scale : negative_infinity();
+                    largest[half] = fmaxf(largest[half], score);
+                }
+            largest[half] = fmaxf(largest[half], __shfl_xor_sync(0xffffffffu, largest[half], 1));
+            largest[half] = fmaxf(largest[half], __shfl_xor_sync(0xffffffffu, largest[half], 2));
+        }
+    }
+
+    // Brings the sums of half the rows to a new maximum.
+    __device__ __forceinline__ void rescale(int half, float largest) {
+        const float shrink = weight_of(m[half], largest);
+        l[half] *= shrink;
+#pragma unroll
+        for (int i = 0; i < 8 * V_LOADS; ++i) {
+            o[i][2 * half] *= shrink;
+            o[i][2 * half + 1] *= shrink;
+        }
+        m[half] = largest;
+    }
+
+    // Scores to weights, as an A fragment.
+    __device__ __forceinline__ void weigh(uint32_t (&pa)[4], const float (&s)[2][4]) {
+#pragma unroll
+        for (int half = 0; half < HALVES; ++half) {
+            const float reference = m[half] == negative_infinity() ? 0.0f : m[half];  // -inf: no key so far
+#pragma unroll
+            for (int j = 0; j < 2; ++j) {
+                const float p0 = exp2f(__fsub_rn(s[j][2 * half], reference));
+                const float p1 = exp2f(__fsub_rn(s[j][2 * half + 1], reference));
+                l[half] = __fadd_rn(l[half], __fadd_rn(p0, p1));
+                pa[2 * j + half] = pack(p0, p1);
+            }
+        }
+    }
+
+    __device__ __forceinline__ void mix(const uint32_t (&pa)[4], const Page& tile) {
+#pragma unroll
+        for (int i = 0; i < V_LOADS; ++i)
+#pragma unroll
+            for (int d = 0; d < 8; ++d) {
+                const int which = d & 1 ? 0x7632 : 0x5410;
+                const uint32_t b0 = __byte_perm(tile.v[0][i].word[d / 2], tile.v[1][i].word[d / 2], which);
+                const uint32_t b1 = __byte_perm(tile.v[2][i].word[d / 2], tile.v[3][i].word[d / 2], which);
+                mma(o[i * 8 + d], pa, b0, b1);
+            }
+    }
+};
+
+// The part of a block's result that a thread has: PART elements of one row.
+template <int ROWS>
+struct Segment {
+    static constexpr int PART = ROWS * D / THREADS;
+    float m, l, o[PART];
+    static __device__ __forceinline__ int row() { return threadIdx.x * PART / D; }
+    static __device__ __forceinline__ int column() { return threadIdx.x * PART % D; }
+};
+
+// The results of the block's warps, merged in order; all threads call it, with a barrier before they do so again.
+template <int ROWS>
+static __device__ __forceinline__ Segment<ROWS> merge_warps(Running<ROWS>& warp_result) {
+    __shared__ __align__(16) float block_o[WARPS][ROWS][PITCH];
+    __shared__ float block_m[WARPS][ROWS], block_l[WARPS][ROWS];
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int g = lane / 4, t = lane % 4;
+    auto& [m, l, o] = warp_result;
+    // To shared memory: lane t has elements 16t .. 16t + 15 of each 64 of its rows.
+#pragma unroll
+    for (int half = 0; half < Running<ROWS>::HALVES; ++half) {
+        l[half] += __shfl_xor_sync(0xffffffffu, l[half], 1);
+        l[half] += __shfl_xor_sync(0xffffffffu, l[half], 2);
+        const int row = g + 8 * half;
+        if (t == 0) block_m[warp][row] = m[half], block_l[warp][row] = l[half];
+#pragma unroll
+        for (int i = 0; i < V_LOADS; ++i)
+#pragma unroll
+            for (int part = 0; part < 2; ++part)  // column 2t, column 2t + 1 of the fragments
+#pragma unroll
+                for (int d = 0; d < 8; d += 4)
+                    *reinterpret_cast<float4*>(&block_o[warp][row][i * 64 + t * 16 + part * 8 + d]) =
+                        make_float4(o[i * 8 + d][2 * half + part], o[i * 8 + d + 1][2 * half + part],
+                                    o[i * 8 + d + 2][2 * half + part], o[i * 8 + d + 3][2 * half + part]);
+    }
+    __syncthreads();
+    Segment<ROWS> merged_result{negative_infinity(), 0.0f, {}};
+    const int row = Segment<ROWS>::row(), column = Segment<ROWS>::column();
+#pragma unroll
+    for (int w = 0; w < WARPS; ++w) merged_result.m = fmaxf(merged_result.m, block_m[w][row]);
+#pragma unroll
+    for (int w = 0; w < WARPS; ++w) {
+        const float weight = weight_of(block_m[w][row], merged_result.m);
+        merged_result.l = merged(merged_result.l, 1.0f, block_l[w][row], weight);
+#pragma unroll
+        for (int i = 0; i < Segment<ROWS>::PART; ++i)
+            merged_result.o[i] = merged(merged_result.o[i], 1.0f, block_o[w][row][column + i], weight);
+    }
+    return merged_result;
+}
+
+// Takes the next segment into what is kept of those before it.
+template <int ROWS>
+static __device__ __forceinline__ void merge_segment(Segment<ROWS>& kept, const Segment<ROWS>& next) {
+    const float largest = fmaxf(kept.m, next.m);
+    const float old_weight = weight_of(kept.m, largest), new_weight = weight_of(next.m, largest);
+    kept.l = merged(kept.l, old_weight, next.l, new_weight);
+#pragma unroll
+    for (int i = 0; i < Segment<ROWS>::PART; ++i) kept.o[i] = merged(kept.o[i], old_weight, next.o[i], new_weight);
+    kept.m = largest;
+}
+
+template <int ROWS>
+static __device__ __forceinline__ void store_result(const Segment<ROWS>& kept, __half* out) {
+    const float inverse = __frcp_rn(kept.l);
+    __half2* target = reinterpret_cast<__half2*>(out + Segment<ROWS>::row() * D + Segment<ROWS>::column());
+#pragma unroll
+    for (int i = 0; i < Segment<ROWS>::PART; i += 2)
+        target[i / 2] = __floats2half2_rn(__fmul_rn(kept.o[i], inverse), __fmul_rn(kept.o[i + 1], inverse));
+}
+
+// Where the segments of a sequence meet that several blocks compute: o (segments, H, D) and (m, l) (segments, H, 2) from
+// the block's first head on, and how many there are so far, zero before and after.
+struct Meeting {
+    float *partials, *sums;
+    unsigned* counter;
+    int heads;
+
+    template <int ROWS>
+    __device__ __forceinline__ void leave(const Segment<ROWS>& result, int segment) const {
+        const int64_t place = static_cast<int64_t>(segment) * heads + Segment<ROWS>::row();
+#pragma unroll
+        for (int i = 0; i < Segment<ROWS>::PART; ++i) partials[place * D + Segment<ROWS>::column() + i] = result.o[i];
+        if (Segment<ROWS>::column() == 0) sums[place * 2] = result.m, sums[place * 2 + 1] = result.l;
+    }
+
+    // Whether this block, which left `done` segments, is the last of those that compute all; its threads all call this.
+    __device__ __forceinline__ bool is_last(int done, int segments) const {
+        __shared__ bool last;
+        __threadfence();
+        __syncthreads();
+        if (threadIdx.x == 0) last = atomicAdd(counter, done) == static_cast<unsigned>(segments - done);
+        __syncthreads();
+        if (!last) return false;
+        __threadfence();
+        if (threadIdx.x == 0) *counter = 0;
+        return true;
+    }
+
+    // All segments, merged in order. Many loads are under way at once: with four, attention of 32,000 tokens took 34 us,
+    // not 24.
+    template <int ROWS>
+    __device__ __forceinline__ Segment<ROWS> merged_segments(int segments) const {
+        constexpr int PART = Segment<ROWS>::PART, AT_ONCE = PART <= 4 ? 16 : PART <= 8 ? 8 : 4;
+        Segment<ROWS> kept{negative_infinity(), 0.0f, {}};
+        for (int begin = 0; begin < segments; begin += AT_ONCE) {
+            Segment<ROWS> next[AT_ONCE];
+#pragma unroll
+            for (int i = 0; i < AT_ONCE; ++i) {
+                if (begin + i >= segments) break;
+                const int64_t place = static_cast<int64_t>(begin + i) * heads + Segment<ROWS>::row();
+                const float2 sum = __ldcg(reinterpret_cast<const float2*>(sums + place * 2));
+                next[i].m = sum.x, next[i].l = sum.y;
+#pragma unroll
+                for (int j = 0; j < PART; j += 4) {
+                    const float4 o =
+                        __ldcg(reinterpret_cast<const float4*>(partials + place * D + Segment<ROWS>::column() + j));
+                    next[i].o[j] = o.x, next[i].o[j + 1] = o.y, next[i].o[j + 2] = o.z, next[i].o[j + 3] = o.w;
+                }
+            }
+#pragma unroll
+            for (int i = 0; i < AT_ONCE; ++i)
+                if (begin + i < segments) merge_segment(kept, next[i]);
+        }
+        return kept;
+    }
+};
+
+// The row of q and out that is sequence s's.
+static __device__ __forceinline__ int64_t row_of(const int* starts, int sequence) {
+    return starts != nullptr ? starts[sequence + 1] - 1 : sequence;
+}

@@ -1,0 +1,220 @@
+// Causal attention of chunks of sequences over the paged cache, which already holds the chunks' own keys and values.
+//
+//   q        the queries inside qkv (T, (H + 2 G) D) half, rotated;  out (T, H D) half
+//   caches   [pages, G, 16, D] half;  tables (sequences, stride)
+//   starts   (sequences + 1,): sequence s has the rows starts[s] .. starts[s + 1] - 1, the last of lengths[s] tokens
+//   tiles    (n, 2): pairs (sequence, i): the i-th group of 128 / (H / G) tokens of its chunk; negative: skipped
+//
+// A block takes one tile and one KV head: up to 128 rows, a row being a (token, query head) pair, so that the heads
+// that share keys share their loads. The grid is (G, tiles). Keys and values come 64 at a time through shared memory,
+// two stages deep, by cp.async; keys past the last visible one arrive as zeros, whatever the page holds. Rows of
+// shared memory are D halves, their 16-byte chunks exchanged by row so that ldmatrix meets no bank conflicts. A warp
+// has 32 rows for D = 64 (4 warps: each fragment of K and V read from shared memory serves two products) and 16 for
+// D = 128 (8 warps), where the registers do not suffice for more. Products m16n8k16, scores and sums FP32.
+//
+// Key tiles count from the sequence's first key, so that a row's result does not depend on how the prompt was cut into
+// chunks. FLOPs 4 D for each visible (query head, key) pair; memory traffic is small beside it.
+//
+// Options: -DHEAD_DIM, 64 or 128. Dynamic shared memory: 4 tiles of 64 D halves.
+#include "attention/attention.cuh"
+
+#ifndef HEAD_DIM
+#define HEAD_DIM 64
+#endif
+static_assert(HEAD_DIM == 64 || HEAD_DIM == 128, "other head sizes: attention_any.cu");
+
+static constexpr int D = HEAD_DIM;
+static constexpr int ROWS = 128;
+static constexpr int KEYS = 64;
+static constexpr int PARTS = D == 64 ? 2 : 1;  // groups of 16 rows a warp has
+static constexpr int WARPS = ROWS / (16 * PARTS);
+static constexpr int THREADS = WARPS * 32;
+static constexpr int CHUNKS = D / 8;  // 16-byte chunks in a row
+static constexpr int TILE_BYTES = KEYS * D * 2;
+
+// Byte offset of a chunk of a row in a tile.
+static __device__ __forceinline__ uint32_t place(int row, int chunk) {
+    return static_cast<uint32_t>(row * D * 2 + ((chunk ^ (row & 7)) * 16));
+}
+
+static __device__ __forceinline__ void load_tile(uint32_t target, const __half* __restrict__ cache,
+                                                 const int* __restrict__ table, int kv_heads, int kv_head,
+                                                 int first_key, int keys) {
+#pragma unroll
+    for (int i = 0; i < KEYS * CHUNKS / THREADS; ++i) {
+        const int index = i * THREADS + threadIdx.x;
+        const int row = index / CHUNKS, chunk = index % CHUNKS;
+        const int key = first_key + row;
+        const bool wanted = key < keys;
+        const int page = wanted ? table[key / PAGE] : 0;
+        const __half* source = cache + (page_row(page, kv_head, kv_heads) + key % PAGE) * D + chunk * 8;
+        copy_async(target + place(row, chunk), source, wanted);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+    prefill_attention(const __half* __restrict__ qkv, const __half* __restrict__ k_cache,
+                      const __half* __restrict__ v_cache, const int* __restrict__ tables, int table_stride,
+                      const int* __restrict__ lengths, const int* __restrict__ starts,
+                      const int* __restrict__ tiles, __half* __restrict__ out, int heads, int kv_heads,
+                      float scale) {
+    extern __shared__ __align__(128) unsigned char shared[];
+    launch_next();
+    wait_for_previous(qkv, k_cache, v_cache);
+    const int sequence = tiles[2 * blockIdx.y];
+    if (sequence < 0) return;
+    const int group = heads / kv_heads, kv_head = blockIdx.x;
+    const int start = starts[sequence], chunk_tokens = starts[sequence + 1] - start;
+    const int length = lengths[sequence];
+    const int tile_tokens = ROWS / group;
+    const int first_token = tiles[2 * blockIdx.y + 1] * tile_tokens;
+    const int tokens = min(tile_tokens, chunk_tokens - first_token);
+    if (tokens <= 0 || length <= 0) return;
+    const int before = length - chunk_tokens;                // tokens of the context before the chunk
+    const int first_visible = before + first_token + 1;      // keys that the tile's first token sees
+    const int keys = first_visible + tokens - 1;             // and the last one
+    const int* table = tables + static_cast<int64_t>(sequence) * table_stride;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int g = lane / 4, t = lane % 4;
+    const int all_heads = heads + 2 * kv_heads;
+
+    const uint32_t base = shared_address(shared);
+    auto k_tile = [&](int stage) { return base + stage * 2 * TILE_BYTES; };
+    auto v_tile = [&](int stage) { return base + stage * 2 * TILE_BYTES + TILE_BYTES; };
+    load_tile(k_tile(0), k_cache, table, kv_heads, kv_head, 0, keys);
+    load_tile(v_tile(0), v_cache, table, kv_heads, kv_head, 0, keys);
+    commit_copies();
+
+    uint32_t q[PARTS][D / 16][4];
+    int visible[PARTS][2];  // keys that the rows g and g + 8 of each part see
+#pragma unroll
+    for (int part = 0; part < PARTS; ++part)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int row = (warp * PARTS + part) * 16 + g + 8 * half;
+            const int token = row / group;
+            const bool exists = token < tokens;
+            visible[part][half] = exists ? first_visible + token : 0;
+            const int64_t place = static_cast<int64_t>(start + first_token + token) * all_heads + kv_head * group;
+            const __half* source = qkv + (place + row % group) * D + 2 * t;
+#pragma unroll
+            for (int step = 0; step < D / 16; ++step) {
+                q[part][step][half] = exists ? *reinterpret_cast<const uint32_t*>(source + step * 16) : 0;
+                q[part][step][half + 2] = exists ? *reinterpret_cast<const uint32_t*>(source + step * 16 + 8) : 0;
+            }
+        }
+
+    float o[PARTS][D / 8][4] = {};
+    float m[PARTS][2], l[PARTS][2] = {};
+#pragma unroll
+    for (int part = 0; part < PARTS; ++part) m[part][0] = m[part][1] = negative_infinity();
+
+    const int key_tiles = (keys + KEYS - 1) / KEYS;
+    for (int tile = 0; tile < key_tiles; ++tile) {
+        const int stage = tile & 1;
+        if (tile + 1 < key_tiles) {
+            load_tile(k_tile(stage ^ 1), k_cache, table, kv_heads, kv_head, (tile + 1) * KEYS, keys);
+            load_tile(v_tile(stage ^ 1), v_cache, table, kv_heads, kv_head, (tile + 1) * KEYS, keys);
+        }
+        commit_copies();
+        wait_for_copies<1>();
+        __syncthreads();
+
+        float s[PARTS][KEYS / 8][4] = {};
+#pragma unroll
+        for (int step = 0; step < D / 16; ++step)
+#pragma unroll
+            for (int block = 0; block < KEYS / 16; ++block) {
+                // Matrices: keys 0-7 and 8-15 of the block, for the low and the high 8 elements of the step.
+                uint32_t b[4];
+                const int row = block * 16 + (lane & 7) + ((lane >> 4) << 3);
+                load_matrices(b, k_tile(stage) + place(row, step * 2 + ((lane >> 3) & 1)));
+#pragma unroll
+                for (int part = 0; part < PARTS; ++part) {
+                    mma(s[part][2 * block], q[part][step], b[0], b[1]);
+                    mma(s[part][2 * block + 1], q[part][step], b[2], b[3]);
+                }
+            }
+
+        const bool masked = (tile + 1) * KEYS > first_visible;
+#pragma unroll
+        for (int part = 0; part < PARTS; ++part)
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                float largest = m[part][half];
+#pragma unroll
+                for (int n = 0; n < KEYS / 8; ++n)
+#pragma unroll
+                    for (int i = 0; i < 2; ++i) {
+                        float& score = s[part][n][2 * half + i];
+                        score *= scale;
+                        if (masked && tile * KEYS + n * 8 + 2 * t + i >= visible[part][half])
+                            score = negative_infinity();
+                        largest = fmaxf(largest, score);
+                    }
+                largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
+                largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 2));
+                // Rows without a token see nothing: any finite reference keeps their zeros zero.
+                const float reference = largest == negative_infinity() ? 0.0f : largest;
+                const float shrink = exp2f(m[part][half] - reference);
+                m[part][half] = largest;
+                l[part][half] *= shrink;
+#pragma unroll
+                for (int n = 0; n < D / 8; ++n) {
+                    o[part][n][2 * half] *= shrink;
+                    o[part][n][2 * half + 1] *= shrink;
+                }
+#pragma unroll
+                for (int n = 0; n < KEYS / 8; ++n)
+#pragma unroll
+                    for (int i = 0; i < 2; ++i) {
+                        float& score = s[part][n][2 * half + i];
+                        score = exp2f(score - reference);
+                        l[part][half] += score;
+                    }
+            }
+
+#pragma unroll
+        for (int block = 0; block < KEYS / 16; ++block) {
+            uint32_t p[PARTS][4];
+#pragma unroll
+            for (int part = 0; part < PARTS; ++part)
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    const float* pair = &s[part][2 * block + (i >> 1)][2 * (i & 1)];
+                    p[part][i] = pack(pair[0], pair[1]);
+                }
+#pragma unroll
+            for (int n = 0; n < D / 16; ++n) {
+                // Transposed: keys 0-7 and 8-15 of the block, for two groups of 8 elements.
+                uint32_t b[4];
+                const int row = block * 16 + (lane & 15);
+                load_matrices_transposed(b, v_tile(stage) + place(row, n * 2 + (lane >> 4)));
+#pragma unroll
+                for (int part = 0; part < PARTS; ++part) {
+                    mma(o[part][2 * n], p[part], b[0], b[1]);
+                    mma(o[part][2 * n + 1], p[part], b[2], b[3]);
+                }
+            }
+        }
+        __syncthreads();  // the stage is overwritten next
+    }
+
+#pragma unroll
+    for (int part = 0; part < PARTS; ++part)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            float sum = l[part][half];
+            sum += __shfl_xor_sync(0xffffffffu, sum, 1);
+            sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+            if (visible[part][half] == 0) continue;
+            const float inverse = 1.0f / sum;
+            const int row = (warp * PARTS + part) * 16 + g + 8 * half;
+            const int64_t place = static_cast<int64_t>(start + first_token + row / group) * heads + kv_head * group;
+            __half* target = out + (place + row % group) * D + 2 * t;
+#pragma unroll
+            for (int n = 0; n < D / 8; ++n)
+                *reinterpret_cast<__half2*>(target + n * 8) =
+                    __floats2half2_rn(o[part][n][2 * half] * inverse, o[part][n][2 * half + 1] * inverse);
+        }
+}

@@ -1,0 +1,199 @@
+// Decode attention of too few sequences to fill the chip: as `decode_attention.cu`, to the same bits, with the segments
+// shared out among blocks.
+//
+// Arguments as there; counters (S, G * head tiles), zero before and after. The grid is (G * head tiles, S, Z), Z at most
+// the segments of the longest context: block z takes segments z, z + Z, ... A warp asks for AHEAD pages at once, in place
+// of one after the other, and for those that hold no token of this step before it waits for the kernel ahead; their scores
+// do not wait for each other. The last block of a sequence and KV head to finish merges the segments, in order, from
+// `partials` [S][segments][H][D] and `sums` [S][segments][H][2].
+//
+// On Hopper it may be launched in clusters along z, of a power of two of blocks. A sequence that has no more segments
+// than that is merged in shared memory: its other blocks send theirs to the first, and end. Dynamic shared memory:
+// a `Sent` for each block of the cluster but the first.
+//
+// Options: -DHEAD_DIM, 64 or 128.
+#include "attention/decode_page.cuh"
+#include "common/hopper.cuh"
+
+static constexpr int AHEAD = D == 64 ? 4 : 2;
+static constexpr int STEP = AHEAD * WARPS;  // pages that a block has in flight
+
+// Blocks of the cluster, along z; 1 where there are no clusters.
+static __device__ __forceinline__ int cluster_blocks() {
+    uint32_t blocks = 1;
+#if __CUDA_ARCH__ >= 900
+    asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(blocks));
+#endif
+    return static_cast<int>(blocks);
+}
+
+// A segment in the shared memory of a cluster's first block, in pairs (m, l), (o0, o1), ..., each thread's from the
+// same thread of another block; the barrier there counts the bytes.
+template <int ROWS>
+struct Sent {
+    static constexpr int PAIRS = 1 + Segment<ROWS>::PART / 2;
+    static constexpr int BYTES = PAIRS * THREADS * 8;
+    float2 pair[PAIRS][THREADS];
+
+    __device__ __forceinline__ void send(const Segment<ROWS>& mine, uint32_t barrier) {
+        const uint32_t target = address_in(shared_address(&pair[0][threadIdx.x]), 0);
+        const uint32_t counter = address_in(barrier, 0);
+        store_async(target, counter, mine.m, mine.l);
+#pragma unroll
+        for (int i = 1; i < PAIRS; ++i)
+            store_async(target + i * THREADS * 8, counter, mine.o[2 * i - 2], mine.o[2 * i - 1]);
+    }
+
+    __device__ __forceinline__ Segment<ROWS> received() const {
+        Segment<ROWS> other{pair[0][threadIdx.x].x, pair[0][threadIdx.x].y, {}};
+#pragma unroll
+        for (int i = 1; i < PAIRS; ++i)
+            other.o[2 * i - 2] = pair[i][threadIdx.x].x, other.o[2 * i - 1] = pair[i][threadIdx.x].y;
+        return other;
+    }
+};
+
+template <int ROWS>
+static __device__ __forceinline__ void decode_split(const __half* qkv, const __half* k_cache, const __half* v_cache,
+                                                  const int* tables, int table_stride, const int* lengths,
+                                                  const int* starts, const int* listed, __half* out, float* partials,
+                                                  float* sums, unsigned* counters, int heads, int kv_heads,
+                                                  int segment_pages, int max_segments, float scale) {
+    extern __shared__ __align__(16) unsigned char shared[];
+    __shared__ uint64_t all_sent;
+    launch_next();
+    // Tables, lengths and starts are there before the step starts.
+    const int sequence = listed != nullptr ? listed[blockIdx.y] : blockIdx.y;
+    if (sequence < 0 || lengths[sequence] <= 0) return;
+    const int length = lengths[sequence], pages = (length + PAGE - 1) / PAGE;
+    const int segments = (pages + segment_pages - 1) / segment_pages;
+    int segment = blockIdx.z;
+    const int blocks = cluster_blocks(), rank = segment & (blocks - 1);
+    if (segment - rank >= segments) return;  // all blocks of the cluster do
+    Sent<ROWS>* inbox = reinterpret_cast<Sent<ROWS>*>(shared);
+    const uint32_t barrier = shared_address(&all_sent);
+    if (blocks > 1) {
+        if (rank == 0 && threadIdx.x == 0) {
+            barrier_init(barrier, 1);
+            publish_barriers();
+        }
+        cluster_arrive();
+        if (segment >= segments) {
+            cluster_wait();
+            return;
+        }
+    }
+    const int64_t row = row_of(starts, sequence);
+    const int group = heads / kv_heads, tiles = (group + ROWS - 1) / ROWS;
+    const int kv_head = blockIdx.x / tiles, first_head = blockIdx.x % tiles * ROWS;
+    const int head = kv_head * group + first_head, shared_heads = min(ROWS, group - first_head);
+    int first = segment * segment_pages, end = min(first + segment_pages, pages);
+    Cache cache{k_cache, v_cache, tables + static_cast<int64_t>(sequence) * table_stride,
+                kv_heads, kv_head, min(length, end * PAGE)};
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int g = lane / 4, t = lane % 4;
+
+    // Pages past the end are zeros and of weight 0, which leaves sums as they are: no branch keeps the compiler from
+    // working on all pages at once.
+    Page tile[AHEAD];
+    int64_t offset[AHEAD];
+    auto find = [&](int begin) {
+#pragma unroll
+        for (int i = 0; i < AHEAD; ++i) {
+            const int page = begin + i * WARPS + warp;
+            offset[i] = page < end ? page_offset(cache, page) : 0;
+        }
+    };
+    auto load = [&](bool newest) {  // the last page gets a token in this step
+#pragma unroll
+        for (int i = 0; i < AHEAD; ++i) {
+            const int page = first + i * WARPS + warp;
+            if ((page == pages - 1) != newest) continue;
+            load_keys(tile[i], cache, offset[i], page, g, t);
+            load_values(tile[i], cache, offset[i], page, g, t);
+        }
+    };
+    find(first);
+    if (blocks > 1) cluster_wait();  // the first block's barrier is there
+    load(false);
+    wait_for_previous(qkv);
+    uint32_t qa[2 * K_LOADS][4];
+    load_queries<ROWS>(qa, qkv + (row * (heads + 2 * kv_heads) + head) * D, shared_heads, g, t);
+    load(true);
+    const bool own = Segment<ROWS>::row() < shared_heads;
+    out += (row * heads + head) * D;
+    Segment<ROWS> kept{negative_infinity(), 0.0f, {}};
+    const int64_t part = static_cast<int64_t>(blockIdx.y) * max_segments * heads + head;
+    const Meeting meeting{partials + part * D, sums + part * 2, counters + blockIdx.y * gridDim.x + blockIdx.x, heads};
+    int done = 0;
+    while (true) {
+        Running<ROWS> running;
+        for (int begin = first; begin < end; begin += STEP) {
+            const int next = begin + STEP;
+            if (next < end) find(next);
+            float s[AHEAD][2][4] = {}, largest[AHEAD][2];
+#pragma unroll
+            for (int i = 0; i < AHEAD; ++i) running.score(s[i], qa, tile[i]);
+#pragma unroll
+            for (int i = 0; i < AHEAD; ++i) {
+                largest[i][0] = largest[i][1] = negative_infinity();
+                running.hide(largest[i], s[i], (begin + i * WARPS + warp) * PAGE, cache.length, scale, t);
+            }
+            if (next < end) {
+#pragma unroll
+                for (int i = 0; i < AHEAD; ++i) load_keys(tile[i], cache, offset[i], next + i * WARPS + warp, g, t);
+            }
+#pragma unroll
+            for (int i = 0; i < AHEAD; ++i) {
+#pragma unroll
+                for (int half = 0; half < Running<ROWS>::HALVES; ++half)
+                    running.rescale(half, fmaxf(running.m[half], largest[i][half]));
+                uint32_t pa[4] = {};
+                running.weigh(pa, s[i]);
+                running.mix(pa, tile[i]);
+            }
+            if (next < end) {
+#pragma unroll
+                for (int i = 0; i < AHEAD; ++i) load_values(tile[i], cache, offset[i], next + i * WARPS + warp, g, t);
+            }
+        }
+        const Segment<ROWS> mine = merge_warps(running);
+        if (segments <= blocks) {
+            if (blocks > 1 && segment > 0) {
+                inbox[segment - 1].send(mine, barrier);
+                return;
+            }
+            merge_segment(kept, mine);
+            if (blocks > 1 && segments > 1) {
+                if (threadIdx.x == 0) barrier_expect(barrier, (segments - 1) * Sent<ROWS>::BYTES);
+                barrier_wait_for_cluster(barrier, 0);
+                for (int other = 1; other < segments; ++other) merge_segment(kept, inbox[other - 1].received());
+            }
+            if (own) store_result(kept, out);
+            return;
+        }
+        if (own) meeting.leave(mine, segment);
+        ++done;
+        segment += gridDim.z;
+        if (segment >= segments) break;
+        first = segment * segment_pages, end = min(first + segment_pages, pages);
+        cache.length = min(length, end * PAGE);
+        __syncthreads();  // what `merge_warps` has in shared memory was read
+        find(first);
+        load(false);
+        load(true);
+    }
+    if (meeting.is_last(done, segments) && own) store_result(meeting.merged_segments<ROWS>(segments), out);
+}
+
+#define SPLIT_KERNEL(ROWS)                                                                                          \
+    extern "C" __global__ void __launch_bounds__(THREADS) split_attention_##ROWS(                                    \
+        const __half* qkv, const __half* k_cache, const __half* v_cache, const int* tables, int table_stride,     \
+        const int* lengths, const int* starts, const int* listed, __half* out, float* partials, float* sums,      \
+        unsigned* counters, int heads, int kv_heads, int segment_pages, int max_segments, float scale) {          \
+        decode_split<ROWS>(qkv, k_cache, v_cache, tables, table_stride, lengths, starts, listed, out, partials,     \
+                         sums, counters, heads, kv_heads, segment_pages, max_segments, scale);                    \
+    }
+
+SPLIT_KERNEL(8)
+SPLIT_KERNEL(16)

@@ -1,0 +1,368 @@
+// A decode step of at most 8 tokens: products fused with what is around them, for latency. Five launches a layer
+// with the attention between them.
+//
+//   few_qkv_*     qkv of norm(x), bias, rotation; queries to qkv (T, (H + 2 G) D) half, keys and values to the pages
+//   few_residual  x += in W^T; in (T, K) half, x (T, outputs) float
+//   few_swiglu_*  out (T, F) half = silu(gate) * up of norm(x); W has F rows of gate, then F of up
+//
+// x (T, width) float, weights half (outputs, K) row-major, K a multiple of 32; norms, bias, positions, cache_rows,
+// table and caches as in `rms_norm.cu` and `qkv_rope.cu`. Everything is computed and rounded as by `rms_norm`, a product
+// of `hopper_gemm.cu`, `qkv_rope_write` and `swiglu` one after the other, to the same bits: sums go through K in order,
+// 16 elements at a time (m16n8k16 with the tokens as rows), from one accumulator; those of few_residual in the two
+// halves of a long K, which two warps take.
+//
+// Bytes: the weights once. A block has 8 rows of W (few_swiglu: `groups` of 8 of gate and 8 of up), which it asks for
+// all at once, by cp.async, before it waits for the kernel ahead of it: the chip has a whole matrix in flight, and
+// a warp for each group multiplies when inputs and weights are there. Latency is that of K / 16 dependent products,
+// or half as many.
+//
+// few_swiglu has the weights of `down` brought to L2 when its own are there, for those blocks of `down` that find no room
+// on a multiprocessor before it ends. Asked for earlier, they would be in the way of what is needed first.
+//
+// Blocks that take little of a multiprocessor let those of the kernels behind them in early, and with them their
+// weights: registers are spared, and blocks of few_swiglu are few enough to run all at once.
+//
+// Options: -DHEAD_DIM (64), -DINTERLEAVED (0). Dynamic shared memory: `_shared` in the launcher.
+#include "common/common.cuh"
+#include "common/kv_cache.cuh"
+#include "common/rope.cuh"
+
+#ifndef HEAD_DIM
+#define HEAD_DIM 64
+#endif
+#ifndef INTERLEAVED
+#define INTERLEAVED 0
+#endif
+static_assert(HEAD_DIM % 8 == 0, "a block has whole pairs of one head");
+
+static constexpr int THREADS = 128;         // but for few_swiglu
+static constexpr int SWIGLU_THREADS = 256;  // at most
+static constexpr int TOKENS = 8;
+static constexpr int ROWS = 8;  // of W that a product takes
+static constexpr int MAX_PARTS = 32;
+
+extern __shared__ __align__(16) unsigned char shared[];
+
+// Bytes between rows of K halves in shared memory: an odd number of 16-byte chunks, so that ldmatrix meets no conflict.
+static __device__ __forceinline__ int pitch_of(int inputs) { return (inputs / 8 | 1) * 16; }
+
+// Starts copying rows of K halves, row i from `row(i)`, to shared memory.
+template <typename Source>
+static __device__ __forceinline__ void fetch_rows(uint32_t target, int rows, int inputs, Source row) {
+    const int chunks = inputs / 8, pitch = pitch_of(inputs);
+    for (int i = 0; i < rows; ++i) {
+        const __half* source = row(i);
+        for (int chunk = threadIdx.x; chunk < chunks; chunk += blockDim.x)
+            copy_async(target + i * pitch + chunk * 16, source + chunk * 8, true);
+    }
+}
+
+// Asks for this block's share of so many bytes, a multiple of 16, to be brought to L2. One thread of a block calls it.
+static __device__ __forceinline__ void fetch_to_l2(const unsigned char* start, int bytes) {
+    const int blocks = gridDim.x, share = (bytes / blocks + 127) / 128 * 128;
+    const int from = static_cast<int>(blockIdx.x) * share, size = min(share, bytes - from);
+    if (size > 0)
+        asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(start + from), "r"(size) : "memory");
+}
+
+// norm(x) as rows of halves in shared memory, summed in the order of `rms_norm`: there, a row has the block
+// that `_norm_shape` in the launcher says; here its warps are parts, which the warps of this block share out.
+// HELD: where a warp has at most so many of them, each of one piece, x stays in registers between the two passes, and the
+// gains are there from the start; 0: in any case. The code for one part is a third of that for all cases, and
+// instructions have to come from afar when kernels take turns on a multiprocessor.
+template <int HELD>
+struct Norm {
+    static constexpr int ITEMS = HELD > 0 ? HELD : 1;
+    int tokens, width, chunks, pieces, parts, warps, warp, lane;
+    int token[ITEMS], chunk[ITEMS];
+    const float* norm;
+    float gains[ITEMS][8];
+
+    // Before anything is waited for.
+    __device__ __forceinline__ Norm(int tokens, int width, const float* norm)
+        : tokens(tokens), width(width), norm(norm) {
+        chunks = width / 8, pieces = HELD > 0 || chunks <= 256 ? 1 : chunks <= 512 ? 2 : 4;
+        parts = (chunks + 32 * pieces - 1) / (32 * pieces);
+        warps = blockDim.x / 32, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+        if constexpr (HELD > 0) {
+#pragma unroll
+            for (int i = 0; i < HELD; ++i) {
+                const int item = warp + i * warps;
+                token[i] = item / parts, chunk[i] = item % parts * 32 + lane;
+                if (token[i] < tokens && chunk[i] < chunks) load8(norm + chunk[i] * 8, gains[i]);
+            }
+        }
+    }
+
+    __device__ __forceinline__ float scale_of(const float* sums, float eps) const {
+        float total;
+        if (parts <= 4) {  // as `warp_sum` adds them
+            const float4 four = *reinterpret_cast<const float4*>(sums);
+            const float third = parts > 2 ? four.z : 0.0f, fourth = parts > 3 ? four.w : 0.0f;
+            total = (four.x + third) + ((parts > 1 ? four.y : 0.0f) + fourth);
+        } else {
+            total = warp_sum(lane < parts ? sums[lane] : 0.0f);
+        }
+        return 1.0f / sqrtf(total / static_cast<float>(width) + eps);
+    }
+
+    static __device__ __forceinline__ void store(unsigned char* target, float (&values)[8], const float (&gains)[8],
+                                                 float scale) {
+#pragma unroll
+        for (int i = 0; i < 8; ++i) values[i] *= scale * gains[i];
+        *reinterpret_cast<Half8*>(target) = pack(values);
+    }
+
+    // Waits for copies, too, and ends with a barrier.
+    __device__ __forceinline__ void operator()(unsigned char* target, const float* x, float eps) const {
+        __shared__ __align__(16) float sums[TOKENS][MAX_PARTS];
+        const int pitch = pitch_of(width);
+        float kept[ITEMS][8];
+        if constexpr (HELD > 0) {
+#pragma unroll
+            for (int i = 0; i < HELD; ++i)
+                if (token[i] < tokens && chunk[i] < chunks)
+                    load8(x + static_cast<int64_t>(token[i]) * width + chunk[i] * 8, kept[i]);
+#pragma unroll
+            for (int i = 0; i < HELD; ++i) {
+                if (token[i] >= tokens) continue;
+                float sum = 0.0f;
+#pragma unroll
+                for (int k = 0; k < 8; ++k)
+                    if (chunk[i] < chunks) sum = fmaf(kept[i][k], kept[i][k], sum);
+                sum = warp_sum(sum);
+                if (lane == 0) sums[token[i]][chunk[i] / 32] = sum;
+            }
+        } else {
+            for (int item = warp; item < tokens * parts; item += warps) {
+                const int token = item / parts, part = item % parts;
+                float sum = 0.0f;
+                for (int piece = 0; piece < pieces; ++piece) {
+                    const int chunk = piece * parts * 32 + part * 32 + lane;
+                    if (chunk >= chunks) continue;
+                    float values[8];
+                    load8(x + static_cast<int64_t>(token) * width + chunk * 8, values);
+#pragma unroll
+                    for (int i = 0; i < 8; ++i) sum = fmaf(values[i], values[i], sum);
+                }
+                sum = warp_sum(sum);
+                if (lane == 0) sums[token][part] = sum;
+            }
+        }
+        wait_for_copies<0>();
+        __syncthreads();
+        if constexpr (HELD > 0) {
+#pragma unroll
+            for (int i = 0; i < HELD; ++i) {
+                if (token[i] >= tokens) continue;
+                const float scale = scale_of(sums[token[i]], eps);
+                if (chunk[i] < chunks)
+                    store(target + token[i] * pitch + chunk[i] * 16, kept[i], gains[i], scale);
+            }
+        } else {
+            for (int item = warp; item < tokens * parts; item += warps) {
+                const int token = item / parts, part = item % parts;
+                const float scale = scale_of(sums[token], eps);
+                for (int piece = 0; piece < pieces; ++piece) {
+                    const int chunk = piece * parts * 32 + part * 32 + lane;
+                    if (chunk >= chunks) continue;
+                    float values[8], gain[8];
+                    load8(x + static_cast<int64_t>(token) * width + chunk * 8, values);
+                    load8(norm + chunk * 8, gain);
+                    store(target + token * pitch + chunk * 16, values, gain, scale);
+                }
+            }
+        }
+        __syncthreads();
+    }
+};
+
+// c[0], c[1] of COUNT products at once: token lane / 4, rows 2 (lane % 4), + 1 of the 8 rows of W. Fragments have room
+// for 8 tokens; where there are fewer, rows of weights are read in their place, and the results mean nothing.
+template <int COUNT>
+static __device__ __forceinline__ void multiply(float (&c)[COUNT][4], uint32_t inputs_at, uint32_t weights_at,
+                                                int inputs, int pitch) {
+    constexpr int AHEAD = 4;  // steps of 32 elements whose operands are read before they are multiplied
+    const int lane = threadIdx.x % 32, steps = inputs / 32;
+    // A's rows 8 to 15 are rows 0 to 7 again, so that one instruction reads a fragment as it is multiplied.
+    const uint32_t a_at = inputs_at + lane % 8 * pitch + lane / 16 * 16;
+    const uint32_t b_at = weights_at + lane % 8 * pitch + lane / 8 * 16;
+    uint32_t a[AHEAD][2][4], b[AHEAD][COUNT][4];
+    auto read = [&](int place, int step) {
+        load_matrices(a[place][0], a_at + step * 64);
+        load_matrices(a[place][1], a_at + step * 64 + 32);
+#pragma unroll
+        for (int n = 0; n < COUNT; ++n) load_matrices(b[place][n], b_at + n * ROWS * pitch + step * 64);
+    };
+    auto take = [&](int place) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+#pragma unroll
+            for (int n = 0; n < COUNT; ++n)
+                mma(c[n], a[place][half], b[place][n][2 * half], b[place][n][2 * half + 1]);
+    };
+#pragma unroll
+    for (int i = 0; i < AHEAD; ++i) read(i, min(i, steps - 1));
+    int step = 0;
+    // Reads between products, not before them: they are issued while a product is under way.
+#pragma unroll 1
+    for (; step + 2 * AHEAD <= steps; step += AHEAD) {
+#pragma unroll
+        for (int i = 0; i < AHEAD; ++i) take(i), read(i, step + AHEAD + i);
+    }
+#pragma unroll 1
+    for (; step < steps; step += AHEAD) {
+#pragma unroll
+        for (int i = 0; i < AHEAD; ++i) {
+            if (step + i >= steps) break;
+            take(i);
+            if (step + AHEAD + i < steps) read(i, step + AHEAD + i);
+        }
+    }
+}
+
+// This warp's turn among those of its block: warp 0 is not the first in all, for blocks that share a multiprocessor
+// should not share one of its four tensor cores.
+static __device__ __forceinline__ int turn() { return (threadIdx.x / 32 - blockIdx.x) % (THREADS / 32); }
+
+static __device__ __forceinline__ float rounded(float value) { return __half2float(__float2half_rn(value)); }
+
+template <int HELD>
+static __device__ __forceinline__ void qkv_rows(const float* __restrict__ x, const float* __restrict__ norm, float eps,
+                                                const __half* __restrict__ w, const float* __restrict__ bias,
+                                                const int* __restrict__ positions, const int* __restrict__ cache_rows,
+                                                const float* __restrict__ table, int table_rows,
+                                                __half* __restrict__ qkv, __half* __restrict__ k_cache,
+                                                __half* __restrict__ v_cache, int tokens, int width, int heads,
+                                                int kv_heads) {
+    constexpr int BLOCKS = HEAD_DIM / ROWS;  // of a head
+    const int head = blockIdx.x / BLOCKS, first_pair = blockIdx.x % BLOCKS * (ROWS / 2);
+    auto element = [&](int pair, int which) {
+        return INTERLEAVED ? 2 * pair + which : pair + which * (HEAD_DIM / 2);
+    };
+    const int pitch = pitch_of(width);
+    const uint32_t inputs_at = shared_address(shared), weights_at = inputs_at + tokens * pitch;
+    launch_next();
+    const Norm<HELD> normalise(tokens, width, norm);
+    fetch_rows(weights_at, ROWS, width, [&](int i) {
+        return w + static_cast<int64_t>(head * HEAD_DIM + element(first_pair + i / 2, i % 2)) * width;
+    });
+    commit_copies();
+    // What the step's arrays hold is there before it starts.
+    const int token = threadIdx.x % 32 / 4, pair = first_pair + threadIdx.x % 4;
+    const int low_at = element(pair, 0), high_at = element(pair, 1);
+    const bool exists = token < tokens, is_query = head < heads, is_value = head >= heads + kv_heads;
+    float low_bias = 0.0f, high_bias = 0.0f;
+    float2 angle = make_float2(1.0f, 0.0f);
+    int row = 0;
+    if (exists) {
+        if (bias != nullptr) low_bias = bias[head * HEAD_DIM + low_at], high_bias = bias[head * HEAD_DIM + high_at];
+        const int position = min(max(positions[token], 0), table_rows - 1);
+        angle = *reinterpret_cast<const float2*>(table + static_cast<int64_t>(position) * HEAD_DIM + 2 * pair);
+        row = cache_rows[token];
+    }
+    wait_for_previous(x);
+    normalise(shared, x, eps);
+    if (turn() != 0) return;
+    float c[1][4] = {};
+    multiply(c, inputs_at, weights_at, width, pitch);
+
+    if (!exists) return;
+    float low = rounded(c[0][0]), high = rounded(c[0][1]);
+    if (bias != nullptr) low += low_bias, high += high_bias;
+    if (!is_value) rotate(low, high, angle.x, angle.y);
+    __half* target = qkv + (static_cast<int64_t>(token) * (heads + 2 * kv_heads) + head) * HEAD_DIM;
+    if (!is_query) {
+        if (row < 0) return;
+        const int kv_head = (head - heads) % kv_heads;
+        const int64_t place = token_row(row, kv_head, kv_heads);
+        target = (is_value ? v_cache : k_cache) + place * HEAD_DIM;
+    }
+    target[low_at] = __float2half_rn(low);
+    target[high_at] = __float2half_rn(high);
+}
+
+// `first`: elements of K in the first sum, a multiple of 64; the others, if there are any, are added after it.
+extern "C" __global__ void __launch_bounds__(THREADS)
+    few_residual(const __half* __restrict__ in, const __half* __restrict__ w, float* x, int tokens,
+                 int outputs, int inputs, int first) {
+    __shared__ float2 second[32];  // sums of each lane
+    const int first_row = blockIdx.x * ROWS, pitch = pitch_of(inputs);
+    const uint32_t inputs_at = shared_address(shared), weights_at = inputs_at + tokens * pitch;
+    launch_next();
+    fetch_rows(weights_at, ROWS, inputs,
+               [&](int i) { return w + static_cast<int64_t>(min(first_row + i, outputs - 1)) * inputs; });
+    wait_for_previous(in);
+    fetch_rows(inputs_at, tokens, inputs, [&](int i) { return in + static_cast<int64_t>(i) * inputs; });
+    commit_copies();
+    const int lane = threadIdx.x % 32, token = lane / 4, column = first_row + lane % 4 * 2;
+    const bool exists = token < tokens && column < outputs;
+    float2* target = reinterpret_cast<float2*>(x + static_cast<int64_t>(token) * outputs + column);
+    const float2 old = exists ? *target : make_float2(0.0f, 0.0f);
+    wait_for_copies<0>();
+    __syncthreads();
+    const int mine = turn(), sums = first < inputs ? 2 : 1;
+    if (mine >= sums) return;
+    const int skipped = mine * first * 2;  // bytes
+    float c[1][4] = {};
+    multiply(c, inputs_at + skipped, weights_at + skipped, mine ? inputs - first : first, pitch);
+    float2 result = make_float2(old.x + c[0][0], old.y + c[0][1]);
+    if (sums > 1) {
+        if (mine) second[lane] = make_float2(c[0][0], c[0][1]);
+        asm volatile("bar.sync 1, 64;" ::: "memory");
+        if (mine) return;
+        result = make_float2(result.x + second[lane].x, result.y + second[lane].y);
+    }
+    if (exists) *target = result;
+}
+
+// `groups` of 8 outputs in a block, a warp each; more warps help to fetch and to norm.
+template <int HELD>
+static __device__ __forceinline__ void swiglu_rows(const float* __restrict__ x, const float* __restrict__ norm,
+                                                   float eps, const __half* __restrict__ w, __half* __restrict__ out,
+                                                   int tokens, int width, int ffn_width, int groups,
+                                                   const unsigned char* down, int down_bytes) {
+    const int first = blockIdx.x * groups * ROWS, pitch = pitch_of(width);
+    const int mine = min(groups, (ffn_width - first) / ROWS);
+    const uint32_t inputs_at = shared_address(shared), weights_at = inputs_at + tokens * pitch;
+    launch_next();
+    const Norm<HELD> normalise(tokens, width, norm);
+    fetch_rows(weights_at, 2 * ROWS * mine, width, [&](int i) {
+        const int row = first + i / (2 * ROWS) * ROWS + i % ROWS + (i & ROWS ? ffn_width : 0);
+        return w + static_cast<int64_t>(row) * width;
+    });
+    commit_copies();
+    wait_for_previous(x);
+    normalise(shared, x, eps);
+    if (threadIdx.x == blockDim.x - 1) fetch_to_l2(down, down_bytes);
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    if (warp >= mine) return;
+    float c[2][4] = {};
+    multiply(c, inputs_at, weights_at + warp * 2 * ROWS * pitch, width, pitch);
+    const int token = lane / 4, column = first + warp * ROWS + lane % 4 * 2;
+    if (token >= tokens) return;
+    const uint32_t pair = pack(silu_times(rounded(c[0][0]), rounded(c[1][0])),
+                               silu_times(rounded(c[0][1]), rounded(c[1][1])));
+    *reinterpret_cast<uint32_t*>(out + static_cast<int64_t>(token) * ffn_width + column) = pair;
+}
+
+#define NORM_KERNELS(HELD)                                                                                        \
+    extern "C" __global__ void __launch_bounds__(THREADS) few_qkv_##HELD(                                         \
+        const float* __restrict__ x, const float* __restrict__ norm, float eps, const __half* __restrict__ w,     \
+        const float* __restrict__ bias, const int* __restrict__ positions, const int* __restrict__ cache_rows,    \
+        const float* __restrict__ table, int table_rows, __half* __restrict__ qkv, __half* __restrict__ k_cache,  \
+        __half* __restrict__ v_cache, int tokens, int width, int heads, int kv_heads) {                           \
+        qkv_rows<HELD>(x, norm, eps, w, bias, positions, cache_rows, table, table_rows, qkv, k_cache, v_cache,    \
+                       tokens, width, heads, kv_heads);                                                           \
+    }                                                                                                             \
+    extern "C" __global__ void __launch_bounds__(SWIGLU_THREADS) few_swiglu_##HELD(                               \
+        const float* __restrict__ x, const float* __restrict__ norm, float eps, const __half* __restrict__ w,     \
+        __half* __restrict__ out, int tokens, int width, int ffn_width, int groups,                               \
+        const unsigned char* __restrict__ down, int down_bytes) {                                                 \
+        swiglu_rows<HELD>(x, norm, eps, w, out, tokens, width, ffn_width, groups, down, down_bytes);              \
+    }
+
+NORM_KERNELS(0)
+NORM_KERNELS(1)
+NORM_KERNELS(2)
+NORM_KERNELS(4)

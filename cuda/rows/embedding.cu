@@ -1,0 +1,53 @@
+// Rows picked by index: token embeddings, tokens the host does not know yet, and the rows that sample.
+//
+//   embed          tokens (T,), table (V, width) half -> out (T, width) float
+//   gather_tokens  out[i] = tokens[i], or where that is negative the token last sampled in slot slot_of_token[i]
+//   gather_rows    out[r] = x[rows[r]], rows of `chunks` 16-byte chunks
+//
+// width is a multiple of 8. A token outside the table or a row of -1 (padding) gives a row of zeros. Bytes: embed
+// 6 a value, gather_rows twice the row. All are bound by memory; a thread moves one 16-byte chunk of the table or
+// of the row, threads are numbered through the whole output, so that rows of any width fill the blocks of 256.
+#include "common/common.cuh"
+
+extern "C" __global__ void __launch_bounds__(256)
+    embed(const int* __restrict__ tokens, const __half* __restrict__ table, float* __restrict__ out, int count,
+          int width, int vocab) {
+    launch_next();
+    wait_for_previous(tokens);
+    const int chunks = width / 8;
+    const int64_t index = static_cast<int64_t>(blockIdx.x) * 256 + threadIdx.x;
+    if (index >= static_cast<int64_t>(count) * chunks) return;
+    const int row = static_cast<int>(index / chunks);
+    const int chunk = static_cast<int>(index % chunks);
+    const int token = tokens[row];
+    float values[8] = {};
+    if (token >= 0 && token < vocab)
+        unpack(*reinterpret_cast<const Half8*>(table + static_cast<int64_t>(token) * width + chunk * 8), values);
+    store8(out + index * 8, values);
+}
+
+extern "C" __global__ void __launch_bounds__(256)
+    gather_tokens(const int* __restrict__ tokens, const int* __restrict__ slot_of_token,
+                  const int* __restrict__ last_token, int* __restrict__ out, int count) {
+    launch_next();
+    wait_for_previous(last_token);
+    const int index = blockIdx.x * 256 + threadIdx.x;
+    if (index >= count) return;
+    int token = tokens[index];
+    if (token < 0) {
+        const int slot = slot_of_token[index];
+        token = slot >= 0 ? last_token[slot] : 0;
+    }
+    out[index] = token;
+}
+
+extern "C" __global__ void __launch_bounds__(256)
+    gather_rows(const uint4* __restrict__ x, const int* __restrict__ rows, uint4* __restrict__ out, int count,
+                int chunks) {
+    launch_next();
+    wait_for_previous(x);
+    const int64_t index = static_cast<int64_t>(blockIdx.x) * 256 + threadIdx.x;
+    if (index >= static_cast<int64_t>(count) * chunks) return;
+    const int row = rows[index / chunks];
+    out[index] = row >= 0 ? x[static_cast<int64_t>(row) * chunks + index % chunks] : make_uint4(0, 0, 0, 0);
+}

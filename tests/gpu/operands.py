@@ -1,0 +1,92 @@
+"""Operands of launchers, made of arrays."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from nightmill.worker.runners.gpu.device.device import Device
+from nightmill.worker.runners.gpu.device.operands import HALF, Buffer, Matrix
+from nightmill.worker.runners.gpu.kv_cache import LayerCache
+from nightmill.worker.runners.gpu.products.chooser import Products
+from nightmill.worker.runners.gpu.products.library import LibraryProducts
+from nightmill.worker.runners.gpu.products.shapes import Kind, Shape, Way, padded_rows
+from nightmill.worker.runners.gpu.rows.swiglu import SwiGlu
+from nightmill.worker.runners.gpu.steps import StepInputs, StepShape
+
+Array = npt.NDArray[Any]
+MOST_ROWS, MOST_FFN = 4096, 4864  # of products with SwiGLU
+
+
+def buffer(device: Device, array: Array) -> Buffer:
+    """The array on the device."""
+    return Buffer(device.upload(array), array.shape, array.dtype)
+
+
+def room(device: Device, shape: Sequence[int], dtype: npt.DTypeLike) -> Buffer:
+    """Of which nobody knows what it holds."""
+    kind = np.dtype(dtype)
+    return Buffer(device.allocate(int(np.prod(shape)) * kind.itemsize), tuple(shape), kind)
+
+
+def poisoned(device: Device, shape: Sequence[int], dtype: npt.DTypeLike) -> Buffer:
+    """Full of NaN."""
+    return buffer(device, np.full(shape, np.nan, dtype=dtype))
+
+
+def matrix(device: Device, array: Array) -> Matrix:
+    """Weights (outputs, inputs) in half."""
+    return Matrix(device.upload(array.astype(np.float16)), *array.shape)
+
+
+def fetched(device: Device, held: Buffer, rows: int | None = None) -> Array:
+    """What a buffer holds, or its first rows."""
+    shape = held.shape if rows is None else (rows, *held.shape[1:])
+    return device.download(held.address, shape, held.dtype)
+
+
+def cache_of(device: Device, keys: Array, values: Array) -> LayerCache:
+    """Pages (pages, kv_heads, PAGE, head_dim) of keys and of values."""
+    return LayerCache(buffer(device, keys), buffer(device, values))
+
+
+def inputs_of(device: Device, *, table_width: int = 0, **arrays: Array) -> StepInputs:
+    """Step inputs of which only the arrays named are there."""
+    fields: dict[str, int] = dict.fromkeys(StepInputs.__dataclass_fields__, 0)
+    named = {name: device.upload(array) for name, array in arrays.items()}
+    return StepInputs(**fields | {"table_width": table_width} | named)
+
+
+def shape_of(**sizes: Any) -> StepShape:
+    """A step of these sizes, all others 0."""
+    return StepShape(**dict.fromkeys(("tokens", "sequences", "drawn", "draws", "tiles"), 0) | sizes)
+
+
+@contextmanager
+def all_products(device: Device) -> Iterator[Products]:
+    """Products of up to MOST_ROWS rows, with SwiGLU of up to MOST_FFN."""
+    products = Products(device, SwiGlu(device), room(device, (MOST_ROWS, 2 * MOST_FFN), HALF))
+    yield products
+    products.close()
+
+
+class ByLibrary:
+    """Products by the library's first guess."""
+
+    def __init__(self, device: Device) -> None:
+        self._products = LibraryProducts(
+            device, SwiGlu(device), room(device, (MOST_ROWS, 2 * MOST_FFN), HALF)
+        )
+
+    def way(self, shape: Shape) -> Way:
+        return self._products.candidates(shape)[0].way(shape)
+
+    def __call__(self, x: Buffer, weight: Matrix, y: Buffer, rows: int, kind: Kind = Kind.HALF) -> None:
+        """Queue it; operands have room for `padded_rows(rows)`."""
+        shape = Shape(padded_rows(rows), weight.rows, weight.columns, kind)
+        self.way(shape)(x, weight, y)
+
+    def close(self) -> None:
+        self._products.close()

@@ -1,0 +1,50 @@
+"""The files in `cuda/`: each has one name, and a cubin's name hangs on all that its source includes."""
+
+import shutil
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from nightmill.worker.runners.gpu.device import compiler
+from nightmill.worker.runners.gpu.device.compiler import KernelCompileError, cubin_name, kernel_directory
+from nightmill.worker.runners.gpu.device.sources import source_of
+
+
+@pytest.fixture
+def kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of `cuda/` that kernels are taken from."""
+    copy = tmp_path / "cuda"
+    shutil.copytree(kernel_directory(), copy)
+    monkeypatch.setattr(compiler, "kernel_directory", lambda: copy)
+    return copy
+
+
+def cubins(kernels: Path) -> dict[str, str]:
+    return {path.stem: cubin_name(path, (), "sm_90a", "13.0") for path in kernels.rglob("*.cu")}
+
+
+def test_a_kernel_file_is_found_in_its_folder_by_its_name() -> None:
+    names = Counter(path.stem for path in kernel_directory().rglob("*.cu"))
+    assert set(names.values()) == {1}
+    for name in names:
+        path, options = source_of(name)
+        assert (path.is_file(), path.parent.parent, options) == (True, kernel_directory(), ())
+
+
+def test_a_changed_header_is_compiled_again_in_every_file_that_reaches_it(kernels: Path) -> None:
+    before = cubins(kernels)
+    header = kernels / "common" / "kv_cache.cuh"
+    header.write_text(header.read_text() + "// changed\n")
+    after = cubins(kernels)
+    changed = {name for name, cubin in after.items() if cubin != before[name]}
+    assert changed == {
+        "attention_any", "decode_attention", "hopper_attention", "prefill_attention", "split_attention",
+        "few_rows", "hopper_qkv", "qkv_rope",
+    }  # fmt: skip
+
+
+def test_a_missing_header_is_named(kernels: Path) -> None:
+    (kernels / "common" / "hopper.cuh").unlink()
+    with pytest.raises(KernelCompileError, match=r"common/hopper\.cuh: cannot be read"):
+        cubins(kernels)

@@ -1,0 +1,103 @@
+"""The activations of a step: which buffers there are, how large, and which share memory."""
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from nightmill.worker.model.spec import LayerSpec, ModelSpec
+from nightmill.worker.runners.gpu.device.device import Arena, Device, aligned
+from nightmill.worker.runners.gpu.device.operands import FLOAT, HALF, INT, Buffer
+from nightmill.worker.runners.gpu.products.shapes import padded_rows
+from nightmill.worker.runners.gpu.weights.layout import padded_vocab
+
+__all__ = ["LOGIT_ROWS", "Activations"]
+
+LOGIT_ROWS = 512  # rows of logits computed and sampled at once
+
+
+class _Array(NamedTuple):
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+_SHARED = {
+    "mixed_drawing": "qkv",  # gathered when attention is done with queries
+    "numbers": "tokens",  # for products that are timed before there are tokens
+}
+"""Buffers in the memory of another, whose contents are of no use any more when theirs are written."""
+
+
+@dataclass(frozen=True, slots=True)
+class Activations:
+    """Buffers for a step's tokens, and for the rows of it that draw, rounded up to `padded_rows`."""
+
+    tokens: Buffer  # int32: ids, those drawn last filled in
+    numbers: Buffer  # int32
+    x: Buffer  # the residual stream, float
+    normed: Buffer  # half
+    qkv: Buffer  # half
+    mixed: Buffer  # what attention gives, half
+    gate_up: Buffer  # half
+    activated: Buffer  # half
+    x_drawing: Buffer  # of the residual stream, the rows that draw
+    mixed_drawing: Buffer  # of what attention gives, the rows that draw
+    logits: Buffer  # float, LOGIT_ROWS of them
+    drawn: Buffer  # int32: tokens drawn
+
+    @classmethod
+    def allocate(cls, device: Device, spec: ModelSpec, *, max_tokens: int, max_draws: int) -> "Activations":
+        """Take the memory for steps of up to `max_tokens` tokens, of which `max_draws` may draw."""
+        arrays = _arrays(spec, max_tokens, max_draws)
+        arena = Arena(device, _bytes(arrays), "the workspace")
+        own = {name: arena.take(array.bytes) for name, array in arrays.items() if name not in _SHARED}
+        return cls(**{name: Buffer(own[_SHARED.get(name, name)], *array) for name, array in arrays.items()})
+
+    def of(self, layer: LayerSpec) -> "Activations":
+        """The same memory, with rows as wide as that layer's."""
+        changed: dict[str, Buffer] = {}
+        for name, width in _widths(layer).items():
+            buffer: Buffer = getattr(self, name)
+            changed[name] = replace(buffer, shape=(buffer.shape[0], width))
+        return replace(self, **changed)
+
+    @staticmethod
+    def workspace(spec: ModelSpec, *, max_tokens: int, max_draws: int) -> int:
+        """Bytes that they take."""
+        return _bytes(_arrays(spec, max_tokens, max_draws))
+
+
+def _widths(layer: LayerSpec) -> dict[str, int]:
+    """Of the buffers that are as wide as a layer needs."""
+    attention, ffn = layer.attention, layer.feed_forward.width
+    return {
+        "qkv": attention.qkv, "mixed": attention.queries, "mixed_drawing": attention.queries,
+        "gate_up": 2 * ffn, "activated": ffn,
+    }  # fmt: skip
+
+
+def _arrays(spec: ModelSpec, max_tokens: int, max_draws: int) -> dict[str, _Array]:
+    tokens, draws = padded_rows(max_tokens), padded_rows(max_draws)
+    rows = dict.fromkeys(("qkv", "mixed", "gate_up", "activated"), tokens)
+    rows["mixed_drawing"] = min(tokens, draws)
+    widths = [_widths(layer) for layer in spec.layers]
+    return {
+        "tokens": _Array((tokens,), INT),
+        "numbers": _Array((tokens,), INT),
+        "x": _Array((tokens, spec.width), FLOAT),
+        "normed": _Array((tokens, spec.width), HALF),
+        **{name: _Array((rows[name], max(one[name] for one in widths)), HALF) for name in rows},
+        "x_drawing": _Array((draws, spec.width), FLOAT),
+        "logits": _Array((padded_rows(min(draws, LOGIT_ROWS)), padded_vocab(spec)), FLOAT),
+        "drawn": _Array((draws,), INT),
+    }
+
+
+def _bytes(arrays: dict[str, _Array]) -> int:
+    assert all(arrays[name].bytes <= arrays[other].bytes for name, other in _SHARED.items())
+    return sum(aligned(array.bytes) for name, array in arrays.items() if name not in _SHARED)

@@ -1,0 +1,202 @@
+"""Decode attention: the attention of drawn tokens, each over its own context."""
+
+from itertools import pairwise
+
+from nightmill.jobs.errors import RunnerError
+from nightmill.worker.model.spec import Attention, ModelSpec
+from nightmill.worker.runners.base import IntArray
+from nightmill.worker.runners.gpu.attention.pieces import NO_PIECES, WAVES, Planner
+from nightmill.worker.runners.gpu.attention.scale import score_scale
+from nightmill.worker.runners.gpu.device.device import Device
+from nightmill.worker.runners.gpu.device.functions import KernelPairs
+from nightmill.worker.runners.gpu.device.operands import Buffer
+from nightmill.worker.runners.gpu.device.sources import TENSOR_CORE_HEADS, Source, by_head, source_of
+from nightmill.worker.runners.gpu.kv_cache import PAGE, LayerCache
+from nightmill.worker.runners.gpu.steps import StepInputs, StepShape
+
+__all__ = ["DecodeAttention"]
+
+_THREADS = (128, 1, 1)
+_MAX_SEGMENTS = 128  # of a context
+_AHEAD, _FAR_AHEAD = 2, 4  # pages that each warp has under way
+_FAR_BLOCKS = 3  # a multiprocessor, up to which these are more
+_MOST_CUT = 8192  # segments, 30 MB with 14 heads of 64
+_WHOLE_BLOCKS = 0.9  # a multiprocessor, from which on contexts are not split
+_SPLIT_SEGMENTS = 0.4  # for each block that the GPU holds, up to which split attention is no worse
+_SPLIT_BLOCKS = 4  # a multiprocessor, of split attention
+_MAX_CLUSTER = 8  # blocks, on every Hopper
+
+
+class DecodeAttention:
+    """Launches `decode_attention.cu` and `split_attention.cu`: models with heads of 64 or 128.
+
+    max_context  tokens that a sequence may have
+    clusters     blocks are launched in clusters, which takes a Hopper
+
+    Where there are few sequences with short contexts, split attention has a block for each segment; else
+    blocks take the pieces of `decode_pieces`. Both give the same bits.
+    """
+
+    def __init__(
+        self, device: Device, attention: Attention, *, max_context: int, clusters: bool | None = None
+    ) -> None:
+        self._device = device
+        self._heads, self._kv_heads = attention.heads, attention.kv_heads
+        self._scale = score_scale(attention)
+        rows = 8 if attention.heads // attention.kv_heads <= 8 else 16
+        self._blocks = _blocks(attention)
+        self._segment_pages, self._segments = _segments(max_context)
+        decode, split = (KernelPairs(device, source) for source in _sources(attention))
+        self._near, self._far = (
+            (decode.function(f"decode_attention_{rows}_{ahead}", "PPPPiPPPPPPiiif", shared=ring), ring)
+            for ahead in (_AHEAD, _FAR_AHEAD if attention.head_dim == 64 else _AHEAD)
+            for ring in (4 * ahead * 4 * PAGE * attention.head_dim,)  # keys and values of four warps' pages
+        )
+        in_clusters = device.hopper if clusters is None else clusters
+        self._cluster = 1 << (min(self._segments, _MAX_CLUSTER) - 1).bit_length() if in_clusters else 1
+        # What the first block of a cluster is sent: o, and m and l of each of the 128 threads.
+        self._sent = 4 * (self._cluster - 1) * (rows * attention.head_dim + 2 * _THREADS[0])
+        name, arguments = f"split_attention_{rows}", "PPPPiPPPPPPPiiiif"
+        self._split = split.function(name, arguments)
+        self._split_in_clusters = split.function(name, arguments, shared=self._sent, cluster=self._cluster)
+        kernel, shared = self._near
+        held = kernel.many.blocks_at_once(_THREADS[0], shared) * device.multiprocessors
+        self._held = -(-held // self._blocks)  # pieces that the GPU works on at once
+        self._full_chip = int(_WHOLE_BLOCKS * device.multiprocessors)
+        self._planner = Planner(
+            segment=self._segment_pages * PAGE, at_once=self._held,
+            most_cut=_most_cut(attention, max_context, device.multiprocessors),
+        )  # fmt: skip
+        sizes = _meeting(attention, max_context, device.multiprocessors)
+        self._meeting = tuple(device.allocate(size, "segments of contexts") for size in sizes)
+        device.fill(self._meeting[-1], 0, sizes[-1])
+
+    @staticmethod
+    def suits(attention: Attention) -> bool:
+        """Whether the kernels take a model."""
+        return attention.head_dim in TENSOR_CORE_HEADS
+
+    @classmethod
+    def sources(cls, spec: ModelSpec, *, hopper: bool) -> list[Source]:
+        """What they are compiled from."""
+        attention = spec.layers[0].attention
+        return _sources(attention) if cls.suits(attention) else []
+
+    @classmethod
+    def workspace(cls, attention: Attention, *, max_context: int, multiprocessors: int) -> int:
+        """Bytes of device memory that they take."""
+        return sum(_meeting(attention, max_context, multiprocessors))
+
+    def pieces(self, lengths: IntArray, sequences: IntArray) -> IntArray:
+        """What blocks are to compute, on the host, good until the next call.
+
+        lengths    (S,) tokens of contexts
+        sequences  (S,) which of the step's they are
+
+        None where split attention is better.
+        """
+        if self._blocks * len(lengths) < self._full_chip:
+            segments = int((-(-lengths // self._planner.segment)).sum())
+            if segments < _SPLIT_SEGMENTS * self._held:
+                return NO_PIECES
+        return self._planner.pieces(lengths, sequences)
+
+    def room(self, sequences: int, pieces: int) -> int:
+        """The number that so many pieces are padded to: the least of `rooms`."""
+        return next(room for room in (0, *self._paddings(sequences)) if pieces <= room)
+
+    def rooms(self, sequences: int) -> list[int]:
+        """All that the pieces of a step of so many may be padded to; 0: split attention, which has none."""
+        segments = sequences * self._segments  # at most
+        split = self._blocks * sequences < self._full_chip
+        if split and segments < _SPLIT_SEGMENTS * self._held:
+            return [0]
+        reached = [room for less, room in pairwise([0, *self._paddings(sequences)]) if less < segments]
+        return [0, *reached] if split else reached
+
+    def most_pieces(self, sequences: int) -> int:
+        """The largest room."""
+        return self._paddings(sequences)[-1]
+
+    def _paddings(self, sequences: int) -> list[int]:
+        most = sequences + WAVES * self._held
+        return sorted({sequences, max(sequences, self._far_pieces), most})
+
+    @property
+    def _far_pieces(self) -> int:
+        return _FAR_BLOCKS * self._device.multiprocessors // self._blocks
+
+    def __call__(
+        self, qkv: Buffer, cache: LayerCache, inputs: StepInputs, shape: StepShape, out: Buffer
+    ) -> None:
+        """Queue attention of a step's first chunks, drawn tokens: qkv (T, H + 2 G, D) -> out (T, H D), half.
+
+        Without pieces in the step they are split. Where a step writes more of a context than its last token
+        (`again`), nothing is fetched ahead of that. The result is the same to the bit, however contexts are
+        shared out.
+        """
+        if not shape.pieces:
+            self._in_segments(qkv, cache, inputs, shape, out)
+            return
+        kernel, shared = self._far if shape.pieces <= self._far_pieces else self._near
+        kernel.of(shape.drawn)(
+            (self._blocks, shape.pieces, 1), _THREADS, qkv.address, cache.keys.address, cache.values.address,
+            inputs.block_tables, inputs.table_width, 0, inputs.pieces, out.address, *self._meeting,
+            self._heads, self._kv_heads, self._segment_pages, self._scale, shared=shared, apart=shape.again,
+        )  # fmt: skip
+
+    def _in_segments(
+        self, qkv: Buffer, cache: LayerCache, inputs: StepInputs, shape: StepShape, out: Buffer
+    ) -> None:
+        """Blocks for each segment: too few sequences to fill the chip, whatever their contexts."""
+        count, stride = shape.drawn, inputs.table_width
+        if self._blocks * count >= self._full_chip:
+            raise RunnerError(f"decode attention of {count} sequences goes by pieces")
+        segments = min(self._segments, -(-stride // self._segment_pages))
+        split, shared = self._split.few, 0
+        # A cluster starts only where one GPC has room for all of it. None should wait for that while blocks
+        # with work have a multiprocessor each; with more, the latency of a merge in global memory hides.
+        busy = self._blocks * count * self._cluster
+        if segments > 1 and self._cluster > 1 and busy <= self._device.multiprocessors:
+            split, shared = self._split_in_clusters.few, self._sent
+            segments = -(-segments // self._cluster) * self._cluster
+        # Contexts are mostly shorter than they may be: no more blocks than keep the chip busy.
+        enough = -(-_SPLIT_BLOCKS * self._device.multiprocessors // (self._blocks * count))
+        segments = min(segments, max(_MAX_CLUSTER, -(-enough // _MAX_CLUSTER) * _MAX_CLUSTER))
+        split(
+            (self._blocks, count, segments), _THREADS, qkv.address, cache.keys.address, cache.values.address,
+            inputs.block_tables, stride, inputs.context_lengths, 0, 0, out.address, *self._meeting,
+            self._heads, self._kv_heads, self._segment_pages, self._segments, self._scale, shared=shared,
+            apart=shape.again,
+        )  # fmt: skip
+
+
+def _sources(attention: Attention) -> list[Source]:
+    return [source_of(name, *by_head(attention)) for name in ("decode_attention", "split_attention")]
+
+
+def _blocks(attention: Attention) -> int:
+    """Of a piece."""
+    group = attention.heads // attention.kv_heads
+    return attention.kv_heads * -(-group // (8 if group <= 8 else 16))
+
+
+def _segments(max_context: int) -> tuple[int, int]:
+    """Pages of a segment, and segments that a context may have."""
+    pages = 16
+    while -(-max_context // (pages * PAGE)) > _MAX_SEGMENTS:
+        pages *= 2
+    return pages, -(-max_context // (pages * PAGE))
+
+
+def _most_cut(attention: Attention, max_context: int, multiprocessors: int) -> int:
+    """Segments that contexts which are cut or split may have in all."""
+    most = -(-int(_WHOLE_BLOCKS * multiprocessors) // _blocks(attention))  # sequences that are split
+    return max(_MOST_CUT, most * _segments(max_context)[1])
+
+
+def _meeting(attention: Attention, max_context: int, multiprocessors: int) -> tuple[int, int, int]:
+    """Bytes of what segments leave for each other: their sums, their maxima and weights, and counters."""
+    cut = _most_cut(attention, max_context, multiprocessors)
+    parts = cut * attention.heads
+    return 4 * parts * attention.head_dim, 8 * parts, 4 * cut * _blocks(attention)

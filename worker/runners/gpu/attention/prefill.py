@@ -1,0 +1,110 @@
+"""Prefill attention: the causal attention of chunks of prompts, with heads of 64 and 128."""
+
+from nightmill.worker.model.spec import Attention, ModelSpec
+from nightmill.worker.runners.base import IntArray
+from nightmill.worker.runners.gpu.attention.scale import score_scale
+from nightmill.worker.runners.gpu.attention.tiles import TILE_ROWS, prefill_tiles
+from nightmill.worker.runners.gpu.device.device import Device
+from nightmill.worker.runners.gpu.device.functions import KernelPairs, Module
+from nightmill.worker.runners.gpu.device.operands import Buffer
+from nightmill.worker.runners.gpu.device.sources import TENSOR_CORE_HEADS, Source, by_head, source_of
+from nightmill.worker.runners.gpu.device.tensor_maps import TensorMaps
+from nightmill.worker.runners.gpu.kv_cache import PAGE, LayerCache
+from nightmill.worker.runners.gpu.products.shapes import padded_rows
+from nightmill.worker.runners.gpu.steps import StepInputs, StepShape
+
+__all__ = ["HopperPrefill", "PortablePrefill"]
+
+
+class HopperPrefill:
+    """Launches `hopper_attention.cu`."""
+
+    ROWS = 192  # (token, query head) pairs in a tile
+    THREADS = 512
+
+    def __init__(self, device: Device, attention: Attention) -> None:
+        self._heads, self._kv_heads = attention.heads, attention.kv_heads
+        self._head, self._group = attention.head_dim, attention.heads // attention.kv_heads
+        self._scale = score_scale(attention)
+        self._maps = TensorMaps(device)
+        stages = 4 if self._head == 64 else 3  # of 64 keys and values, beside queries twice
+        self._shared = (2 * self.ROWS + stages * 2 * 64) * self._head * 2 + 1024
+        module = Module.of(device, source_of("hopper_attention", *by_head(attention)))
+        arguments = "128s128s128sPiPPPPiiif"
+        self._kernel = module.function("hopper_attention", arguments, shared=self._shared, dependent=True)
+        self._at_once = self._kernel.blocks_at_once(self.THREADS, self._shared) * device.multiprocessors
+
+    @staticmethod
+    def suits(attention: Attention, *, hopper: bool) -> bool:
+        """Whether the kernel takes a model."""
+        return hopper and attention.head_dim in TENSOR_CORE_HEADS
+
+    @classmethod
+    def sources(cls, spec: ModelSpec, *, hopper: bool) -> list[Source]:
+        """What it is compiled from."""
+        attention = spec.layers[0].attention
+        suits = cls.suits(attention, hopper=hopper)
+        return [source_of("hopper_attention", *by_head(attention))] if suits else []
+
+    def tiles(self, sequence_starts: IntArray, context_lengths: IntArray, drawn: int) -> IntArray:
+        """The pieces of a step's prompts, on the host; the first `drawn` chunks are not of prompts."""
+        return prefill_tiles(sequence_starts, self._group, context_lengths, self.ROWS, drawn)
+
+    def __call__(
+        self, qkv: Buffer, cache: LayerCache, inputs: StepInputs, shape: StepShape, out: Buffer
+    ) -> None:
+        """Queue attention of the chunks in the step's tiles: qkv (T, H + 2 G, D) -> out (T, H D), half.
+
+        Rows of qkv are read up to `padded_rows(T)`.
+        """
+        heads, kv_heads, head = self._heads, self._kv_heads, self._head
+        rows, cached = padded_rows(shape.tokens), cache.pages * kv_heads * PAGE
+        queries = self._maps.of_three(
+            qkv.address, (rows, heads + 2 * kv_heads, head), (self.ROWS // self._group, self._group)
+        )
+        self._kernel(
+            (min(shape.tiles * kv_heads, self._at_once), 1, 1), (self.THREADS, 1, 1), queries,
+            self._maps(cache.keys.address, cached, head, PAGE),
+            self._maps(cache.values.address, cached, head, PAGE),
+            inputs.block_tables, inputs.table_width, inputs.context_lengths, inputs.sequence_starts,
+            inputs.tiles, out.address, shape.tiles, heads, kv_heads, self._scale, shared=self._shared,
+        )  # fmt: skip
+
+
+class PortablePrefill:
+    """Launches `prefill_attention.cu`; the methods are those of `HopperPrefill`."""
+
+    def __init__(self, device: Device, attention: Attention) -> None:
+        self._heads, self._kv_heads = attention.heads, attention.kv_heads
+        self._scale = score_scale(attention)
+        self._threads = 256 if attention.head_dim == 128 else 128
+        self._shared = 4 * 64 * attention.head_dim * 2
+        kernels = KernelPairs(device, source_of("prefill_attention", *by_head(attention)))
+        self._kernel = kernels.function("prefill_attention", "PPPPiPPPPiif", shared=self._shared)
+
+    @staticmethod
+    def suits(attention: Attention, *, hopper: bool) -> bool:
+        """Whether the kernel takes a model and no better one does."""
+        return not hopper and attention.head_dim in TENSOR_CORE_HEADS
+
+    @classmethod
+    def sources(cls, spec: ModelSpec, *, hopper: bool) -> list[Source]:
+        """What it is compiled from."""
+        attention = spec.layers[0].attention
+        suits = cls.suits(attention, hopper=hopper)
+        return [source_of("prefill_attention", *by_head(attention))] if suits else []
+
+    def tiles(self, sequence_starts: IntArray, context_lengths: IntArray, drawn: int) -> IntArray:
+        return prefill_tiles(
+            sequence_starts, self._heads // self._kv_heads, context_lengths, TILE_ROWS, drawn
+        )
+
+    def __call__(
+        self, qkv: Buffer, cache: LayerCache, inputs: StepInputs, shape: StepShape, out: Buffer
+    ) -> None:
+        self._kernel.of(shape.tiles)(
+            (self._kv_heads, shape.tiles, 1), (self._threads, 1, 1), qkv.address, cache.keys.address,
+            cache.values.address, inputs.block_tables, inputs.table_width, inputs.context_lengths,
+            inputs.sequence_starts, inputs.tiles, out.address, self._heads, self._kv_heads, self._scale,
+            shared=self._shared,
+        )  # fmt: skip

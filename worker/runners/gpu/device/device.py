@@ -1,0 +1,331 @@
+"""One GPU, owned by one thread: context, stream, memory, kernels; the border where CUDA's errors get names.
+
+The primary context is retained, so that cuBLAS and graphs, which use the CUDA runtime, see the same memory.
+PyCUDA keeps a stack of contexts per thread and aborts the process where one is left on it: `close` (also run
+at exit) frees everything, pops and releases, in this order.
+
+CudaError
+├── NoDeviceError            no driver, or no GPU of that index
+├── DeviceMemoryError        an allocation failed; says what is free
+├── KernelLaunchError        a launch was refused; names kernel, grid and arguments
+└── DeviceLostError          a sticky error (illegal address, assert, ...): only a new process helps
+"""
+
+import atexit
+import logging
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from nightmill.jobs.errors import RunnerError
+
+log = logging.getLogger(__name__)
+
+_ALIGNMENT = 256
+# What the driver says once the context is beyond repair (CUDA 13.0, cuda.h: errors 700 to 720, 214, 220).
+_STICKY = (
+    "illegal memory access",
+    "illegal instruction",
+    "misaligned address",
+    "unspecified launch failure",
+    "device-side assert",
+    "hardware stack error",
+    "invalid program counter",
+    "operation not supported on global/shared address space",
+    "timed out and was terminated",
+    "uncorrectable",
+    "context is destroyed",
+)
+
+
+class CudaError(RunnerError):
+    """The GPU or its driver refused something."""
+
+
+class NoDeviceError(CudaError):
+    """There is no usable GPU."""
+
+
+class DeviceMemoryError(CudaError):
+    """The GPU's memory does not suffice."""
+
+
+class KernelLaunchError(CudaError):
+    """A kernel could not be launched."""
+
+
+class DeviceLostError(CudaError):
+    """The GPU reported an error after which its context is of no use: this process has to end."""
+
+
+class Device:
+    """A GPU in use by the thread that made it; a context manager.
+
+    Raises NoDeviceError where there is no driver or no GPU of that index.
+    """
+
+    def __init__(self, index: int = 0) -> None:
+        cuda = _driver()
+        self._cuda = cuda
+        self._closed = False
+        self._lost = False
+        self._thread = threading.get_ident()
+        self._allocations: dict[int, Any] = {}
+        self._unloads: list[Callable[[], None]] = []
+        self._kept: list[Any] = []
+        try:
+            cuda.init()
+            found = cuda.Device.count()
+            if not 0 <= index < found:
+                raise NoDeviceError(f"there is no GPU {index}; this machine has {found}, counted from 0")
+            handle = cuda.Device(index)
+            self._context = handle.retain_primary_context()
+            self._context.push()
+        except cuda.Error as error:
+            raise NoDeviceError(f"GPU {index} cannot be used: {error}") from error
+        try:
+            self.index = index
+            self.name: str = handle.name()
+            self.compute_capability: tuple[int, int] = handle.compute_capability()
+            self.multiprocessors: int = handle.get_attribute(cuda.device_attribute.MULTIPROCESSOR_COUNT)
+            self.total_memory: int = handle.total_memory()
+            self.stream = cuda.Stream()
+        except cuda.Error as error:
+            self._context.pop()
+            self._context.detach()
+            raise self.named(error, f"taking GPU {index} into use") from error
+        atexit.register(self.close)
+
+    @property
+    def architecture(self) -> str:
+        """What to compile for: sm_90a on Hopper (wgmma needs the a), else sm_XY."""
+        major, minor = self.compute_capability
+        return f"sm_{major}{minor}{'a' if (major, minor) == (9, 0) else ''}"
+
+    @property
+    def hopper(self) -> bool:
+        """Whether kernels for Hopper run on it; others have no wgmma."""
+        return self.compute_capability == (9, 0)
+
+    @property
+    def stream_handle(self) -> int:
+        """The stream as the integer that other CUDA libraries take."""
+        return int(self.stream.handle)
+
+    def free_memory(self) -> int:
+        """Bytes of device memory free now."""
+        with self.errors("asking for free memory"):
+            return int(self._cuda.mem_get_info()[0])
+
+    def allocate(self, size: int, purpose: str = "a buffer") -> int:
+        """Take `size` bytes of device memory; returns its address. Raises DeviceMemoryError."""
+        try:
+            allocation = self._cuda.mem_alloc(max(size, 1))
+        except self._cuda.MemoryError as error:
+            raise DeviceMemoryError(
+                f"the GPU has no {size:,} bytes left for {purpose}; {self.free_memory():,} of "
+                f"{self.total_memory:,} are free"
+            ) from error
+        except self._cuda.Error as error:
+            raise self.named(error, f"allocating {size:,} bytes for {purpose}") from error
+        address = int(allocation)
+        self._allocations[address] = allocation
+        return address
+
+    def free(self, address: int) -> None:
+        """Give back what `allocate` returned."""
+        with self.errors("freeing memory"):
+            self._allocations.pop(address).free()
+
+    def upload(self, array: npt.NDArray[Any], purpose: str = "an array") -> int:
+        """Copy an array into new device memory; waits. Returns its address."""
+        array = np.ascontiguousarray(array)
+        address = self.allocate(array.nbytes, purpose)
+        if array.nbytes:
+            with self.errors(f"uploading {purpose}"):
+                self._cuda.memcpy_htod(address, array)
+        return address
+
+    def download(self, address: int, shape: int | Sequence[int], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+        """Copy device memory into a new array once the stream is done with what was queued."""
+        array = np.empty(shape, dtype=dtype)
+        self.synchronize()
+        if array.nbytes:
+            with self.errors("downloading"):
+                self._cuda.memcpy_dtoh(array, address)
+        return array
+
+    def pinned(self, shape: int | Sequence[int], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+        """A host array that the GPU can copy from and to while the host goes on. Zeroed."""
+        with self.errors("allocating pinned host memory"):
+            array: npt.NDArray[Any] = self._cuda.pagelocked_zeros(shape, dtype)
+        return array
+
+    def copy_in(self, address: int, array: npt.NDArray[Any]) -> None:
+        """Queue a copy of a pinned array to the device; it must not change until that is done."""
+        try:
+            self._cuda.memcpy_htod_async(address, array, self.stream)
+        except self._cuda.Error as error:
+            raise self.named(error, f"copying {array.nbytes:,} bytes to the GPU") from error
+
+    def copy_out(self, array: npt.NDArray[Any], address: int) -> None:
+        """Queue a copy of device memory into a pinned array."""
+        try:
+            self._cuda.memcpy_dtoh_async(array, address, self.stream)
+        except self._cuda.Error as error:
+            raise self.named(error, f"copying {array.nbytes:,} bytes from the GPU") from error
+
+    def copy_rows_in(self, address: int, pitch: int, array: npt.NDArray[Any], width: int) -> None:
+        """Queue a copy of the first `width` bytes of each row of a pinned 2-D array to rows `pitch` apart."""
+        copy = self._cuda.Memcpy2D()
+        copy.set_src_host(array)
+        copy.src_pitch = array.strides[0]
+        copy.set_dst_device(address)
+        copy.dst_pitch = pitch
+        copy.width_in_bytes = width
+        copy.height = len(array)
+        with self.errors("copying rows to the GPU"):
+            copy(self.stream)
+
+    def fill(self, address: int, value: int, size: int) -> None:
+        """Queue setting `size` bytes to `value`."""
+        if size:
+            with self.errors("filling memory"):
+                self._cuda.memset_d8_async(address, value, size, self.stream)
+
+    def event(self, *, timing: bool = False) -> Any:
+        """An event; without timing it is cheaper to record, and waiting for it does not spin."""
+        flags = self._cuda.event_flags
+        with self.errors("making an event"):
+            event = self._cuda.Event(flags.DEFAULT if timing else flags.DISABLE_TIMING)
+        self._kept.append(event)
+        return event
+
+    def wait(self, event: Any, what: str = "a step") -> None:
+        """Block the host until `event` is reached."""
+        with self.errors(f"waiting for {what}"):
+            event.synchronize()
+
+    def synchronize(self) -> None:
+        """Block the host until all that was queued on the stream is done."""
+        with self.errors("waiting for the GPU"):
+            self.stream.synchronize()
+
+    def at_close(self, unload: Callable[[], None]) -> None:
+        """Have something that lives in the context let go of before the context is, unless it is lost."""
+        self._unloads.append(unload)
+
+    @contextmanager
+    def errors(self, doing: str) -> Iterator[None]:
+        """Turn the driver's errors into CudaError, saying what was being done."""
+        try:
+            yield
+        except self._cuda.Error as error:
+            raise self.named(error, doing) from error
+
+    def named(self, error: Exception, doing: str) -> CudaError:
+        text = str(error)
+        if self._lost or any(phrase in text.lower() for phrase in _STICKY):
+            self._lost = True
+            return DeviceLostError(
+                f"the GPU failed while {doing}: {text}. The context is lost: this process must end"
+            )
+        return CudaError(f"the GPU failed while {doing}: {text}")
+
+    @property
+    def lost(self) -> bool:
+        """True after an error that only a new process cures."""
+        return self._lost
+
+    def close(self) -> None:
+        """Free everything and let go of the context. Safe to call twice; only the owning thread can."""
+        if self._closed or threading.get_ident() != self._thread:
+            return
+        self._closed = True
+        atexit.unregister(self.close)
+        try:
+            if not self._lost:
+                self.stream.synchronize()
+                for unload in self._unloads:
+                    unload()
+        except self._cuda.Error as error:
+            log.warning("the GPU failed while it was being let go: %s", error)
+        self._kept.clear()
+        self._unloads.clear()
+        for allocation in self._allocations.values():
+            try:
+                allocation.free()
+            except self._cuda.Error:
+                break  # a lost context: the driver frees it with the process
+        self._allocations.clear()
+        del self.stream
+        self._context.pop()
+        self._context.detach()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+
+class Arena:
+    """One allocation, given out in pieces of 256-byte alignment; nothing is given back."""
+
+    def __init__(self, device: Device, size: int, purpose: str) -> None:
+        self.size = size
+        self.used = 0
+        self._purpose = purpose
+        self._base = device.allocate(size, purpose)
+
+    def take(self, size: int) -> int:
+        """The address of `size` bytes. Raises DeviceMemoryError where the arena was planned too small."""
+        start = self.used
+        self.used = start + aligned(size)
+        if self.used > self.size:
+            raise DeviceMemoryError(
+                f"the memory for {self._purpose} was planned too small: {self.used:,} of {self.size:,} bytes"
+            )
+        return self._base + start
+
+
+def aligned(size: int) -> int:
+    """`size` rounded up to what an arena gives out."""
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
+def device_count() -> int:
+    """How many GPUs PyCUDA can use; 0 where it or the driver is missing."""
+    try:
+        cuda = _driver()
+        cuda.init()
+        return int(cuda.Device.count())
+    except (NoDeviceError, RuntimeError):  # PyCUDA's errors are RuntimeErrors
+        return 0
+
+
+def describe_device(index: int = 0) -> str:
+    """Architecture and versions, for a person; makes no context. Raises NoDeviceError."""
+    cuda = _driver()
+    try:
+        cuda.init()
+        major, minor = cuda.Device(index).compute_capability()
+    except cuda.Error as error:
+        raise NoDeviceError(f"GPU {index} cannot be used: {error}") from error
+    driver = cuda.get_driver_version()
+    return f"compute capability {major}.{minor}, driver for CUDA {driver // 1000}.{driver % 1000 // 10}"
+
+
+def _driver() -> Any:
+    try:
+        import pycuda.driver
+    except ImportError as error:
+        raise NoDeviceError(
+            f"PyCUDA cannot be imported ({error}): install `nightmill[cuda]` where the CUDA toolkit and an "
+            "NVIDIA driver are; `--reference` generates without a GPU"
+        ) from error
+    return pycuda.driver

@@ -1,0 +1,37 @@
+"""The kernel files, and what nvcc is told about a model when it compiles them."""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from nightmill.worker.model.rope import RopeStyle
+from nightmill.worker.model.spec import Attention
+from nightmill.worker.runners.gpu.device.compiler import kernel_directory
+
+__all__ = ["TENSOR_CORE_HEADS", "Source", "by_head", "instances", "rotated", "source_of"]
+
+TENSOR_CORE_HEADS = (64, 128)  # head sizes that fast attention and fused QKV are compiled for
+
+Source = tuple[Path, tuple[str, ...]]
+"""A file, and options for nvcc."""
+
+
+def source_of(name: str, *options: str) -> Source:
+    """The file of that name in a folder of `cuda/`."""
+    (path,) = kernel_directory().glob(f"*/{name}.cu")
+    return path, options
+
+
+def by_head(attention: Attention) -> tuple[str, ...]:
+    """Options of files that are compiled for a head size."""
+    return (f"-DHEAD_DIM={attention.head_dim}",)
+
+
+def rotated(attention: Attention) -> tuple[str, ...]:
+    """Options of files that rotate heads."""
+    return (*by_head(attention), f"-DINTERLEAVED={int(attention.rope.style is RopeStyle.PAIRS)}")
+
+
+def instances(macro: str, arguments: Iterable[Iterable[object]]) -> str:
+    """The option with which a file has a kernel for each of these arguments of a template."""
+    calls = "".join(f"{macro}({','.join(map(str, one))})" for one in arguments)
+    return "-DKERNELS=" + calls.replace(",", "\\,")  # nvcc takes a plain comma for the end of a definition

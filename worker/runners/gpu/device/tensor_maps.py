@@ -1,0 +1,58 @@
+"""What bulk tensor copies must know of matrices and tensors: tensor maps, made once for each."""
+
+import ctypes
+import math
+
+from nightmill.worker.runners.gpu.device.device import CudaError, Device
+from nightmill.worker.runners.gpu.device.functions import bindings, error_text
+
+__all__ = ["NO_MAP", "PIECE_BYTES", "PIECE_ROWS", "TensorMaps"]
+
+PIECE_ROWS, PIECE_BYTES = 64, 128  # of the boxes in which results leave
+NO_MAP = bytes(128)
+_BOX_COLUMNS = 64  # of half: the width of the swizzle
+
+
+class TensorMaps:
+    """The maps of matrices and tensors, kept."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._known: dict[tuple[int, ...], bytes] = {}
+
+    def __call__(self, address: int, rows: int, columns: int, box: int) -> bytes:
+        """The tensor map of a row-major half matrix, with boxes of 64 columns and `box` rows."""
+        return self._map(address, (columns, rows), (_BOX_COLUMNS, box))
+
+    def of_three(self, address: int, sizes: tuple[int, int, int], box: tuple[int, int]) -> bytes:
+        """The map of a half tensor (planes, rows, columns); boxes of `box` planes and rows, 64 columns."""
+        return self._map(address, sizes[::-1], (_BOX_COLUMNS, *box[::-1]))
+
+    def of_results(self, address: int, rows: int, columns: int, *, floats: bool = False) -> bytes:
+        """The tensor map of a row-major matrix, half or float, with boxes of 64 rows by 128 bytes."""
+        size = 4 if floats else 2
+        return self._map(address, (columns, rows), (PIECE_BYTES // size, PIECE_ROWS), size)
+
+    def _map(self, address: int, sizes: tuple[int, ...], box: tuple[int, ...], itemsize: int = 2) -> bytes:
+        """Sizes and box: fastest dimension first."""
+        key = (address, itemsize, *sizes, *box)
+        if (known := self._known.get(key)) is not None:
+            return known
+        driver = bindings()
+        types = driver.CUtensorMapDataType
+        strides = [itemsize * math.prod(sizes[:count]) for count in range(1, len(sizes))]
+        status, made = driver.cuTensorMapEncodeTiled(
+            types.CU_TENSOR_MAP_DATA_TYPE_FLOAT16 if itemsize == 2 else types.CU_TENSOR_MAP_DATA_TYPE_FLOAT32,
+            len(sizes), address,
+            [driver.cuuint64_t(size) for size in sizes], [driver.cuuint64_t(stride) for stride in strides],
+            [driver.cuuint32_t(size) for size in box], [driver.cuuint32_t(1)] * len(sizes),
+            driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+            driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+            driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+            driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+        )  # fmt: skip
+        if status != 0:
+            shown = " x ".join(str(size) for size in reversed(sizes))
+            raise self._device.named(CudaError(error_text(status)), f"describing {shown} at {address:#x}")
+        self._known[key] = encoded = ctypes.string_at(int(made.getPtr()), 128)
+        return encoded

@@ -1,0 +1,107 @@
+"""Products with weights, each by the way that is fastest for its sizes; see `shapes`."""
+
+from collections.abc import Callable, Sequence
+
+from nightmill.worker.runners.gpu.device.device import CudaError, Device
+from nightmill.worker.runners.gpu.device.operands import Buffer, Format, Matrix
+from nightmill.worker.runners.gpu.products.clock import Choices, Clock
+from nightmill.worker.runners.gpu.products.hopper_tiles import HopperTiles
+from nightmill.worker.runners.gpu.products.library import LibraryProducts
+from nightmill.worker.runners.gpu.products.shapes import (
+    Candidate,
+    Kind,
+    ProductLauncher,
+    Shape,
+    Way,
+    padded_rows,
+)
+from nightmill.worker.runners.gpu.products.split import SplitTiles
+from nightmill.worker.runners.gpu.rows.swiglu import SwiGlu
+
+__all__ = ["Product", "Products"]
+
+
+class Product:
+    """A product of one size and kind for any number of rows; layers of equal sizes share it.
+
+    Can be captured in a graph.
+    """
+
+    __slots__ = ("_choices", "_shape", "_ways")
+
+    def __init__(
+        self, clock: Clock, candidates: Callable[[Shape], list[Candidate]], shape: Callable[[int], Shape]
+    ) -> None:
+        self._shape = shape
+        self._ways: dict[int, Way] = {}
+        """By padded rows."""
+        self._choices: Choices[Candidate] = Choices(
+            clock, lambda rows: candidates(shape(rows)), lambda one, rows: one.suits(shape(rows))
+        )
+
+    def __call__(self, x: Buffer, weight: Matrix, y: Buffer, rows: int) -> None:
+        """Queue it; all have room for `padded_rows(rows)`."""
+        if rows:
+            padded = padded_rows(rows)
+            (self._ways.get(padded) or self._choose(padded))(x, weight, y)
+
+    def tune(
+        self, x: Buffer, weights: Sequence[Matrix], y: Buffer, rows: int, beside: Callable[[], None]
+    ) -> None:
+        """Time the ways for so many rows on these operands and keep the fastest.
+
+        weights  several, so that they come from memory as in a step, not from the cache
+        beside   queues a kernel as it stands before and after the product in a step (`Clock.ranked`)
+
+        Waits for the device. What is at `y` is overwritten. A size is tuned once.
+        """
+        padded = padded_rows(rows)
+        shape = self._shape(padded)
+
+        def runs(candidate: Candidate) -> Callable[[int], None]:
+            way = candidate.way(shape)
+            return lambda turn: way(x, weights[turn % len(weights)], y)
+
+        if self._choices.tune(padded, runs, beside):
+            self._choose(padded)
+
+    def _choose(self, rows: int) -> Way:
+        way = self._ways[rows] = self._choices.best(rows).way(self._shape(rows))
+        return way
+
+
+class Products:
+    """All products with weights.
+
+    activation, gate_up  SwiGLU by itself, and room for what it reads, half (rows, 2 F)
+    """
+
+    def __init__(self, device: Device, activation: SwiGlu, gate_up: Buffer) -> None:
+        self._library = LibraryProducts(device, activation, gate_up)
+        self._ours: list[ProductLauncher] = []
+        if device.hopper:
+            self._ours = [HopperTiles(device), SplitTiles(device)]
+        self.clock = Clock(device, self._library.scratch, LibraryProducts.workspace())
+        self._known: dict[tuple[Kind, int, int, Format], Product] = {}
+
+    def of(self, kind: Kind, outputs: int, inputs: int, kept: Format = Format.F16) -> Product:
+        """The product of these sizes with weights of a format."""
+        key = kind, outputs, inputs, kept
+        if key not in self._known:
+            self._known[key] = Product(
+                self.clock, self._candidates, lambda rows: Shape(rows, outputs, inputs, kind, kept)
+            )
+        return self._known[key]
+
+    def close(self) -> None:
+        """Let go of cuBLASLt; the memory goes with the device."""
+        self._library.close()
+
+    def _candidates(self, shape: Shape) -> list[Candidate]:
+        """Everything that can compute this shape, the best guess first."""
+        ours: list[Candidate] = [one for launcher in self._ours for one in launcher.candidates(shape)]
+        library: list[Candidate] = list(self._library.candidates(shape))
+        found = ours + library if shape.kind is Kind.SWIGLU else library + ours
+        if not found:
+            raise CudaError(f"no kernel computes the product {shape}: sizes are multiples of 8")
+        return found

@@ -1,0 +1,236 @@
+"""Products by cuBLASLt, by those of its algorithms that sum in one piece.
+
+So a row's result does not depend on how many rows there are: these gave the same bits for 1 to 4,096 rows of
+ten shapes (H200, CUDA 13.0), which our Hopper kernels give, too. On Hopper, products with many inputs and few
+outputs that are added to something have two sums (`first_sum`): there the library is called twice.
+
+cuBLASLt thinks in columns: it sees y transposed = weight times x transposed.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from nightmill.worker.runners.gpu.device.device import CudaError, Device, KernelLaunchError
+from nightmill.worker.runners.gpu.device.operands import HALF, Buffer, Format, Matrix
+from nightmill.worker.runners.gpu.products.shapes import Kind, Shape, Way, first_sum
+from nightmill.worker.runners.gpu.rows.swiglu import SwiGlu
+
+__all__ = ["LibraryProducts", "library_release"]
+
+_WORKSPACE_BYTES = 32 << 20  # what cuBLAS recommends for Hopper
+_CANDIDATES = 8
+_COUNTER_BYTES = 1024  # of workspace, and no sums: for many rows, some hand out tiles by a counter of 4 bytes
+_HALF, _FLOAT = 2, 0  # cudaDataType: CUDA_R_16F, CUDA_R_32F
+_FORMATS = frozenset({Format.F16})
+_ALIGNMENT = 16  # bytes; rows of a chunk of logits start at multiples of 4 * vocab
+
+_Algorithm = npt.NDArray[Any]
+"""One result of the library's heuristics, which begins with the algorithm."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """y (rows, outputs) = x (rows, inputs) weight^T, as the library is asked for it.
+
+    floats  y is float, not half
+    added   y += the product; float
+    stride  from a row of x and of the weight to the next, in elements
+    """
+
+    rows: int
+    outputs: int
+    inputs: int
+    floats: bool
+    added: bool
+    stride: int
+
+
+def library_release() -> str:
+    """cuBLASLt's version, as 130100."""
+    from nvmath.bindings import cublasLt
+
+    return str(cublasLt.get_version())
+
+
+class _Library:
+    """A cuBLASLt handle for products of half matrices on the device's stream."""
+
+    def __init__(self, device: Device, workspace: int) -> None:
+        from nvmath.bindings import cublas, cublasLt
+
+        self._lt = cublasLt
+        self._stream = device.stream_handle
+        self._layouts: dict[_Call, tuple[int, int, int]] = {}
+        self._workspace = workspace
+        self._one, self._zero = np.ones(1, dtype=np.float32), np.zeros(1, dtype=np.float32)
+        try:
+            self._handle = cublasLt.create()
+            self._operation = cublasLt.matmul_desc_create(int(cublas.ComputeType.COMPUTE_32F), _FLOAT)
+            self._set(
+                cublasLt.matmul_desc_set_attribute, self._operation, cublasLt.MatmulDescAttribute.TRANSA,
+                np.array([int(cublas.Operation.T)], dtype=np.int32),
+            )  # fmt: skip
+            attribute = cublasLt.MatmulPreferenceAttribute
+            self._preference = cublasLt.matmul_preference_create()
+            preferences = [
+                (attribute.MAX_WORKSPACE_BYTES, np.uint64, 0),
+                # No splitting of the inputs, whose parts would have to be joined.
+                (attribute.REDUCTION_SCHEME_MASK, np.uint32, 0),
+                *((attribute[f"MIN_ALIGNMENT_{name}_BYTES"], np.uint32, _ALIGNMENT) for name in "ABCD"),
+            ]
+            for name, kind, value in preferences:
+                self._set(
+                    cublasLt.matmul_preference_set_attribute, self._preference, name,
+                    np.array([value], dtype=kind),
+                )  # fmt: skip
+        except cublasLt.cuBLASLtError as error:
+            raise CudaError(f"cuBLASLt could not be set up: {error}") from error
+
+    def algorithms(self, call: _Call) -> list[_Algorithm]:
+        """The library's candidates, its best guess first; raises CudaError where it has none."""
+        weight, x, y = self._layout(call)
+        results = np.zeros(_CANDIDATES, dtype=self._lt.matmul_heuristic_result_dtype)
+        found = np.zeros(1, dtype=np.int32)
+        try:
+            self._lt.matmul_algo_get_heuristic(
+                self._handle, self._operation, weight, x, y, y, self._preference, _CANDIDATES,
+                results.ctypes.data, found.ctypes.data,
+            )  # fmt: skip
+        except self._lt.cuBLASLtError as error:
+            raise CudaError(f"cuBLASLt has no algorithm for {call}: {error}") from error
+        if not found[0]:
+            raise CudaError(f"cuBLASLt has no algorithm for {call}")
+        return [results[index : index + 1].copy() for index in range(int(found[0]))]
+
+    def suits(self, algorithm: _Algorithm, call: _Call) -> bool:
+        """Whether an algorithm that was found for another product can compute this one."""
+        weight, x, y = self._layout(call)
+        result = np.zeros(1, dtype=self._lt.matmul_heuristic_result_dtype)
+        try:
+            self._lt.matmul_algo_check(
+                self._handle, self._operation, weight, x, y, y, algorithm.ctypes.data, result.ctypes.data
+            )
+        except self._lt.cuBLASLtError:
+            return False
+        return int(result["workspace_size"][0]) <= _COUNTER_BYTES
+
+    def bound(self, algorithm: _Algorithm, call: _Call) -> Callable[[int, int, int], None]:
+        """Queues a call for the addresses of x, weight and y; raises KernelLaunchError when it is refused."""
+        weight_layout, x_layout, y_layout = self._layout(call)
+        lt, handle, operation, stream = self._lt, self._handle, self._operation, self._stream
+        alpha, beta = self._one.ctypes.data, (self._one if call.added else self._zero).ctypes.data
+        address, workspace = algorithm.ctypes.data, self._workspace
+
+        def queue(x: int, weight: int, y: int, _kept: _Algorithm = algorithm) -> None:
+            try:
+                lt.matmul(
+                    handle, operation, alpha, weight, weight_layout, x, x_layout, beta, y, y_layout, y,
+                    y_layout, address, workspace, _WORKSPACE_BYTES, stream,
+                )  # fmt: skip
+            except lt.cuBLASLtError as error:
+                raise KernelLaunchError(f"cuBLASLt refused {call}: {error}") from error
+
+        return queue
+
+    def close(self) -> None:
+        if self._handle:
+            self._lt.destroy(self._handle)
+            self._handle = 0
+
+    def _layout(self, call: _Call) -> tuple[int, int, int]:
+        """Of weight, x and y."""
+        if call not in self._layouts:
+            create = self._lt.matrix_layout_create
+            kind = _FLOAT if call.floats or call.added else _HALF
+            self._layouts[call] = (
+                create(_HALF, call.inputs, call.outputs, call.stride),
+                create(_HALF, call.inputs, call.rows, call.stride),
+                create(kind, call.outputs, call.rows, call.outputs),
+            )
+        return self._layouts[call]
+
+    @staticmethod
+    def _set(setter: Any, descriptor: int, attribute: Any, value: npt.NDArray[Any]) -> None:
+        setter(descriptor, int(attribute), value.ctypes.data, value.nbytes)
+
+
+class LibraryProducts:
+    """Launches cuBLASLt, which takes half matrices; for SwiGLU, the kernel that does nothing else follows.
+
+    activation, gate_up  that kernel, and room for gate and up, half (rows, 2 F)
+    """
+
+    def __init__(self, device: Device, activation: SwiGlu, gate_up: Buffer) -> None:
+        self._activation = activation
+        self._gate_up = gate_up
+        self.scratch = device.allocate(self.workspace(), "cuBLASLt's workspace")
+        """Address of so much memory, which may be overwritten between products."""
+        self._library = _Library(device, self.scratch)
+        self._two_sums = device.hopper
+
+    @staticmethod
+    def workspace() -> int:
+        """Bytes of device memory that it takes."""
+        return _WORKSPACE_BYTES
+
+    def candidates(self, shape: Shape) -> list["_Candidate"]:
+        """The library's algorithms that compute all of a product, its best guess first."""
+        if shape.format not in _FORMATS:
+            return []
+        first, *others = self._calls(shape)
+        found = [_Candidate(self, algorithm) for algorithm in self._library.algorithms(first)]
+        return [candidate for candidate in found if candidate.computes(others)]
+
+    def close(self) -> None:
+        """Let go of cuBLASLt; the memory goes with the device."""
+        self._library.close()
+
+    def _calls(self, shape: Shape) -> tuple[_Call, ...]:
+        """What the library is asked for, one after the other."""
+        added = shape.kind is Kind.RESIDUAL
+        outputs = 2 * shape.outputs if shape.kind is Kind.SWIGLU else shape.outputs
+        floats = shape.kind is Kind.FLOAT
+        whole = _Call(shape.rows, outputs, shape.inputs, floats, added=added, stride=shape.inputs)
+        first = first_sum(shape.outputs, shape.inputs)
+        if not added or not self._two_sums or first == shape.inputs:
+            return (whole,)
+        return replace(whole, inputs=first), replace(whole, inputs=shape.inputs - first)
+
+
+@dataclass(frozen=True, slots=True)
+class _Candidate:
+    """One of the library's algorithms."""
+
+    launcher: LibraryProducts
+    algorithm: _Algorithm
+
+    def computes(self, calls: list[_Call] | tuple[_Call, ...]) -> bool:
+        return all(self.launcher._library.suits(self.algorithm, call) for call in calls)
+
+    def suits(self, shape: Shape) -> bool:
+        return self.computes(self.launcher._calls(shape))
+
+    def way(self, shape: Shape) -> Way:
+        launcher, calls = self.launcher, self.launcher._calls(shape)
+        first, *others = [launcher._library.bound(self.algorithm, call) for call in calls]
+        if others:
+            (second,), skipped = others, calls[0].inputs * HALF.itemsize
+
+            def two_sums(x: Buffer, weight: Matrix, y: Buffer) -> None:
+                first(x.address, weight.address, y.address)
+                second(x.address + skipped, weight.address + skipped, y.address)
+
+            return two_sums
+        if shape.kind is Kind.SWIGLU:
+            activation, gate_up = launcher._activation, launcher._gate_up
+
+            def two_kernels(x: Buffer, weight: Matrix, y: Buffer) -> None:
+                first(x.address, weight.address, gate_up.address)
+                activation(gate_up, y, shape.rows)
+
+            return two_kernels
+        return lambda x, weight, y: first(x.address, weight.address, y.address)

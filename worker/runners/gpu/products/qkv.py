@@ -1,0 +1,83 @@
+"""Queries, keys and values of a layer: one launch where a kernel suits, or a product and the rotation."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from nightmill.worker.model.spec import Attention
+from nightmill.worker.runners.gpu.device.device import Device
+from nightmill.worker.runners.gpu.device.operands import Buffer, Format
+from nightmill.worker.runners.gpu.kv_cache import LayerCache
+from nightmill.worker.runners.gpu.products.chooser import Products
+from nightmill.worker.runners.gpu.products.clock import Choices
+from nightmill.worker.runners.gpu.products.hopper_qkv import HopperQkv
+from nightmill.worker.runners.gpu.products.shapes import Kind, padded_rows
+from nightmill.worker.runners.gpu.rows.rotation import Rotation
+from nightmill.worker.runners.gpu.steps import StepInputs
+from nightmill.worker.runners.gpu.weights.layout import LayerWeights
+
+__all__ = ["Qkv"]
+
+_Way = Callable[[Buffer, LayerWeights, int, int, Buffer, LayerCache, int], None]
+"""Queues x, layer, positions, cache rows, qkv, cache, rows."""
+
+
+class Qkv:
+    """Queries in place, keys and values to the pages, of layers of one kind; all ways give the same bits."""
+
+    def __init__(
+        self, device: Device, attention: Attention, width: int, kept: Format, products: Products,
+        rotation: Rotation,
+    ) -> None:  # fmt: skip
+        self._device = device
+        self._product = products.of(Kind.HALF, attention.qkv, width, kept)
+        self._rotation = rotation
+        self._every: list[_Way] = [self._apart]
+        if HopperQkv.suits(attention, kept, hopper=device.hopper):
+            fused = HopperQkv(device, attention, rotation.table)
+            self._every += [partial(fused.run, tile) for tile in fused.tiles]
+        self._choices: Choices[_Way] = Choices(products.clock, lambda rows: self._every)
+        self._ways: dict[int, _Way] = {}
+        """By padded rows."""
+
+    def __call__(
+        self, x: Buffer, layer: LayerWeights, inputs: StepInputs, qkv: Buffer, cache: LayerCache, rows: int
+    ) -> None:
+        """Queue it for x (rows, width) half, which has room for `padded_rows(rows)`."""
+        if rows:
+            padded = padded_rows(rows)
+            way = self._ways.get(padded) or self._choose(padded)
+            way(x, layer, inputs.positions, inputs.cache_rows, qkv, cache, rows)
+
+    def tune(
+        self, x: Buffer, layers: Sequence[LayerWeights], qkv: Buffer, cache: LayerCache, numbers: Buffer,
+        rows: int, beside: Callable[[], None],
+    ) -> None:  # fmt: skip
+        """Time the ways for so many rows and keep the fastest; waits for the device.
+
+        numbers  room for an int32 a row
+        beside   as for `Product.tune`
+
+        What is at `qkv` and `numbers` is overwritten; the pages are not.
+        """
+        self._product.tune(x, [layer.qkv for layer in layers], qkv, rows, beside)
+        if len(self._every) == 1:
+            return
+        nowhere = numbers.address
+        self._device.fill(nowhere, 0xFF, 4 * rows)  # no row of the pages, and of positions the first
+
+        def runs(way: _Way) -> Callable[[int], None]:
+            return lambda turn: way(x, layers[turn % len(layers)], nowhere, nowhere, qkv, cache, rows)
+
+        if self._choices.tune(padded_rows(rows), runs, beside):
+            self._choose(padded_rows(rows))
+
+    def _choose(self, rows: int) -> _Way:
+        way = self._ways[rows] = self._choices.best(rows)
+        return way
+
+    def _apart(
+        self, x: Buffer, layer: LayerWeights, positions: int, cache_rows: int, qkv: Buffer, cache: LayerCache,
+        rows: int,
+    ) -> None:  # fmt: skip
+        self._product(x, layer.qkv, qkv, rows)
+        self._rotation(qkv, layer, positions, cache_rows, cache, rows)

@@ -1,0 +1,93 @@
+"""What a product is, and the rules that all ways to compute one keep, so that they give the same bits.
+
+y (rows, outputs) = x (rows, inputs) times weight (outputs, inputs) transposed; x is half, y half or float,
+sums float, all row-major. Also with SwiGLU, and added to the residual stream.
+
+The number of rows is rounded up to one of few sizes, so that a way is chosen a bounded number of times: x and
+y must have room for `padded_rows(rows)` rows. What the rows in between hold does not matter, and what is
+written to them means nothing.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Protocol
+
+from nightmill.worker.runners.gpu.device.operands import Buffer, Format, Matrix
+
+__all__ = [
+    "DEPTH",
+    "MANY_ROWS",
+    "Candidate",
+    "Kind",
+    "ProductLauncher",
+    "Shape",
+    "Way",
+    "first_sum",
+    "padded_rows",
+]
+
+MANY_ROWS = 1024  # above, shapes are too many to try each: they take what was best at the nearest size tried
+DEPTH = 64  # elements of K in a stage of our kernels
+_LONG, _MANY_OUTPUTS = 4096, 2048  # inputs from which sums are taken in two halves, and outputs up to which
+
+Way = Callable[[Buffer, Matrix, Buffer], None]
+"""Queues a product of one shape: x, weight, y."""
+
+
+class Kind(Enum):
+    """What becomes of a product."""
+
+    HALF = "product"
+    FLOAT = "float"
+    SWIGLU = "swiglu"  # the weight is gate rows, then up rows; the result their SwiGLU, half
+    RESIDUAL = "residual"  # added to what is there, float
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Sizes of a product; `outputs` are those of y, of which SwiGLU has half as many as the weight rows."""
+
+    rows: int
+    outputs: int
+    inputs: int
+    kind: Kind
+    format: Format = Format.F16
+
+
+class Candidate(Protocol):
+    """One way to compute products: a kernel, or an algorithm of the library."""
+
+    def suits(self, shape: Shape) -> bool:
+        """Whether it can compute another shape of the same kind, format, outputs and inputs."""
+        ...
+
+    def way(self, shape: Shape) -> Way:
+        """How it computes a shape that it suits."""
+        ...
+
+
+class ProductLauncher(Protocol):
+    """A family of kernels for products."""
+
+    def candidates(self, shape: Shape) -> Sequence[Candidate]:
+        """Those that are worth timing for a shape, the best guess first."""
+        ...
+
+
+def padded_rows(rows: int) -> int:
+    """The number of rows that is computed for `rows`: steps of 8, then 32, then 128."""
+    step = 1 if rows <= 16 else 8 if rows <= 256 else 32 if rows <= MANY_ROWS else 128
+    return -(-rows // step) * step
+
+
+def first_sum(outputs: int, inputs: int) -> int:
+    """How many of the inputs the first sum of a product that is added to something goes through, on Hopper.
+
+    All, unless they are many and outputs few: then there is a second sum, which is added after the first. Few
+    rows, whose time is that of one product after the other, take half of it, and twice as many blocks share
+    the work. With more outputs there are blocks enough, and a second addition only costs.
+    """
+    if inputs < _LONG or outputs >= _MANY_OUTPUTS:
+        return inputs
+    return -(-inputs // (2 * DEPTH)) * DEPTH

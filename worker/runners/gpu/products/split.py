@@ -1,0 +1,161 @@
+"""Products added to the residual stream by `hopper_split.cu`, where blocks share K: shapes and launches."""
+
+from dataclasses import dataclass
+
+from nightmill.worker.model.spec import ModelSpec
+from nightmill.worker.runners.gpu.device.device import Device
+from nightmill.worker.runners.gpu.device.functions import Function, Module
+from nightmill.worker.runners.gpu.device.operands import Buffer, Format, Matrix
+from nightmill.worker.runners.gpu.device.sources import Source, instances, source_of
+from nightmill.worker.runners.gpu.device.tensor_maps import TensorMaps
+from nightmill.worker.runners.gpu.products.shapes import Kind, Shape, Way, first_sum
+
+__all__ = ["SPLIT_TILES", "SplitTile", "SplitTiles", "split_tiles"]
+
+_BOX_COLUMNS = 64  # elements of K in a box
+_WGMMA_ROWS = 64
+_SHARED_ALIGNMENT = 1024
+_FEW_ROWS, _MOST_ROWS = 256, 1024  # for tiles of 64 rows, and of more; above, blocks that stay win
+_ONE_TILE = 64  # rows up to which each weight belongs to one tile only
+
+
+@dataclass(frozen=True, slots=True)
+class SplitTile:
+    """A tile of `rows` by `columns` rows of the weight, of which a cluster has some.
+
+    boxes   boxes of 64 elements of K in a step
+    halves  2: a block for each of the two sums of a long K
+    down    tiles of rows in a cluster, which share weights
+    stages  steps that a block has copies of
+    """
+
+    rows: int
+    columns: int
+    boxes: int
+    halves: int
+    down: int
+    stages: int
+
+    @property
+    def shared(self) -> int:
+        """Bytes of dynamic shared memory."""
+        copies = self.stages * self.boxes * (self.rows + self.columns) * _BOX_COLUMNS * 2
+        sums = self._computed * self.columns * 4 // 2 if self.halves > 1 else 0
+        read_past = (self._computed - self.rows) * _BOX_COLUMNS * 2  # by wgmma
+        return copies + sums + read_past + _SHARED_ALIGNMENT
+
+    @property
+    def threads(self) -> int:
+        return self._computed // _WGMMA_ROWS * 128 + 32
+
+    @property
+    def arguments(self) -> tuple[int, ...]:
+        """Of the kernel template."""
+        return self.rows, self.columns, self.boxes, self.halves, self.down, self.stages
+
+    @property
+    def name(self) -> str:
+        """Of the kernel."""
+        return "split_" + "_".join(map(str, self.arguments))
+
+    @property
+    def blocks(self) -> int:
+        """In a cluster."""
+        return self.halves * self.down
+
+    @property
+    def _computed(self) -> int:
+        """Rows that wgmma computes."""
+        return max(self.rows, _WGMMA_ROWS)
+
+    def suits(self, outputs: int, inputs: int) -> bool:
+        """Whether the tile has the sums that a product of these sizes has."""
+        return (self.halves > 1) == (first_sum(outputs, inputs) < inputs)
+
+
+SPLIT_TILES = (
+    SplitTile(16, 16, 4, 2, 1, 13),
+    SplitTile(32, 16, 4, 2, 1, 9),
+    SplitTile(64, 32, 2, 2, 1, 9),
+    SplitTile(64, 64, 2, 2, 1, 6),
+    SplitTile(128, 64, 2, 2, 1, 4),
+    SplitTile(128, 128, 1, 2, 2, 6),
+    SplitTile(16, 16, 4, 1, 1, 4),
+    SplitTile(32, 16, 4, 1, 1, 4),
+    SplitTile(64, 16, 4, 1, 1, 4),
+    SplitTile(64, 32, 2, 1, 1, 9),
+    SplitTile(64, 32, 2, 1, 2, 9),
+    SplitTile(64, 64, 2, 1, 1, 7),
+)
+
+
+def split_tiles(rows: int, outputs: int, inputs: int) -> list[SplitTile]:
+    """Those that are worth timing for so many rows."""
+    height = min((tile.rows for tile in SPLIT_TILES if tile.rows >= rows), default=_WGMMA_ROWS)
+    return [
+        tile
+        for tile in SPLIT_TILES
+        if tile.suits(outputs, inputs) and (tile.down - 1) * tile.rows < rows
+        and (
+            (tile.rows == min(height, _WGMMA_ROWS) and rows <= _FEW_ROWS)
+            or (tile.rows > _WGMMA_ROWS and _WGMMA_ROWS < rows <= _MOST_ROWS)
+        )
+    ]  # fmt: skip
+
+
+class SplitTiles:
+    """Launches `hopper_split.cu`, for half weights: the sums of `HopperTiles`, to the same bits."""
+
+    def __init__(self, device: Device) -> None:
+        module = Module.of(device, _source())
+        self._maps = TensorMaps(device)
+        self._functions: dict[SplitTile, Function] = {
+            tile: module.function(tile.name, "128s128sPPiiii", shared=tile.shared, dependent=True)
+            for tile in SPLIT_TILES
+        }
+
+    @staticmethod
+    def sources(spec: ModelSpec, *, hopper: bool) -> list[Source]:
+        """What it is compiled from."""
+        return [_source()] if hopper else []
+
+    def candidates(self, shape: Shape) -> list["_Candidate"]:
+        """The tiles that are worth timing for a shape."""
+        aligned = shape.inputs % 8 == 0 and shape.outputs % 8 == 0
+        if shape.kind is not Kind.RESIDUAL or not aligned or shape.format is not Format.F16:
+            return []
+        return [_Candidate(self, tile) for tile in split_tiles(shape.rows, shape.outputs, shape.inputs)]
+
+    def way(self, tile: SplitTile, shape: Shape) -> Way:
+        """How a tile computes a shape that it suits."""
+        function, maps = self._functions[tile], self._maps
+        rows, outputs, inputs = shape.rows, shape.outputs, shape.inputs
+        clusters = -(-outputs // tile.columns) * -(-rows // (tile.rows * tile.down))
+        grid, block, shared = (clusters * tile.blocks, 1), (tile.threads, 1, 1), tile.shared
+        fetches = rows <= _ONE_TILE  # asked for by several tiles, more is lost than won
+        first = first_sum(outputs, inputs)
+
+        def way(x: Buffer, weight: Matrix, y: Buffer) -> None:
+            function(
+                grid, block, maps(x.address, rows, inputs, tile.rows),
+                maps(weight.address, outputs, inputs, tile.columns), weight.address if fetches else 0,
+                y.address, rows, outputs, inputs, first, shared=shared,
+            )  # fmt: skip
+
+        return way
+
+
+@dataclass(frozen=True, slots=True)
+class _Candidate:
+    launcher: SplitTiles
+    tile: SplitTile
+
+    def suits(self, shape: Shape) -> bool:
+        return True
+
+    def way(self, shape: Shape) -> Way:
+        return self.launcher.way(self.tile, shape)
+
+
+def _source() -> Source:
+    return source_of("hopper_split", instances("SPLIT_KERNEL", (tile.arguments for tile in SPLIT_TILES)))

@@ -1,0 +1,49 @@
+"""Where rows come from: token ids that only the GPU knows, the embedding table, rows picked from others."""
+
+from nightmill.worker.model.spec import ModelSpec
+from nightmill.worker.runners.gpu.device.device import Device
+from nightmill.worker.runners.gpu.device.functions import KernelPairs, blocks_for
+from nightmill.worker.runners.gpu.device.operands import Buffer, Matrix
+from nightmill.worker.runners.gpu.device.sources import Source, source_of
+
+__all__ = ["Embedding"]
+
+_BLOCK = (256, 1, 1)
+
+
+class Embedding:
+    """Launches `embedding.cu`."""
+
+    def __init__(self, device: Device, vocab: int) -> None:
+        self._vocab = vocab
+        kernels = KernelPairs(device, source_of("embedding"))
+        self._embed = kernels.function("embed", "PPPiii")
+        self._gather_tokens = kernels.function("gather_tokens", "PPPPi")
+        self._gather_rows = kernels.function("gather_rows", "PPPii")
+
+    @staticmethod
+    def sources(spec: ModelSpec, *, hopper: bool) -> list[Source]:
+        """What it is compiled from."""
+        return [source_of("embedding")]
+
+    def gather_tokens(self, tokens: int, slots: int, last_tokens: int, out: Buffer, rows: int) -> None:
+        """out[i] = tokens[i], or where that is negative the token last drawn in slot slots[i]."""
+        if rows:
+            grid = blocks_for(rows)
+            self._gather_tokens.of(rows)(grid, _BLOCK, tokens, slots, last_tokens, out.address, rows)
+
+    def embed(self, tokens: Buffer, table: Matrix, out: Buffer, rows: int) -> None:
+        """The table's rows (vocab, width) half for tokens (rows,) -> out (rows, width) float."""
+        if rows:
+            width = table.columns
+            self._embed.of(rows)(
+                blocks_for(rows * width // 8), _BLOCK, tokens.address, table.address, out.address, rows,
+                width, self._vocab,
+            )  # fmt: skip
+
+    def gather_rows(self, x: Buffer, indices: int, out: Buffer, rows: int) -> None:
+        """out[r] = x[indices[r]], rows of a multiple of 16 bytes; zeros where indices[r] is negative."""
+        if rows:
+            chunks = x.shape[1] * x.dtype.itemsize // 16
+            grid = blocks_for(rows * chunks)
+            self._gather_rows.of(rows)(grid, _BLOCK, x.address, indices, out.address, rows, chunks)

@@ -1,0 +1,1 @@
+"""A model's weights: from the bytes of a file to matrices and vectors on the GPU."""

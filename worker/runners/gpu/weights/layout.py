@@ -1,0 +1,79 @@
+"""A model's weights as operands of launchers, and how much memory they take."""
+
+import math
+from dataclasses import dataclass
+
+from nightmill.worker.model.spec import ModelSpec, Role, Weight
+from nightmill.worker.runners.gpu.device.device import aligned
+from nightmill.worker.runners.gpu.device.operands import FLOAT, Buffer, Format, Matrix
+
+__all__ = ["LayerWeights", "NormWeight", "Weights", "format_of", "padded_vocab", "stored", "weight_bytes"]
+
+
+@dataclass(frozen=True, slots=True)
+class NormWeight:
+    """An RMS norm."""
+
+    weight: Buffer  # float (width,)
+    eps: float
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    """One block's weights; ABSENT what the model has none of."""
+
+    attn_norm: NormWeight
+    qkv: Matrix  # ((heads + 2 kv_heads) head_dim, width)
+    qkv_bias: Buffer  # float ((heads + 2 kv_heads) head_dim,)
+    q_norm: Buffer  # float (head_dim,)
+    k_norm: Buffer  # float (head_dim,)
+    attn_output: Matrix  # (width, heads head_dim)
+    ffn_norm: NormWeight
+    gate_up: Matrix  # (2 ffn_width, width): rows of gate, then of up
+    ffn_down: Matrix  # (width, ffn_width)
+
+    @property
+    def formats(self) -> set[Format]:
+        """Of its matrices."""
+        return {matrix.format for matrix in (self.qkv, self.attn_output, self.gate_up, self.ffn_down)}
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """A model's weights."""
+
+    embedding: Matrix  # (vocab, width)
+    layers: tuple[LayerWeights, ...]
+    output_norm: NormWeight
+    head: Matrix  # (padded_vocab, width), with rows of 0 at the end; the embedding's where the head is tied
+
+
+def format_of(weight: Weight) -> Format:
+    """In which format a matrix is kept."""
+    return Format.F16
+
+
+def padded_vocab(spec: ModelSpec) -> int:
+    """Rows of the LM head, and numbers in a row of logits: a multiple of 8.
+
+    Of other sizes the library's algorithms for few rows and for many sum in different orders.
+    """
+    return -(-spec.vocab // 8) * 8
+
+
+def stored(spec: ModelSpec, role: Role, weight: Weight) -> tuple[int, ...]:
+    """The shape on the device: the LM head has rows more than in the file, which no token has."""
+    head = Role.EMBEDDING if spec.tied_head else Role.HEAD
+    return (padded_vocab(spec), *weight.shape[1:]) if role is head else weight.shape
+
+
+def weight_bytes(spec: ModelSpec) -> int:
+    """Bytes that the weights take on the device."""
+    return sum(aligned(_bytes(spec, role, weight)) for role, weight in spec.all_weights())
+
+
+def _bytes(spec: ModelSpec, role: Role, weight: Weight) -> int:
+    shape = stored(spec, role, weight)
+    if weight.is_matrix:
+        return format_of(weight).bytes(shape[0], shape[1])
+    return math.prod(shape) * FLOAT.itemsize

@@ -1,0 +1,120 @@
+"""Gets a model's weights onto the GPU: raw GGUF bytes go up, and are dequantised there.
+
+Matrices become half, row-major (outputs, inputs) as in the file; those that share an input are stacked, as
+`Role` says. Vectors become float.
+"""
+
+import logging
+import math
+from collections.abc import Callable
+
+from nightmill.jobs.errors import ModelFileError
+from nightmill.worker.model.gguf.file import GgufFile
+from nightmill.worker.model.spec import ModelSpec, Role, Weight
+from nightmill.worker.runners.gpu.device.device import Arena, Device
+from nightmill.worker.runners.gpu.device.operands import ABSENT, FLOAT, Buffer, Matrix
+from nightmill.worker.runners.gpu.weights.dequantizer import SUPPORTED, Dequantizer
+from nightmill.worker.runners.gpu.weights.layout import (
+    LayerWeights,
+    NormWeight,
+    Weights,
+    format_of,
+    stored,
+    weight_bytes,
+)
+
+__all__ = ["load_weights"]
+
+log = logging.getLogger(__name__)
+
+
+def load_weights(
+    device: Device, file: GgufFile, spec: ModelSpec, *, report: Callable[[str], None] = log.info
+) -> Weights:
+    """Upload all weights into one allocation of `weight_bytes(spec)`.
+
+    Raises ModelFileError for a tensor type that is not supported and for weights beyond half's range,
+    DeviceMemoryError where the device has no room.
+    """
+    for _, weight in spec.all_weights():
+        for name in weight.names:
+            if (kind := file.tensors[name].kind) not in SUPPORTED:
+                file.fail(
+                    f"tensor {name}: the type {kind.name} is not supported on the GPU; requantise the model"
+                )
+    arena = Arena(device, weight_bytes(spec), "the weights")
+    dequantizer = Dequantizer(device)
+    try:
+        weights = _Loader(device, file, spec, arena, dequantizer).load()
+        if not dequantizer.fits_half():
+            raise ModelFileError(
+                f"{file.path}: a weight is beyond 65504, the largest number of FP16, or is not a number; "
+                "such a model runs only with --reference"
+            )
+    finally:
+        dequantizer.close()
+    report(f"weights: {arena.used:,} bytes on {device.name}")
+    return weights
+
+
+class _Loader:
+    """Places the weights of a spec in an arena, and queues their way there."""
+
+    def __init__(
+        self, device: Device, file: GgufFile, spec: ModelSpec, arena: Arena, dequantizer: Dequantizer
+    ) -> None:
+        self._device = device
+        self._file = file
+        self._spec = spec
+        self._arena = arena
+        self._dequantizer = dequantizer
+
+    def load(self) -> Weights:
+        spec, own = self._spec, self._spec.weights()
+        embedding = self._matrix(own, Role.EMBEDDING)
+        layers = tuple(self._layer(index) for index in range(len(spec.layers)))
+        return Weights(
+            embedding=embedding,
+            layers=layers,
+            output_norm=NormWeight(self._vector(own, Role.OUTPUT_NORM), spec.output_norm.eps),
+            head=embedding if spec.tied_head else self._matrix(own, Role.HEAD),
+        )
+
+    def _layer(self, index: int) -> LayerWeights:
+        layer, own = self._spec.layers[index], self._spec.layer_weights(index)
+        return LayerWeights(
+            attn_norm=NormWeight(self._vector(own, Role.ATTN_NORM), layer.attention_norm.eps),
+            qkv=self._matrix(own, Role.QKV),
+            qkv_bias=self._vector(own, Role.QKV_BIAS),
+            q_norm=self._vector(own, Role.Q_NORM),
+            k_norm=self._vector(own, Role.K_NORM),
+            attn_output=self._matrix(own, Role.ATTN_OUTPUT),
+            ffn_norm=NormWeight(self._vector(own, Role.FFN_NORM), layer.feed_forward_norm.eps),
+            gate_up=self._matrix(own, Role.GATE_UP),
+            ffn_down=self._matrix(own, Role.FFN_DOWN),
+        )
+
+    def _matrix(self, own: dict[Role, Weight], role: Role) -> Matrix:
+        weight = own[role]
+        rows, columns = stored(self._spec, role, weight)
+        kept = format_of(weight)
+        size, used = kept.bytes(rows, columns), kept.bytes(weight.shape[0], columns)
+        address = self._place(weight, size, [kept.bytes(*shape) for _, shape in weight.parts], half=True)
+        self._device.fill(address + used, 0, size - used)
+        return Matrix(address, rows, columns, kept)
+
+    def _vector(self, own: dict[Role, Weight], role: Role) -> Buffer:
+        if role not in own:
+            return ABSENT
+        weight = own[role]
+        sizes = [math.prod(shape) * FLOAT.itemsize for _, shape in weight.parts]
+        return Buffer(self._place(weight, sum(sizes), sizes, half=False), weight.shape, FLOAT)
+
+    def _place(self, weight: Weight, size: int, sizes: list[int], *, half: bool) -> int:
+        """Take `size` bytes and queue the weight's tensors, of these sizes, one behind the other."""
+        start = address = self._arena.take(size)
+        for name, taken in zip(weight.names, sizes, strict=True):
+            kind = self._file.tensors[name].kind
+            self._dequantizer.load(self._file.raw(name), kind, address, half=half)
+            address += taken
+        return start
