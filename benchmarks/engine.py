@@ -99,7 +99,6 @@ def main() -> None:
     arguments.add_argument("--token-budget", type=int)
     arguments.add_argument("--no-graphs", action="store_true")
     arguments.add_argument("--no-prefix-sharing", action="store_true")
-    arguments.add_argument("--fast", action="store_true", help="tokens may depend on the batch")
     options = arguments.parse_args()
     file = GgufFile.open(options.model)
     spec = read_spec(file)
@@ -115,7 +114,7 @@ def measure(name: str, file: GgufFile, spec: ModelSpec, options: argparse.Namesp
     began = time.perf_counter()
     runner = CudaRunner(
         file, spec, slots=slots, depth=options.depth, context=workload.context + 1, max_tokens=budget,
-        gpu=options.gpu, graphs=not options.no_graphs, reproducible=not options.fast,
+        gpu=options.gpu, graphs=not options.no_graphs,
         report=lambda line: print(line, file=sys.stderr),
     )  # fmt: skip
     ready = time.perf_counter() - began
@@ -162,7 +161,6 @@ def measure(name: str, file: GgufFile, spec: ModelSpec, options: argparse.Namesp
             "slots": slots,
             "token_budget": budget,
             "depth": options.depth,
-            "reproducible": not options.fast,
             "kv_pages": runner.kv_blocks,
             "ready_s": round(ready, 2),
         }
