@@ -23,10 +23,10 @@ from sqlalchemy import Connection, event, insert, text
 
 from nightmill.jobs.batch_status import BatchRecord
 from nightmill.jobs.client import Client
-from nightmill.jobs.contract import GenerationParams, JobState
+from nightmill.jobs.contract import JobState
 from nightmill.jobs.ids import IdSource
-from nightmill.jobs.requests import Options, build_row
 from nightmill.jobs.settings import Settings
+from nightmill.jobs.spec import JobSpec
 from nightmill.jobs.sql.claims import Claims
 from nightmill.jobs.sql.jobs import JOBS, chunked
 from nightmill.jobs.sql.prune import Prune
@@ -75,9 +75,10 @@ def fill(client: Client, rows: int) -> None:
     for batch, share in BATCHES.items():
         later = now + timedelta(hours=3) if batch == "later" else None
         count = int(rows * share)
-        settings = Options(batch=batch, model="model", scheduled_at=later, deadline=timedelta(hours=9))
+        said = {"batch": batch, "model": "model", "scheduled_at": later, "deadline": timedelta(hours=9)}
+        defaults = JobSpec.defaults(said | {"max_tokens": 256, "seed": 1})
         store.enter(BatchRecord(batch, "model", now, format="jsonl", row_count=count, scheduled_at=later))
-        made = job_rows(batch, count, settings, now, ids)
+        made = job_rows(batch, count, defaults, now, ids)
         for group in chunked(made, 10_000):
             with client.database.write() as connection:
                 connection.execute(insert(JOBS), group)
@@ -86,17 +87,16 @@ def fill(client: Client, rows: int) -> None:
 
 
 def job_rows(
-    batch: str, count: int, options: Options, now: datetime, ids: IdSource
+    batch: str, count: int, defaults: JobSpec, now: datetime, ids: IdSource
 ) -> Iterator[dict[str, Any]]:
     """Rows of one batch, in the states that they have then."""
-    params = GenerationParams(max_tokens=256, seed=1)
     blank = dict.fromkeys(
         ("text", "stop_reason", "prompt_tokens", "completion_tokens", "error", "started_at", "finished_at")
     )
     done = {LIVE: int(count * DONE), "yesterday": count, "later": 0}[batch]
     for number in range(1, count + 1):
         prompt = f"Write a haiku about rain, number {number}. " + "It may be long. " * (number % 20)
-        row = build_row(ids.draw(), prompt, params, options, now, 3) | blank
+        row = JobSpec.parse(prompt, defaults).row(ids.draw(), now, 3) | blank
         row |= {"row": number, "custom_id": f"row-{number}", "worker": None}
         if number <= done:
             ended = now - timedelta(seconds=(done - number) / 100)

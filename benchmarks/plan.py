@@ -24,7 +24,6 @@ import psutil
 
 from benchmarks.end_to_end import prompts
 from nightmill.jobs.client import Client
-from nightmill.jobs.formats import InputFile
 from nightmill.jobs.settings import Settings
 from nightmill.worker.commands.process import running_worker
 from nightmill.worker.link.loading import demo_model
@@ -90,14 +89,12 @@ def planned(file: Path, worker_options: list[str]) -> dict[str, Any]:
 
 def run(client: Client, file: Path, home: Path, worker_options: list[str], batch: str) -> dict[str, Any]:
     """The same rows through Redis, a worker that is ready, and the database."""
-    items = [{"messages": row.prompt, **row.settings} for row in InputFile(file).rows()]
     with running_worker(client, home / "worker.log", worker_options):
         began = time.perf_counter()
-        client.enqueue_many(items, batch=batch)
-        client.wait(batch=batch)
+        rows = client.submit_batch(file, name=batch).wait().rows
         seconds = time.perf_counter() - began
     counted = client.stats(batch)
-    assert counted["state"] == {"succeeded": len(items)}, counted
+    assert counted["state"] == {"succeeded": rows}, counted
     return {
         "seconds": round(seconds, 1),
         "tokens": counted["completion_tokens"],

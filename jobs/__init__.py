@@ -23,10 +23,20 @@ if TYPE_CHECKING:
 
     from nightmill.jobs.arithmetic import Arithmetic
     from nightmill.jobs.batch_status import BatchState, BatchStatus
-    from nightmill.jobs.batches.batch import Batch, BatchSettings, BatchSource
+    from nightmill.jobs.batches.batch import Batch, BatchSource
+    from nightmill.jobs.batches.submission import OnRows
     from nightmill.jobs.batches.verifying import Verdict, Verification, VerifiedRow
     from nightmill.jobs.client import Client
-    from nightmill.jobs.contract import FINAL_STATES, GenerationParams, Job, JobState, Prompt, StopReason
+    from nightmill.jobs.contract import (
+        FINAL_STATES,
+        GenerationParams,
+        Job,
+        JobState,
+        Prompt,
+        StopReason,
+        Worker,
+        WorkerState,
+    )
     from nightmill.jobs.errors import (
         BatchConflictError,
         BatchFileError,
@@ -48,8 +58,8 @@ if TYPE_CHECKING:
     )
     from nightmill.jobs.formats.frames import Prompts
     from nightmill.jobs.ids import JobIds
-    from nightmill.jobs.requests import JobSettings
     from nightmill.jobs.settings import Settings
+    from nightmill.jobs.spec import BatchSettings, JobSettings
     from nightmill.jobs.waiting import Order
 
 __all__ = [
@@ -79,9 +89,12 @@ __all__ = [
     "retry",
     "list_jobs",
     "stats",
+    "workers",
     # types
     "Job",
     "JobState",
+    "Worker",
+    "WorkerState",
     "StopReason",
     "FINAL_STATES",
     "GenerationParams",
@@ -115,20 +128,28 @@ __all__ = [
 _HOMES = {
     "batch_status": ("BatchState", "BatchStatus"),
     "arithmetic": ("Arithmetic",),
-    "batches.batch": ("Batch", "BatchSettings"),
+    "batches.batch": ("Batch",),
     "batches.verifying": ("Verdict", "Verification", "VerifiedRow"),
     "client": ("Client",),
-    "contract": ("FINAL_STATES", "GenerationParams", "Job", "JobState", "StopReason"),
+    "contract": (
+        "FINAL_STATES",
+        "GenerationParams",
+        "Job",
+        "JobState",
+        "StopReason",
+        "Worker",
+        "WorkerState",
+    ),
     "errors": tuple(name for name in __all__ if name.endswith(("Error", "Warning"))),
     "ids": ("JobIds",),
-    "requests": ("JobSettings",),
     "settings": ("Settings",),
+    "spec": ("BatchSettings", "JobSettings"),
 }
 _HOME = {name: f"{__name__}.{module}" for module, names in _HOMES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:  # submodules among them: `from nightmill.jobs import client` goes on to import that
+    if name not in _HOME:  # submodules among them: `from jobs import store` goes on to import that
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = globals()[name] = getattr(import_module(_HOME[name]), name)
     return value
@@ -165,15 +186,11 @@ def submit_batch(
     source: BatchSource,
     *,
     name: str | None = None,
-    model: str | None = None,
-    scheduled_at: datetime | timedelta | None = None,
-    deadline: datetime | timedelta | None = None,
-    **defaults: Unpack[BatchSettings],
+    on_rows: OnRows | None = None,
+    **settings: Unpack[BatchSettings],
 ) -> Batch:
     """Queue every row of a file, table or iterable as one batch, bad ones too. See Client.submit_batch."""
-    return default_client().submit_batch(
-        source, name=name, model=model, scheduled_at=scheduled_at, deadline=deadline, **defaults
-    )
+    return default_client().submit_batch(source, name=name, on_rows=on_rows, **settings)
 
 
 def get_batch(name: str) -> Batch:
@@ -261,3 +278,8 @@ def list_jobs(
 def stats(batch: str | None = None) -> dict[str, Any]:
     """Numbers of jobs by state and stop reason, and the tokens read and written."""
     return default_client().stats(batch)
+
+
+def workers() -> list[Worker]:
+    """Every worker that was ever there, newest first."""
+    return default_client().workers()

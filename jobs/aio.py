@@ -27,23 +27,6 @@ from nightmill.jobs.errors import InvalidParameterError
 if TYPE_CHECKING:
     from nightmill.jobs.waiting import Order
 
-__all__ = [
-    "enqueue",
-    "enqueue_many",
-    "get",
-    "wait",
-    "results",
-    "submit_batch",
-    "get_batch",
-    "list_batches",
-    "verify",
-    "cancel",
-    "cancel_batch",
-    "retry",
-    "list_jobs",
-    "stats",
-]
-
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -74,6 +57,7 @@ cancel_batch = _threaded(_jobs.cancel_batch)
 retry = _threaded(_jobs.retry)
 list_jobs = _threaded(_jobs.list_jobs)
 stats = _threaded(_jobs.stats)
+workers = _threaded(_jobs.workers)
 
 
 async def wait(

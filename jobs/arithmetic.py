@@ -42,7 +42,7 @@ class Arithmetic:
         return cls(**values)
 
     def difference(self, now: "Arithmetic") -> tuple[str, ...]:
-        """The parts in which `now` differs, in words; none where the two are one arithmetic."""
+        """The parts in which `now` differs, in words; none if the two are one arithmetic."""
         return tuple(
             f"{part.name}: {then}, now {other}"
             for part in fields(self)

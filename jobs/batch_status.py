@@ -37,7 +37,7 @@ class BatchState(StrEnum):
 
     @property
     def final(self) -> bool:
-        """True where nothing more happens unless rows are retried."""
+        """True if nothing more happens unless rows are retried."""
         return self not in _UNFINISHED
 
 
@@ -108,15 +108,15 @@ class BatchStatus:
     model: str | None
     format: str | None
     source: str | None
-    row_count: int | None  # rows of the file; None while it is being submitted, and where rows may be added
+    row_count: int | None  # rows of the file; None while it is being submitted, and if rows may be added
     rows: int  # entered so far
     states: dict[JobState, int]  # rows by state
     stop_reasons: dict[StopReason, int]  # rows by stop reason
     errors: list[ErrorGroup] = field(default_factory=list)  # the most frequent first
     prompt_tokens: int
     completion_tokens: int
-    tokens_per_second: float | None  # see Pace; None where it was not asked for
-    estimated_end: datetime | None  # where rows are left and some were finished lately
+    tokens_per_second: float | None  # see Pace; None if it was not asked for
+    estimated_end: datetime | None  # known if rows are left and some were finished lately
     created_at: datetime
     scheduled_at: datetime | None
     deadline_at: datetime | None

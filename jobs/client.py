@@ -2,35 +2,35 @@
 
 import difflib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
 from datetime import datetime, timedelta
 from itertools import count
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
-from sqlalchemy import event
-
-from nightmill.jobs.batches.batch import Batch, Batches, BatchSettings, BatchSource
+from nightmill.jobs.batches.batch import Batch, Batches, BatchSource
 from nightmill.jobs.batches.grouping import characters, grouped
+from nightmill.jobs.batches.submission import OnRows
 from nightmill.jobs.batches.verifying import Verification, Verifier
-from nightmill.jobs.contract import GenerationParams, Job, JobState, Prompt
+from nightmill.jobs.contract import Job, JobState, Prompt, Worker
 from nightmill.jobs.errors import InvalidParameterError, InvalidRequestError, UnknownModelError
 from nightmill.jobs.formats.frames import Prompts, items_of
 from nightmill.jobs.ids import IdSource, JobIds
 from nightmill.jobs.messages.announcing import Announcer
 from nightmill.jobs.messages.broker import Broker
-from nightmill.jobs.requests import OPTIONS, PARAMETERS, JobSettings, Options, build_row, deadline_moment
 from nightmill.jobs.settings import Settings
+from nightmill.jobs.spec import FIELDS, BatchSettings, JobSettings, JobSpec, deadline_moment
 from nightmill.jobs.sql import inserting
 from nightmill.jobs.sql.batches import BatchStore
 from nightmill.jobs.sql.database import Clock, Database
-from nightmill.jobs.sql.jobs import Selection, Store
+from nightmill.jobs.sql.jobs import Selection, Store, by_queue
+from nightmill.jobs.sql.outbox import after_commit
+from nightmill.jobs.sql.prune import Prune, Pruned
+from nightmill.jobs.sql.workers import WorkerStore
 from nightmill.jobs.waiting import Order, Waiting
 
 if TYPE_CHECKING:
     from sqlalchemy.orm import Session
 
-_COLUMNS = PARAMETERS | OPTIONS | {"prompt", "messages"}  # of a table of prompts
-_OUTBOX = "nightmill.outbox"  # key in Session.info
+_COLUMNS = frozenset(FIELDS.keys() | {"prompt", "messages"})  # of a table of prompts
 
 
 class Client:
@@ -40,9 +40,10 @@ class Client:
         self.settings = settings or Settings.from_env()
         self.database = Database(self.settings, clock)
         self.store = Store(self.database)
+        self._workers = WorkerStore(self.database)
         self.waiting = Waiting(self.store)
         self.broker = Broker(self.settings)
-        self._announcer = Announcer(self.store, self.broker)
+        self._announcer = Announcer(self.database, self.broker)
         self._ids = IdSource()
         self.batches = Batches(BatchStore(self.database), self._announcer, self.settings)
 
@@ -66,8 +67,8 @@ class Client:
 
         `prompt` is a text, sent to the model as it is, or a list of chat messages
         (`{"role": ..., "content": ...}`), to which the model's template is applied. Keywords are the
-        fields of GenerationParams and of Options: model, batch, custom_id, priority (0 to 9, higher is
-        sooner), deadline, scheduled_at, idempotency_key, metadata, max_attempts.
+        fields of GenerationParams, and the options: model, batch, custom_id, priority (0 to 9, higher is
+        sooner), deadline, scheduled_at, idempotency_key, metadata, max_attempts. None counts as not given.
 
         With `session` the row is added to the caller's SQLAlchemy transaction: it becomes visible, and
         its message is sent, when that commits.
@@ -99,30 +100,21 @@ class Client:
         source: BatchSource,
         *,
         name: str | None = None,
-        model: str | None = None,
-        scheduled_at: datetime | timedelta | None = None,
-        deadline: datetime | timedelta | None = None,
-        **defaults: Unpack[BatchSettings],
+        on_rows: OnRows | None = None,
+        **settings: Unpack[BatchSettings],
     ) -> Batch:
         """Queue every row of a file (its path), a table (pandas, Polars, Arrow) or an iterable, as one batch.
 
         Unlike `enqueue_many`, it stops at no row: one that cannot be run becomes a failed job that says why.
-        `defaults` (parameters, priority, max_attempts) hold where a row says nothing; `model` holds whatever
-        a row says. Submitting a file again under its name enters what is missing and nothing twice; without
-        a name, the file, model and defaults make one. The times of the first submission hold.
+        Parameters, `priority` and `max_attempts` hold if a row says nothing, `model` whatever a row says;
+        `scheduled_at` and `deadline` are those of the batch. Submitting a file again under its name enters
+        what is missing and nothing twice; without a name, the file and the settings make one. The times of
+        the first submission hold. `on_rows` is called after each group with the number of rows read so far.
 
         Raises BatchFileError, BatchConflictError (the name belongs to other rows), InvalidParameterError,
         UnknownModelError and DatabaseError.
         """
-        return self.batches.submit(
-            source,
-            name=name,
-            model=model,
-            scheduled_at=scheduled_at,
-            deadline=deadline,
-            settings=defaults,
-            check_model=self.check_model,
-        )
+        return self.batches.submit(source, settings, name=name, check_model=self.check_model, on_rows=on_rows)
 
     # -- out -------------------------------------------------------------------------------------
 
@@ -206,7 +198,7 @@ class Client:
         `sample` rows are chosen at random among those that have succeeded, the same ones for the same
         `seed_of_sample`. Copies of them run as jobs of a batch of their own, by default after all other jobs,
         and are deleted in the end, unless `keep`; the batch itself is only read. `on_rows` is told how many
-        are done. Texts of one arithmetic are equal to the bit; where two differ, the answer names the parts
+        are done. Texts of one arithmetic are equal to the bit; if two differ, the answer names the parts
         of the arithmetic that do.
 
         Raises BatchNotFoundError, InvalidTransitionError (no row has succeeded), NotServedError (no live
@@ -222,6 +214,18 @@ class Client:
             on_rows=on_rows,
         )
 
+    def workers(self) -> list[Worker]:
+        """Every worker that was ever there, newest first."""
+        return self._workers.all()
+
+    def worker(self, worker_id: str) -> Worker | None:
+        """One worker; None if it is not known, or never came to serve."""
+        return self._workers.get(worker_id)
+
+    def serving(self, model: str | None = None) -> list[Worker]:
+        """The workers that take jobs for `model` (None: any model), or are about to."""
+        return self._workers.serving(model)
+
     # -- change of mind --------------------------------------------------------------------------
 
     def cancel(self, job_id: str) -> JobState:
@@ -235,13 +239,32 @@ class Client:
         """Cancel all unfinished jobs of a batch: (cancelled at once, running and asked to stop)."""
         return self.batches.store.cancel(batch)
 
+    def prune(
+        self,
+        older_than: timedelta,
+        *,
+        dry_run: bool = False,
+        on_jobs: Callable[[int], None] = lambda jobs: None,
+    ) -> Pruned:
+        """Delete jobs and batches that ended so long ago, and batches that are empty; returns how many.
+
+        What is not finished is never touched, and a submitted batch goes as a whole. `dry_run` only counts.
+        `on_jobs` is called after each group with the number of jobs deleted so far.
+        """
+        work = Prune(self.batches.store, self.database.now() - older_than)
+        if dry_run:
+            return work.count()
+        done = Pruned(0, 0)
+        for done in work.run():
+            on_jobs(done.jobs)
+        return done
+
     def retry(self, job_id: str, *, deadline: datetime | timedelta | None = None) -> Job:
         """Queue a failed or cancelled job again, under its id and seed.
 
         Raises JobNotFoundError, InvalidTransitionError, and BatchConflictError (its batch is being deleted).
         """
-        options = Options(deadline=deadline)  # checks it
-        job = self.store.retry(job_id, deadline_moment(options.deadline, self.database.now()))
+        job = self.store.retry(job_id, deadline_moment(deadline, self.database.now()))
         self._announcer.announce({(job.model, job.priority): [job.id]})
         return job
 
@@ -253,7 +276,7 @@ class Client:
         settings: Mapping[str, Any],
         session: "Session | None",
     ) -> JobIds:
-        params, options = split_settings(settings)
+        defaults = JobSpec.defaults(settings)
         if self.settings.embedded_broker:
             _ = self.broker.app  # a missing embedded broker is an error before anything is kept
         ids = JobIds()
@@ -265,7 +288,7 @@ class Client:
             failure: InvalidRequestError | None = None
             for index, item in group:
                 try:
-                    rows.append(self._row(item, params, options, now, checked_models))
+                    rows.append(self._row(item, defaults, now, checked_models))
                 except InvalidRequestError as error:
                     failure = _with_place(error, index, len(ids) + len(rows))
                     break
@@ -286,34 +309,24 @@ class Client:
     def _row(
         self,
         item: Prompt | Mapping[str, Any],
-        params: GenerationParams,
-        options: Options,
+        defaults: JobSpec,
         now: datetime,
         checked_models: set[str],
     ) -> dict[str, Any]:
-        prompt: Any = item
-        if isinstance(item, Mapping):
-            own = dict(item)
-            prompt = _take_prompt(own)
-            if own:
-                own_params, own_options = _sorted_out(own)
-                if own_params:
-                    params = GenerationParams.parse(params.model_dump(exclude_unset=True) | own_params)
-                if own_options:
-                    options = replace(options, **own_options)
-        if options.model is not None and options.model not in checked_models:
-            self.check_model(options.model)
-            checked_models.add(options.model)
-        if options.deadline is not None:
-            self._check_deadline(options, now)
-        return build_row(self._ids.draw(), prompt, params, options, now, self.settings.max_attempts)
+        spec = JobSpec.parse(item, defaults)
+        if spec.model is not None and spec.model not in checked_models:
+            self.check_model(spec.model)
+            checked_models.add(spec.model)
+        if spec.deadline is not None:
+            self._check_deadline(spec, now)
+        return spec.row(self._ids.draw(), now, self.settings.max_attempts)
 
-    def _check_deadline(self, options: Options, now: datetime) -> None:
+    def _check_deadline(self, spec: JobSpec, now: datetime) -> None:
         """Refuse one that has passed, but for a job that was enqueued before it did."""
         try:
-            deadline_moment(options.deadline, now)
+            deadline_moment(spec.deadline, now)
         except InvalidParameterError:
-            if options.idempotency_key is None or not self.store.has_key(options.idempotency_key):
+            if spec.idempotency_key is None or not self.store.has_key(spec.idempotency_key):
                 raise
 
     def _keep(self, rows: list[dict[str, Any]], session: "Session | None") -> list[str]:
@@ -321,22 +334,20 @@ class Client:
         if session is not None:
             self.database.ensure_schema()
             replaced = inserting.insert(rows, session.connection())
-            _after_commit(session, lambda: self._announce_rows(rows, replaced))
+            after_commit(session, lambda: self._announce_rows(rows, replaced))
         else:
             replaced = inserting.add(rows, self.database)
             self._announce_rows(rows, replaced)
         return [replaced.get(row["id"], row["id"]) for row in rows]
 
     def _announce_rows(self, rows: list[dict[str, Any]], replaced: Mapping[str, str]) -> None:
-        groups: dict[tuple[str | None, int], list[str]] = {}
-        for row in rows:
-            if row["sent_at"] is not None and row["id"] not in replaced:
-                groups.setdefault((row["model"], row["priority"]), []).append(row["id"])
-        self._announcer.announce(groups)
+        self._announcer.announce(
+            by_queue(row for row in rows if row["sent_at"] and row["id"] not in replaced)
+        )
 
     def check_model(self, model: str) -> None:
         """Refuse a name that no worker ever had, unless no worker was ever there to have one."""
-        known = sorted(self.store.known_models())
+        known = self._workers.models()
         if not known or model in known:
             return
         close = difflib.get_close_matches(model, known, n=1)
@@ -348,35 +359,11 @@ class Client:
         )
 
 
-def split_settings(settings: Mapping[str, Any]) -> tuple[GenerationParams, Options]:
-    """Keywords of enqueue as checked parameters and options; raises InvalidParameterError."""
-    params, options = _sorted_out(settings)
-    return GenerationParams.parse(params), Options(**options)
-
-
-def _sorted_out(settings: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    unknown = [name for name in settings if name not in PARAMETERS and name not in OPTIONS]
-    if unknown:
-        known = sorted(PARAMETERS | OPTIONS)
-        close = difflib.get_close_matches(str(unknown[0]), known, n=1)
-        hint = f"did you mean {close[0]}?" if close else f"known are {', '.join(known)}"
-        raise InvalidParameterError(f"{unknown[0]}: unknown parameter; {hint}", field=str(unknown[0]))
-    return (
-        {name: value for name, value in settings.items() if name in PARAMETERS},
-        {name: value for name, value in settings.items() if name in OPTIONS},
-    )
-
-
-def _take_prompt(item: dict[str, Any]) -> Any:
-    if ("prompt" in item) == ("messages" in item):
-        raise InvalidParameterError("prompt: an item needs either 'prompt' or 'messages'", field="prompt")
-    return item.pop("prompt") if "prompt" in item else item.pop("messages")
-
-
 def _with_place(error: InvalidRequestError, index: int, enqueued: int) -> InvalidRequestError:
     if index == 0:
         return error
-    return type(error)(f"item {index}: {error} ({enqueued} jobs before it are queued)", field=error.field)
+    said = f"item {index}: {error} ({enqueued} jobs before it are queued)"
+    return type(error)(said, field=error.field, code=error.code)
 
 
 def _state(state: JobState | str) -> JobState:
@@ -385,40 +372,3 @@ def _state(state: JobState | str) -> JobState:
     except ValueError:
         known = ", ".join(JobState)
         raise InvalidParameterError(f"state: {state!r} is not one of {known}", field="state") from None
-
-
-def _after_commit(session: "Session", send: Callable[[], None]) -> None:
-    """Call `send` once, when the session's outermost transaction commits.
-
-    It is forgotten where that transaction, or a savepoint in which this was called, is rolled back.
-    """
-    if _OUTBOX not in session.info:  # the listeners stay: SQLAlchemy cannot remove one while it runs
-        session.info[_OUTBOX] = []
-        event.listen(session, "after_commit", _send_waiting)
-        event.listen(session, "after_soft_rollback", _forget_rolled_back)
-        event.listen(session, "after_transaction_end", _forget_ended)
-    inside: list[Any] = []
-    transaction = session.get_nested_transaction() or session.get_transaction()
-    while transaction is not None:
-        inside.append(transaction)
-        transaction = transaction.parent
-    session.info[_OUTBOX].append((inside, send))
-
-
-def _send_waiting(session: "Session") -> None:
-    if session.in_nested_transaction():
-        return  # only a savepoint was released
-    waiting, session.info[_OUTBOX] = session.info[_OUTBOX], []
-    for _, send in waiting:
-        send()
-
-
-def _forget_rolled_back(session: "Session", rolled_back: Any) -> None:
-    session.info[_OUTBOX] = [
-        (inside, send) for inside, send in session.info[_OUTBOX] if rolled_back not in inside
-    ]
-
-
-def _forget_ended(session: "Session", ended: Any) -> None:
-    if ended.parent is None:
-        session.info[_OUTBOX] = []

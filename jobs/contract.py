@@ -44,7 +44,7 @@ class JobState(_Word):
 
     @property
     def final(self) -> bool:
-        """True where no worker will touch the job again unless it is retried."""
+        """True if no worker will touch the job again unless it is retried."""
         return self in FINAL_STATES
 
 
@@ -85,15 +85,28 @@ class GenerationParams(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
-    max_tokens: int = Field(default=256, ge=1, le=1_000_000)
-    temperature: float = Field(default=1.0, ge=0.0, le=100.0)
-    top_k: int = Field(default=0, ge=0, le=2**31 - 1)
-    top_p: float = Field(default=1.0, gt=0.0, le=1.0)
-    min_p: float = Field(default=0.0, ge=0.0, le=1.0)
-    repetition_penalty: float = Field(default=1.0, ge=0.01, le=100.0)
-    seed: int | None = Field(default=None, ge=0, le=MAX_SEED)
-    stop: tuple[str, ...] = Field(default=(), max_length=16)
-    ignore_eos: bool = False
+    max_tokens: int = Field(default=256, ge=1, le=1_000_000, description="Most tokens to generate.")
+    temperature: float = Field(default=1.0, ge=0.0, le=100.0, description="0 is greedy.")
+    top_k: int = Field(
+        default=0, ge=0, le=2**31 - 1, description="Draw among the K likeliest tokens; 0 is off."
+    )
+    top_p: float = Field(
+        default=1.0, gt=0.0, le=1.0, description="Draw among the likeliest tokens that make up P."
+    )
+    min_p: float = Field(
+        default=0.0, ge=0.0, le=1.0, description="Drop tokens less likely than P times the likeliest."
+    )
+    repetition_penalty: float = Field(
+        default=1.0, ge=0.01, le=100.0, description="Above 1, tokens already there get less likely."
+    )
+    seed: int | None = Field(
+        default=None,
+        ge=0,
+        le=MAX_SEED,
+        description="The same seed repeats the text; by default one is drawn.",
+    )
+    stop: tuple[str, ...] = Field(default=(), max_length=16, description="End before this text.")
+    ignore_eos: bool = Field(default=False, description="Go on where the model would end its text.")
 
     @field_validator("stop", mode="before")
     @classmethod
@@ -153,7 +166,7 @@ def storable(text: str, limit: int | None = None) -> str:
 
 
 def unstorable(text: str) -> str | None:
-    """Say why `text` cannot be stored and tokenised as UTF-8 (None where it can)."""
+    """Say why `text` cannot be stored and tokenised as UTF-8 (None if it can)."""
     if "\x00" in text:
         return f"contains a NUL character at position {text.index(chr(0))}, which SQL text cannot hold"
     try:
@@ -207,3 +220,34 @@ class Job:
     def seed(self) -> int | None:
         """The seed that repeats this job's text on the same model and runner."""
         return self.params.seed
+
+
+class WorkerState(_Word):
+    """What a worker does. The last two have ended."""
+
+    STARTING = "starting"
+    READY = "ready"
+    DRAINING = "draining"
+    STOPPED = "stopped"  # in order
+    LOST = "lost"  # it fell silent, and may come back
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """A process that generates, and its last sign of life: a snapshot of its row."""
+
+    id: str
+    host: str
+    pid: int
+    gpu: str | None
+    model: str
+    state: WorkerState
+    started_at: datetime
+    heartbeat_at: datetime
+    detail: str | None  # what it is doing, as while it loads
+
+    @property
+    def has_served(self) -> bool:
+        """True once it takes jobs, also if it has ended since."""
+        # One that is lost had not come to serve if it says what it was loading.
+        return self.state is not WorkerState.STARTING and not (self.state is WorkerState.LOST and self.detail)

@@ -3,7 +3,7 @@
 NightmillError
 ├── SettingsError                    a NIGHTMILL_* variable is unknown or impossible
 ├── MissingExtraError                an optional part of the installation is needed and absent
-├── InvalidRequestError              (also ValueError) a request that can never run; `.field` says why
+├── InvalidRequestError              (also ValueError) a request that can never run, with `.field` and `.code`
 │   ├── InvalidParameterError
 │   ├── InvalidPromptError
 │   ├── UnknownModelError
@@ -25,7 +25,6 @@ NightmillError
 │   └── MessageError                 a message in the broker that announces no jobs of ours
 ├── ModelFileError                   a model file that is broken, hostile or unsupported
 ├── ChatTemplateError                the model's chat template is missing or failed on these messages
-├── PromptTooLongError               the prompt leaves no room in the context
 └── RunnerError                      the arithmetic failed; the jobs in flight are handed back
 
 Foreign errors are mapped at one border each: SQLAlchemy's in `jobs.sql.database`, redis's and kombu's in
@@ -35,6 +34,8 @@ a class is its default message.
 
 import inspect
 from collections.abc import Sequence
+from enum import StrEnum
+from typing import Self
 
 
 class NightmillError(Exception):
@@ -52,17 +53,38 @@ class MissingExtraError(NightmillError):
     """An optional part of Nightmill is needed here and not installed."""
 
 
+class RowCode(StrEnum):
+    """Why a job or a row of a file cannot be run, in one word."""
+
+    INVALID_ENCODING = "invalid_encoding"
+    INVALID_JSON = "invalid_json"
+    INVALID_CSV = "invalid_csv"
+    TOO_LONG = "too_long"
+    MISSING_FIELD = "missing_field"
+    UNSUPPORTED_FIELD = "unsupported_field"
+    INVALID_VALUE = "invalid_value"
+    DUPLICATE_CUSTOM_ID = "duplicate_custom_id"
+
+
 class InvalidRequestError(NightmillError, ValueError):
     """The request can never run as it stands."""
 
     position = 0
     """Which of the rows that were to be inserted together is meant."""
 
-    def __init__(self, message: str | None = None, *, field: str | None = None) -> None:
+    def __init__(
+        self, message: str | None = None, *, field: str | None = None, code: RowCode = RowCode.INVALID_VALUE
+    ) -> None:
         super().__init__(message)
         self.field = field
+        self.code = code
         self.enqueued: Sequence[str] = ()
         """Ids of the jobs that `enqueue_many` had queued before it met this item."""
+
+    def renamed(self, field: str) -> Self:
+        """The same, of a field that has this name where it was given."""
+        said = str(self).removeprefix(str(self.field))
+        return type(self)(f"{field}{said}", field=field, code=self.code)
 
 
 class InvalidParameterError(InvalidRequestError):
@@ -147,10 +169,6 @@ class ModelFileError(NightmillError):
 
 class ChatTemplateError(NightmillError):
     """The model's chat template is missing, broken, or refuses these messages."""
-
-
-class PromptTooLongError(NightmillError):
-    """The prompt leaves no room for an answer in the model's context."""
 
 
 class RunnerError(NightmillError):

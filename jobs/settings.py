@@ -70,7 +70,7 @@ class Settings(BaseModel):
     model_name: str | None = Field(default=None, min_length=1, max_length=200)
     """What jobs call it; by default the file's name without its ending."""
     reference: bool = False
-    """Generate with NumPy even where a GPU is present."""
+    """Generate with NumPy even if a GPU is present."""
     gpu: int | None = Field(default=None, ge=0)
     """Index of the worker's GPU."""
     gpu_memory: float = Field(default=0.9, gt=0.0, le=1.0)
@@ -143,12 +143,12 @@ class Settings(BaseModel):
 
     @property
     def embedded_database(self) -> bool:
-        """True where the database is our own file, created and migrated on first use."""
+        """True if the database is our own file, created and migrated on first use."""
         return self.database_url is None
 
     @property
     def embedded_broker(self) -> bool:
-        """True where the broker is our own Redis, started on first use."""
+        """True if the broker is our own Redis, started on first use."""
         return self.broker_url is None
 
     @property

@@ -117,7 +117,7 @@ class Waiting:
         """The ids of a batch in their order, and then those that came in behind the reader.
 
         A job gets its id when it is enqueued and is seen when that is committed, which with `session=` may be
-        after jobs with larger ids were read. So whoever has come to the end counts, and where there are more
+        after jobs with larger ids were read. So whoever has come to the end counts, and if there are more
         jobs than were read, looks for those it has not seen. What it remembers takes 16 bytes a job.
         """
         seen = JobIds()

@@ -1,7 +1,7 @@
 """Batches as programs see them: submit a file or an iterable, look, wait, read, change one's mind.
 
 batch = jobs.submit_batch("prompts.jsonl", name="tonight", max_tokens=256, deadline=six_in_the_morning)
-print(batch.wait(progress=True).state)
+print(batch.wait().state)
 for job in batch.results():
     print(job.custom_id, job.text)
 """
@@ -10,18 +10,16 @@ import hashlib
 import json
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from datetime import datetime, timedelta
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
 
 from nightmill.jobs.batch_status import BatchRecord, BatchStatus, make_status
 from nightmill.jobs.batches.result_files import output_row, source_of, vet, write_in_order
 from nightmill.jobs.batches.submission import OnRows, Submission
-from nightmill.jobs.commands.progress import BatchProgress
-from nightmill.jobs.contract import GenerationParams, Job, JobState, JsonObject
+from nightmill.jobs.contract import Job, JobState, JsonObject
 from nightmill.jobs.errors import (
     BatchConflictError,
     BatchNotFoundError,
@@ -34,32 +32,16 @@ from nightmill.jobs.formats.plain import ROW_KEYS
 from nightmill.jobs.formats.results import ERROR_COLUMNS, RESULT_COLUMNS
 from nightmill.jobs.ids import IdSource
 from nightmill.jobs.messages.announcing import Announcer
-from nightmill.jobs.requests import PARAMETERS, Options, deadline_moment, moment
 from nightmill.jobs.settings import Settings
+from nightmill.jobs.spec import OF_A_BATCH, JobSpec, deadline_moment, moment
 from nightmill.jobs.sql.batches import BatchStore
 from nightmill.jobs.sql.deletion import Deletion
+from nightmill.jobs.sql.workers import WorkerStore
 
-_OPTIONS = frozenset({"priority", "max_attempts"})
 _POLL_SECONDS = 0.5
 _POLL_SHARE = 10  # a look at a huge batch takes a while; then look less often, a tenth of the time at most
 
-BatchSource = str | Path | Prompts
-
-
-class BatchSettings(TypedDict, total=False):
-    """Keywords of submit_batch that hold for the rows that do not say otherwise."""
-
-    max_tokens: int
-    temperature: float
-    top_k: int
-    top_p: float
-    min_p: float
-    repetition_penalty: float
-    seed: int | None
-    stop: str | list[str]
-    ignore_eos: bool
-    priority: int
-    max_attempts: int | None
+BatchSource = str | Path | InputFile | Prompts
 
 
 class Batch:
@@ -68,7 +50,7 @@ class Batch:
     def __init__(self, record: BatchRecord, store: BatchStore, announcer: Announcer) -> None:
         self.name = record.name
         self.record = record
-        self._store = store
+        self.store = store
         self._announcer = announcer
 
     def __repr__(self) -> str:
@@ -85,51 +67,55 @@ class Batch:
         With them an ended batch says how fast it was, which reads all its rows; without, it says nothing of
         its speed, and only indexes are read.
         """
-        record = self._store.get(self.name)
-        counts = self._store.counts(self.name)
-        pace = self._store.recent_pace(self.name)
-        groups = self._store.error_groups(self.name) if errors else []
-        now = self._store.database.now()
-        served = pace is None or self._store.served(record.model)
+        record = self.store.get(self.name)
+        counts = self.store.counts(self.name)
+        pace = self.store.recent_pace(self.name)
+        groups = self.store.error_groups(self.name) if errors else []
+        now = self.store.database.now()
+        served = pace is None or bool(WorkerStore(self.store.database).serving(record.model))
         status = make_status(record, counts, pace, groups, now, served=served)
         if not status.state.final:
             return status
-        whole = self._store.whole_pace(self.name) if errors else None
+        whole = self.store.whole_pace(self.name) if errors else None
         return make_status(record, counts, whole, groups, now)
 
-    def wait(self, *, progress: bool = False, timeout: float | None = None) -> BatchStatus:
-        """Return its status once its state is final. `progress` shows a bar on stderr.
+    def wait(
+        self,
+        *,
+        timeout: float | None = None,
+        on_status: Callable[[BatchStatus], object] = lambda status: None,
+    ) -> BatchStatus:
+        """Return its status once its state is final. `on_status` is called with every status looked at.
 
         Raises WaitTimeoutError after `timeout` seconds; the rows go on.
         """
         give_up_at = None if timeout is None else time.monotonic() + timeout
-        with BatchProgress(self.name, show=progress) as bar:
-            while True:
-                began = time.monotonic()
-                status = self.status(errors=False)
-                if status.state.final:
-                    status = self.status()
-                bar.show(status)
-                if status.state.final:
-                    return status
-                pause = max(_POLL_SECONDS, _POLL_SHARE * (time.monotonic() - began))
-                if give_up_at is not None:
-                    left = give_up_at - time.monotonic()
-                    if left <= 0:
-                        raise WaitTimeoutError(
-                            f"batch {self.name!r} is {status.state} with {status.done} of "
-                            f"{status.row_count or status.rows} rows done in the time given; it goes on"
-                        )
-                    pause = min(pause, left)
-                time.sleep(pause)
+        while True:
+            began = time.monotonic()
+            status = self.status(errors=False)
+            if status.state.final:
+                status = self.status()
+            on_status(status)
+            if status.state.final:
+                return status
+            pause = max(_POLL_SECONDS, _POLL_SHARE * (time.monotonic() - began))
+            if give_up_at is not None:
+                left = give_up_at - time.monotonic()
+                if left <= 0:
+                    raise WaitTimeoutError(
+                        f"batch {self.name!r} is {status.state} with {status.done} of "
+                        f"{status.row_count or status.rows} rows done in the time given; it goes on"
+                    )
+                pause = min(pause, left)
+            time.sleep(pause)
 
     def results(self) -> Iterator[Job]:
         """The rows that have succeeded so far, in the order of the file."""
-        return self._store.in_order(self.name, [JobState.SUCCEEDED])
+        return self.store.in_order(self.name, [JobState.SUCCEEDED])
 
     def errors(self) -> Iterator[Job]:
         """The rows that have ended without a (whole) result so far, in the order of the file."""
-        return self._store.in_order(self.name, [JobState.FAILED, JobState.CANCELLED])
+        return self.store.in_order(self.name, [JobState.FAILED, JobState.CANCELLED])
 
     def to_arrow(self, *, errors: bool = False) -> Any:
         """The rows that have succeeded so far as a pyarrow.Table, with the columns of a result file.
@@ -147,7 +133,7 @@ class Batch:
     ) -> int:
         """Write the rows that have succeeded so far to a file in the batch's format; returns how many.
 
-        The file appears when it is complete. One that is there is replaced where it holds results of this
+        The file appears when it is complete. One that is there is replaced if it holds results of this
         batch and nothing else, any other with `overwrite` only, and the batch's input never. Raises
         BatchFileError.
         """
@@ -164,18 +150,17 @@ class Batch:
 
         Running rows stop within a second, and keep the text that they have.
         """
-        return self._store.cancel(self.name)
+        return self.store.cancel(self.name)
 
     def retry_failed(self, *, deadline: datetime | timedelta | None = None) -> int:
         """Queue the rows again that failed, expired or were cancelled; returns how many.
 
         They keep their ids and seeds. Rows that succeeded, and bad rows of the file, are left alone. Raises
-        BatchConflictError where the batch is being deleted.
+        BatchConflictError if the batch is being deleted.
         """
-        options = Options(deadline=deadline)  # checks it
-        ends_at = deadline_moment(options.deadline, self._store.database.now())
+        ends_at = deadline_moment(deadline, self.store.database.now())
         queued = 0
-        for groups in self._store.retry_failed(self.name, ends_at):
+        for groups in self.store.retry_failed(self.name, ends_at):
             queued += sum(map(len, groups.values()))
             self._announcer.announce(groups)
         return queued
@@ -187,7 +172,7 @@ class Batch:
         Raises InvalidTransitionError while rows are not final.
         """
         gone = 0
-        for gone in Deletion(self._store.database).run(self.name):
+        for gone in Deletion(self.store.database).run(self.name):
             if on_rows is not None:
                 on_rows(gone)
         return gone
@@ -200,7 +185,7 @@ class Batch:
     def _write(self, path: str | Path, overwrite: bool, on_rows: OnRows | None, *, errors: bool) -> int:
         apart = source_of(self.record.source)
         with Destination(path, self.format, errors=errors, overwrite=overwrite, apart_from=apart) as file:
-            vet(file, self._store, self.name, self.record.fingerprint)
+            vet(file, self.store, self.name, self.record.fingerprint)
             jobs = self.errors() if errors else self.results()
             return write_in_order(file, jobs, self.format, errors=errors, on_rows=on_rows)
 
@@ -223,76 +208,66 @@ class Batches:
 
     def submit(
         self,
-        source: BatchSource | InputFile,
+        source: BatchSource,
+        settings: Mapping[str, Any],
         *,
         name: str | None,
-        model: str | None,
-        scheduled_at: datetime | timedelta | None,
-        deadline: datetime | timedelta | None,
-        settings: Mapping[str, Any],
         check_model: Callable[[str], None],
         on_rows: OnRows | None = None,
-        before: Callable[[BatchRecord], None] | None = None,
+        outputs: Sequence[Destination] = (),
     ) -> Batch:
         """See Client.submit_batch. `check_model` raises UnknownModelError.
 
-        `before` is called when all is checked and nothing is entered yet; what it raises ends it there.
+        `outputs` are refused, before anything is entered, if they hold anything but rows of this batch.
         """
         if isinstance(source, str | Path):
             source = InputFile(source)
         elif not isinstance(source, InputFile):
             source = items_of(source, ROW_KEYS)
-        params, options = _checked(settings, name, model, scheduled_at, deadline)
-        if model is not None:
-            check_model(model)
-        record = self._record(source, params, options, settings)
+        defaults = JobSpec.defaults(settings, OF_A_BATCH).updated({"batch": name})
+        if defaults.model is not None:
+            check_model(defaults.model)
+        record = self._record(source, defaults, settings)
         self._check_times(record)
-        if before is not None:
-            before(record)
+        for output in outputs:
+            vet(output, self.store, record.name, record.fingerprint)
         known, created = self.store.enter(record)
         if not created:
             _check_same(record, known)
         batch = Batch(known, self.store, self._announcer)
         if known.row_count is None:
             submission = Submission(
-                known,
-                params,
-                options,
-                max_attempts=options.max_attempts or self._settings.max_attempts,
-                check_model=check_model,
+                known, defaults, max_attempts=self._settings.max_attempts, check_model=check_model
             )
             submission.run(source, self.store, self._announcer, on_rows)
             batch.record = self.store.get(known.name)
         return batch
 
     def _record(
-        self,
-        source: InputFile | Iterator[Any],
-        params: GenerationParams,
-        options: Options,
-        settings: Mapping[str, Any],
+        self, source: InputFile | Iterator[Any], defaults: JobSpec, settings: Mapping[str, Any]
     ) -> BatchRecord:
         now = self.store.database.now()
-        kept = params.model_dump(mode="json", exclude_unset=True)
-        kept |= {option: settings[option] for option in _OPTIONS if settings.get(option) is not None}
+        said = {name for name, value in settings.items() if value is not None}
+        kept = defaults.params.model_dump(mode="json", include=said)
+        kept |= {name: settings[name] for name in ("priority", "max_attempts") if name in said}
         if isinstance(source, InputFile):
             fingerprint: str | None = source.fingerprint()
-            name = options.batch or _file_name(source, str(fingerprint), options.model, kept)
+            name = defaults.batch or _file_name(source, str(fingerprint), defaults.model, kept)
             format, path = source.format, str(source.path)
         else:
             fingerprint, path = None, ""
-            name = options.batch or f"batch-{IdSource().draw()}"
+            name = defaults.batch or f"batch-{IdSource().draw()}"
             format = FileFormat.JSONL
         return BatchRecord(
             name=name,
-            model=options.model,
+            model=defaults.model,
             created_at=now,
             format=str(format),
             source=path or None,
             fingerprint=fingerprint,
             settings=kept,
-            scheduled_at=moment("scheduled_at", options.scheduled_at, now),
-            deadline_at=moment("deadline", options.deadline, now),
+            scheduled_at=moment("scheduled_at", defaults.scheduled_at, now),
+            deadline_at=moment("deadline", defaults.deadline, now),
         )
 
     def _check_times(self, record: BatchRecord) -> None:
@@ -313,26 +288,8 @@ class Batches:
             raise
 
 
-def _checked(
-    settings: Mapping[str, Any],
-    name: str | None,
-    model: str | None,
-    scheduled_at: datetime | timedelta | None,
-    deadline: datetime | timedelta | None,
-) -> tuple[GenerationParams, Options]:
-    """The defaults of the rows; raises InvalidParameterError that names the bad keyword."""
-    for given in settings:
-        if given not in PARAMETERS and given not in _OPTIONS:
-            known = ", ".join(sorted(PARAMETERS | _OPTIONS))
-            raise InvalidParameterError(f"{given}: unknown parameter; known are {known}", field=given)
-    params = {given: value for given, value in settings.items() if given in PARAMETERS}
-    options = {given: value for given, value in settings.items() if given in _OPTIONS}
-    times = Options(batch=name, model=model, scheduled_at=scheduled_at, deadline=deadline)
-    return GenerationParams.parse(params), replace(times, **options)
-
-
 def _file_name(file: InputFile, fingerprint: str, model: str | None, settings: Mapping[str, Any]) -> str:
-    """The name of a file's batch where none is given: the same for the same rows, model and settings."""
+    """The name of a file's batch if none is given: the same for the same rows, model and settings."""
     content = json.dumps([fingerprint, model, settings], sort_keys=True)
     stem = re.sub(r"[^\w.-]+", "-", file.path.name.partition(".")[0])[:100] or "batch"
     return f"{stem}-{hashlib.sha256(content.encode()).hexdigest()[:12]}"

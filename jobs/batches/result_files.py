@@ -60,7 +60,7 @@ def write_in_order(
     """Write these jobs; returns how many rows that are.
 
     The file appears under its name when it is complete; until then a file that was there stays. Raises
-    BatchFileError where it cannot be written.
+    BatchFileError if it cannot be written.
     """
     written = 0
     with destination.replace() as file:
@@ -73,7 +73,7 @@ def write_in_order(
 
 
 def source_of(path: str | None) -> Mapping[str, Path]:
-    """What a destination must be apart from: the input of a batch, where that is a file."""
+    """What a destination must be apart from: the input of a batch, if that is a file."""
     return {"the input": Path(path)} if path else {}
 
 

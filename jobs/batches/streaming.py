@@ -8,7 +8,7 @@ from nightmill.jobs.batches.batch import Batch
 from nightmill.jobs.batches.result_files import output_row, write_in_order
 from nightmill.jobs.contract import JobState
 from nightmill.jobs.formats import Destination, FileFormat, ResultFile
-from nightmill.jobs.sql.batches import BatchStore, Finished
+from nightmill.jobs.sql.batches import Finished
 from nightmill.jobs.sql.jobs import Selection, Store, chunked
 
 _COMMIT_LAG = timedelta(seconds=5)  # a row may become visible this much later than it was stamped
@@ -20,13 +20,13 @@ class ResultStream:
     Results that a file has from an earlier run are kept, and a row that a crash cut in two is removed.
     Parquet cannot grow: then there is nothing on disk before `finish`.
 
-    Raises BatchFileError where a file cannot be written.
+    Raises BatchFileError if a file cannot be written.
     """
 
-    def __init__(self, batch: Batch, store: BatchStore, results: Destination, errors: Destination) -> None:
+    def __init__(self, batch: Batch, results: Destination, errors: Destination) -> None:
         self._batch = batch
-        self._batches = store
-        self._jobs = Store(store.database)
+        self._store = batch.store
+        self._jobs = Store(batch.store.database)
         self._destinations = (results, errors)
         self._seen = bytearray()  # one byte a row: is it on the disk?
         self._since: datetime | None = None
@@ -36,7 +36,7 @@ class ResultStream:
         # Errors are few rows and quickly written; and one that failed may have been retried since.
         self._files = (results.grow(), errors.grow(anew=True))
         if there := self._files[0].ids():
-            for row in store.finished_since(batch.name, None):
+            for row in self._store.finished_since(batch.name, None):
                 if row.job_id in there:
                     self._is_new(row)
 
@@ -44,8 +44,8 @@ class ResultStream:
         """Append what has finished since the last call, and hand it to the operating system."""
         if self._files is None:
             return 0
-        now = self._batches.database.now()
-        new = filter(self._is_new, self._batches.finished_since(self._batch.name, self._since))
+        now = self._store.database.now()
+        new = filter(self._is_new, self._store.finished_since(self._batch.name, self._since))
         written = sum(self._append(chunk) for chunk in chunked(new))
         self._since = now - _COMMIT_LAG
         for file in self._files:

@@ -4,20 +4,21 @@ Rows are entered in the order of the file. Submitting the file again skips those
 two who submit it at once share the work, and no row is entered twice.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from datetime import datetime
 from typing import Any
 
 from nightmill.jobs.batch_status import BatchRecord
 from nightmill.jobs.batches.grouping import characters, grouped
-from nightmill.jobs.contract import GenerationParams, JobState, StopReason
+from nightmill.jobs.contract import JobState, StopReason
 from nightmill.jobs.errors import BatchFileError, InvalidRequestError
-from nightmill.jobs.formats import InputFile, InputRow, RowCode, RowError, rows_from
+from nightmill.jobs.formats import InputFile, InputRow, RowError, rows_from
 from nightmill.jobs.ids import IdSource
 from nightmill.jobs.messages.announcing import Announcer
-from nightmill.jobs.requests import OPTIONS, PARAMETERS, Options, build_row
+from nightmill.jobs.spec import JobSpec
 from nightmill.jobs.sql.batches import BatchStore
+from nightmill.jobs.sql.jobs import by_queue
 
 OnRows = Callable[[int], None]
 """Called after each group with the number of rows read so far."""
@@ -26,24 +27,21 @@ OnRows = Callable[[int], None]
 class Submission:
     """Enters the rows of one batch.
 
-    `params` and `options` hold where a row says nothing; `model`, where given, holds whatever a row says.
+    `defaults` hold if a row says nothing, and their model, if there is one, whatever a row says.
     `check_model` raises UnknownModelError for a name that no worker has.
     """
 
     def __init__(
         self,
         record: BatchRecord,
-        params: GenerationParams,
-        options: Options,
+        defaults: JobSpec,
         *,
         max_attempts: int,
         check_model: Callable[[str], None],
     ) -> None:
         self._record = record
-        self._params = params
-        self._defaults = params.model_dump(exclude_unset=True)
-        self._options = replace(
-            options, batch=record.name, scheduled_at=record.scheduled_at, deadline=record.deadline_at
+        self._defaults = replace(
+            defaults, batch=record.name, scheduled_at=record.scheduled_at, deadline=record.deadline_at
         )
         self._max_attempts = max_attempts
         self._check_model = check_model
@@ -59,13 +57,13 @@ class Submission:
     ) -> int:
         """Enter all rows that are not there yet, announce them, and mark the batch as complete.
 
-        Returns the number of rows of the file. Raises BatchFileError where it cannot be read, or changes
+        Returns the number of rows of the file. Raises BatchFileError if it cannot be read, or changes
         meanwhile: then the batch is not complete, and all rows in it are of the file as it was at first.
         """
         if not isinstance(source, InputFile):
-            return self._enter(rows_from(source), store, announcer, on_rows)
+            return self._enter(rows_from(source, self._defaults), store, announcer, on_rows)
         try:
-            return self._enter(source.rows(), store, announcer, on_rows, source)
+            return self._enter(source.rows(self._defaults), store, announcer, on_rows, source)
         except BatchFileError as error:
             if source.changed():  # which explains whatever was wrong with it
                 raise self._changed(source) from error
@@ -91,7 +89,9 @@ class Submission:
             jobs = [self._job(row, now, announcing) for row in group if row.number > last]
             if jobs and store.insert_rows(name, jobs):
                 # A broker that is away is asked once; workers find the rest in the table.
-                announcing = announcing and announcer.announce(_to_announce(jobs))
+                announcing = announcing and announcer.announce(
+                    by_queue(job for job in jobs if job["sent_at"])
+                )
             if on_rows is not None:
                 on_rows(read)
         if source is not None and source.changed(self._record.fingerprint):
@@ -109,12 +109,12 @@ class Submission:
 
     def _job(self, row: InputRow, now: datetime, announcing: bool) -> dict[str, Any]:
         """The row of `jobs`. All have the same keys, so that they go into one statement."""
-        params, options, error = self._params, self._options, row.error
+        spec, error = row.spec or self._defaults, row.error
+        if self._defaults.model is not None and spec.model != self._defaults.model:
+            spec = replace(spec, model=self._defaults.model)
         if error is None:
-            params, options = self._merged(row)
-            error = self._model_error(options.model)
-        prompt = "bad" if error is not None or row.prompt is None else row.prompt
-        job = build_row(self._ids.draw(), prompt, params, options, now, self._max_attempts) | {
+            error = self._model_error(spec.model)
+        job = spec.row(self._ids.draw(), now, self._max_attempts) | {
             "row": row.number,
             "custom_id": row.custom_id,
             "stop_reason": None,
@@ -127,25 +127,15 @@ class Submission:
             job["sent_at"] = None
         return job if error is None else job | _failed(row, error, now)
 
-    def _merged(self, row: InputRow) -> tuple[GenerationParams, Options]:
-        params, options = self._params, self._options
-        own = {name: value for name, value in row.settings.items() if name in PARAMETERS}
-        if own:
-            params = GenerationParams.parse(self._defaults | own)
-        more = {name: value for name, value in row.settings.items() if name in OPTIONS}
-        if self._options.model is not None:
-            more.pop("model", None)
-        return params, replace(options, **more) if more else options
-
     def _model_error(self, model: str | None) -> RowError | None:
-        if model is None or model == self._options.model:
+        if model is None or model == self._defaults.model:
             return None
         if model not in self._models:
             self._models[model] = None
             try:
                 self._check_model(model)
             except InvalidRequestError as error:
-                self._models[model] = RowError(RowCode.INVALID_VALUE.value, str(error), "model")
+                self._models[model] = RowError.of(error)
         return self._models[model]
 
 
@@ -162,11 +152,3 @@ def _failed(row: InputRow, error: RowError, now: datetime) -> dict[str, Any]:
         "sent_at": None,
         "finished_at": now,
     }
-
-
-def _to_announce(jobs: Iterable[Mapping[str, Any]]) -> dict[tuple[str | None, int], list[str]]:
-    groups: dict[tuple[str | None, int], list[str]] = {}
-    for job in jobs:
-        if job["sent_at"] is not None:
-            groups.setdefault((job["model"], job["priority"]), []).append(job["id"])
-    return groups

@@ -22,11 +22,12 @@ from nightmill.jobs.errors import (
 )
 from nightmill.jobs.ids import IdSource
 from nightmill.jobs.messages.announcing import Announcer
-from nightmill.jobs.requests import HIGHEST_PRIORITY
+from nightmill.jobs.spec import check_option
 from nightmill.jobs.sql.batches import BatchStore
 from nightmill.jobs.sql.copying import COPIED_FROM, copy_jobs, models_of
 from nightmill.jobs.sql.deletion import Deletion
-from nightmill.jobs.sql.jobs import Selection, Store, chunked
+from nightmill.jobs.sql.jobs import Selection, Store, by_queue, chunked
+from nightmill.jobs.sql.workers import WorkerStore
 from nightmill.jobs.waiting import Waiting
 
 _ROWS_AT_ONCE = 50  # whole rows, whose prompts and texts may be long
@@ -72,7 +73,7 @@ class VerifiedRow:
     arithmetic_then: str | None = None  # None: not recorded
     arithmetic_now: str | None = None
     differences: tuple[str, ...] = ()  # the parts in which the two arithmetics differ, in words
-    parting: Parting | None = None  # where texts differ
+    parting: Parting | None = None  # if texts differ
     stop_reason_then: str | None = None
     stop_reason_now: str | None = None
     error: str | None = None  # why nothing was compared
@@ -85,7 +86,7 @@ class Verification:
     batch: str
     seed_of_sample: int  # the same rows are chosen for the same seed
     rows: tuple[VerifiedRow, ...]
-    copies: str | None  # the batch of copies, where it was kept
+    copies: str | None  # the batch of copies, if it was kept
 
     def count(self, verdict: Verdict) -> int:
         """How many rows had it."""
@@ -93,7 +94,7 @@ class Verification:
 
     @property
     def equal(self) -> bool:
-        """True where every row was computed again, to the bit."""
+        """True if every row was computed again, to the bit."""
         return self.count(Verdict.EQUAL) == len(self.rows)
 
 
@@ -103,6 +104,7 @@ class Verifier:
     def __init__(self, store: BatchStore, announcer: Announcer) -> None:
         self._batches = store
         self._jobs = Store(store.database)
+        self._workers = WorkerStore(store.database)
         self._announcer = announcer
 
     def run(
@@ -119,9 +121,7 @@ class Verifier:
         """See Client.verify."""
         if sample < 1:
             raise InvalidParameterError(f"sample: must be at least 1 row (got {sample})", field="sample")
-        if not 0 <= priority <= HIGHEST_PRIORITY:
-            rule = f"must be 0 to {HIGHEST_PRIORITY}"
-            raise InvalidParameterError(f"priority: {rule} (got {priority})", field="priority")
+        check_option("priority", priority)
         self._batches.get(batch)  # or BatchNotFoundError
         seed = secrets.randbelow(2**31) if seed_of_sample is None else seed_of_sample
         chosen = choose(self._batches.ids(batch, JobState.SUCCEEDED), sample, seed)
@@ -142,7 +142,7 @@ class Verifier:
 
     def _refuse_unserved(self, job_ids: list[str]) -> None:
         for model in sorted(models_of(self._batches.database, job_ids), key=str):
-            if not self._batches.served(model):
+            if not self._workers.serving(model):
                 named = "a model" if model is None else f"{model!r}, which these rows are of"
                 name = "" if model is None else f" --name {model}"
                 raise NotServedError(
@@ -153,11 +153,9 @@ class Verifier:
         """Queue copies of these jobs; returns how many, since some may be gone meanwhile."""
         ids, queued = IdSource(), 0
         for chunk in chunked(job_ids, _ROWS_AT_ONCE):
-            groups: dict[tuple[str | None, int], list[str]] = {}
-            for row in copy_jobs(self._batches.database, chunk, copies, priority, ids):
-                groups.setdefault((row["model"], priority), []).append(row["id"])
-                queued += 1
-            self._announcer.announce(groups)
+            rows = copy_jobs(self._batches.database, chunk, copies, priority, ids)
+            queued += len(rows)
+            self._announcer.announce(by_queue(rows))
         return queued
 
     def _wait(
@@ -184,7 +182,7 @@ class Verifier:
                 yield compare(job_id, there.get(job_id), copy)
 
     def _remove(self, copies: str) -> None:
-        """Delete the copies. Raises InvalidTransitionError where one goes on running."""
+        """Delete the copies. Raises InvalidTransitionError if one goes on running."""
         if self._unfinished(copies):
             self._batches.cancel(copies)
             give_up_at = time.monotonic() + _STOPPING_SECONDS
@@ -199,7 +197,7 @@ class Verifier:
 
 
 def choose(job_ids: Iterable[str], sample: int, seed: int) -> list[str]:
-    """`sample` of the ids at random, or all where there are not more; in their order.
+    """`sample` of the ids at random, or all if there are not more; in their order.
 
     Those whose hashes with the seed are smallest: the same seed chooses the same, in one pass and little
     memory, and when other rows have come to the batch it chooses most of them again.

@@ -1,23 +1,22 @@
 """`nightmill batch ...` and `nightmill prune`: files handed in, looked at, cancelled, cleared away."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import click
 
 from nightmill.jobs.batch_status import BatchState, BatchStatus
-from nightmill.jobs.batches.batch import Batch
 from nightmill.jobs.client import Client
-from nightmill.jobs.commands.options import Group, given, json_option, parameter_options
+from nightmill.jobs.commands.options import AT, BATCH_OPTIONS, Group, given, job_options, json_option
 from nightmill.jobs.commands.printing import counted, describe_status, status_json
+from nightmill.jobs.commands.progress import BatchProgress
 from nightmill.jobs.commands.terminal import Line, LiveLine, confirm, echo, echo_json, table
 from nightmill.jobs.formats import InputFile
 from nightmill.jobs.printable import printable
-from nightmill.jobs.sql.prune import Prune, Pruned
-from nightmill.jobs.when import describe_moment, parse_moment, parse_span
+from nightmill.jobs.sql.prune import Pruned
+from nightmill.jobs.when import describe_moment, parse_span
 
 EXIT_CODES = {
     BatchState.COMPLETED: 0,
@@ -49,21 +48,10 @@ def batch() -> None:
 @batch.command()
 @click.argument("file", type=click.Path(path_type=Path))
 @click.option("--name", help="Name of the batch; by default made of the file, the model and the parameters.")
-@click.option("--at", "at", help="When to begin: 01:00 (the next one), 2026-11-22T01:00, or 2h from now.")
-@click.option("--deadline", help="When to end: the same forms. A time of day is the next one after --at.")
-@click.option("--priority", type=int, help="0 to 9, higher is sooner [5].")
 @click.option("--model", help="Name of the model that must serve every row, whatever the rows say.")
-@parameter_options
+@job_options(*BATCH_OPTIONS)
 @json_option
-def submit(
-    file: Path,
-    name: str | None,
-    at: str | None,
-    deadline: str | None,
-    model: str | None,
-    as_json: bool,
-    **settings: Any,
-) -> None:
+def submit(file: Path, name: str | None, as_json: bool, **options: Any) -> None:
     """Queue every row of FILE as a batch.
 
     FILE holds OpenAI batch rows, plain JSONL rows, CSV or Parquet; docs/file-formats.md says what a row may
@@ -75,21 +63,12 @@ def submit(
     Exits 0 while there are rows to run. A batch that is done already (or whose rows are all bad) exits as
     watch does: 0 if every row succeeded, 3 to 6 otherwise.
     """
-    begins, ends = when(at, deadline)
+    settings = given(options)
     source = InputFile(file)
-    with Client() as client:
-        made = submit_file(
-            client,
-            source,
-            name=name,
-            model=model,
-            scheduled_at=begins,
-            deadline=ends,
-            settings=given(settings),
-            check_model=client.check_model,
-        )
+    with Client() as client, submitting(source) as on_rows:
+        made = client.submit_batch(source, name=name, on_rows=on_rows, **settings)
         status = made.status()
-    say_times(status, begins, ends)
+    say_times(status, settings)
     if as_json:
         echo_json(status_json(status))
     else:
@@ -102,19 +81,11 @@ def submit(
         raise SystemExit(EXIT_CODES[status.state])
 
 
-def when(at: str | None, deadline: str | None) -> tuple[datetime | None, datetime | None]:
-    """--at and --deadline as points in time."""
-    now = datetime.now(UTC)
-    begins = None if at is None else parse_moment("--at", at, now)
-    ends = None if deadline is None else parse_moment("--deadline", deadline, begins or now)
-    return begins, ends
-
-
-def say_times(status: BatchStatus, begins: datetime | None, ends: datetime | None) -> None:
-    """Say on stderr which times hold, where some were asked for: a batch keeps its first ones."""
+def say_times(status: BatchStatus, settings: Mapping[str, Any]) -> None:
+    """Say on stderr which times hold, if some were asked for: a batch keeps its first ones."""
     for label, asked, kept in (
-        ("begins", begins, status.scheduled_at),
-        ("deadline", ends, status.deadline_at),
+        ("begins", settings.get(AT), status.scheduled_at),
+        ("deadline", settings.get("deadline"), status.deadline_at),
     ):
         if asked is None:
             continue
@@ -123,10 +94,11 @@ def say_times(status: BatchStatus, begins: datetime | None, ends: datetime | Non
         echo(f"{label} {said}{first}", err=True)
 
 
-def submit_file(client: Client, source: InputFile, **arguments: Any) -> Batch:
-    """Submit a file under a progress bar; `arguments` as for Batches.submit."""
+@contextmanager
+def submitting(source: InputFile) -> Iterator[Callable[[int], None]]:
+    """A progress bar for a file; yields what submit_batch calls as `on_rows`."""
     with _progress("submitting", source.size, megabytes=True) as update:
-        return client.batches.submit(source, on_rows=lambda _: update(source.position), **arguments)
+        yield lambda _: update(source.position)
 
 
 @batch.command("list")
@@ -176,8 +148,8 @@ def watch(name: str, as_json: bool) -> None:
     Exits 0 if every row succeeded; 3: completed_with_errors; 4: failed, no row succeeded; 5: expired at the
     deadline; 6: cancelled. 1 is an error of this command, 2 wrong usage. Ctrl-C stops watching, no more.
     """
-    with Client() as client:
-        found = client.get_batch(name).wait(progress=True)
+    with Client() as client, BatchProgress(name) as line:
+        found = client.get_batch(name).wait(on_status=line.show)
     echo_json(status_json(found)) if as_json else echo(describe_status(found))
     raise SystemExit(EXIT_CODES[found.state])
 
@@ -193,7 +165,7 @@ def _write_command(kind: str, help_text: str) -> click.Command:
         required=True,
         help="File to write.",
     )
-    @click.option("--overwrite", is_flag=True, help="Replace FILE even where it holds something else.")
+    @click.option("--overwrite", is_flag=True, help="Replace FILE even if it holds something else.")
     @json_option
     def write(name: str, output: Path, overwrite: bool, as_json: bool) -> None:
         with Client() as client:
@@ -218,14 +190,14 @@ batch.add_command(
         "results",
         "Write the rows that succeeded, in the order of the input and in its format.\n\nThe file appears "
         "when it is complete. A batch that is not done gives what there is. A file that is there is "
-        "replaced where it holds results of this batch and nothing else.",
+        "replaced if it holds results of this batch and nothing else.",
     )
 )
 batch.add_command(
     _write_command(
         "errors",
         "Write the rows that failed, expired or were cancelled: why, and the text that they had.\n\nIn the "
-        "order of the input; the file appears when it is complete. A file that is there is replaced where it "
+        "order of the input; the file appears when it is complete. A file that is there is replaced if it "
         "holds errors of this batch and nothing else.",
     )
 )
@@ -253,11 +225,11 @@ def retry_failed(name: str, deadline: str | None, as_json: bool) -> None:
 
     Rows that have a result, and bad rows of the file, are left alone.
     """
-    _, ends = when(None, deadline)
+    settings = given({"deadline": deadline})
     with Client() as client:
         found = client.get_batch(name)
-        rows = found.retry_failed(deadline=ends)
-        say_times(found.status(errors=False), None, ends)
+        rows = found.retry_failed(**settings)
+        say_times(found.status(errors=False), settings)
     echo_json({"queued": rows}) if as_json else echo(
         f"{printable(name)}: {counted(rows, 'row')} queued again"
     )
@@ -294,12 +266,10 @@ def prune(older_than: str, dry_run: bool, as_json: bool) -> None:
     """
     age = parse_span("--older-than", older_than)
     with Client() as client:
-        work = Prune(client.batches.store, client.database.now() - age)
-        done = work.count()
+        done = client.prune(age, dry_run=True)
         if not dry_run:
             with _progress("deleting", done.jobs) as update:
-                for done in work.run():
-                    update(done.jobs)
+                done = client.prune(age, on_jobs=update)
     _say_pruned(done, dry_run, as_json)
 
 
@@ -313,7 +283,7 @@ def _say_pruned(done: Pruned, dry_run: bool, as_json: bool) -> None:
 
 @contextmanager
 def _progress(label: str, total: int, *, megabytes: bool = False) -> Iterator[Callable[[int], None]]:
-    """A bar on stderr, where that is a terminal; yields what moves it to a number."""
+    """A bar on stderr, if that is a terminal; yields what moves it to a number."""
     with LiveLine(Line(name=label, total=total), estimate=True) as live:
 
         def update(done: int) -> None:

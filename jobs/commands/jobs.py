@@ -1,18 +1,20 @@
 """The commands of `nightmill` for single jobs, and for the installation: thin over `jobs.client`."""
 
 import sys
+from dataclasses import asdict
 from typing import Any
 
 import click
 
 from nightmill.jobs.client import Client
-from nightmill.jobs.commands.options import given, json_option, parameter_options
+from nightmill.jobs.commands.options import given, job_options, json_option
 from nightmill.jobs.commands.printing import follow, job_values, print_all_of, print_job, prompt_line
 from nightmill.jobs.commands.terminal import echo, echo_json, table
 from nightmill.jobs.contract import JobState
 from nightmill.jobs.messages.embedded import EmbeddedRedis
 from nightmill.jobs.printable import printable
 from nightmill.jobs.settings import Settings
+from nightmill.jobs.spec import FIELDS
 from nightmill.jobs.when import describe_moment
 
 
@@ -20,11 +22,7 @@ from nightmill.jobs.when import describe_moment
 @click.argument("prompts", nargs=-1, required=True)
 @click.option("--chat", is_flag=True, help="Send each prompt as a user's message, through the chat template.")
 @click.option("--system", help="A system message to go before each prompt (implies --chat).")
-@click.option("--model", help="Name of the model that must serve it; any by default.")
-@click.option("--batch", help="Name of the batch to put the jobs in.")
-@parameter_options
-@click.option("--priority", type=int, help="0 to 9, higher is sooner [5].")
-@click.option("--idempotency-key", help="A second enqueue with this key returns the first job.")
+@job_options(*FIELDS)
 @click.option("--wait", is_flag=True, help="Wait, and print the texts.")
 @json_option
 def enqueue(
@@ -33,14 +31,15 @@ def enqueue(
     system: str | None,
     wait: bool,
     as_json: bool,
-    **settings: Any,
+    **options: Any,
 ) -> None:
     """Queue PROMPTS, one job each, and print their ids. A prompt of - is read from standard input."""
+    settings = given(options)
     with Client() as client:
         ids = []
         for prompt in prompts:
             text = sys.stdin.read() if prompt == "-" else prompt
-            ids.append(client.enqueue(_messages(text, system) if chat or system else text, **given(settings)))
+            ids.append(client.enqueue(_messages(text, system) if chat or system else text, **settings))
         if not wait:
             echo_json({"ids": ids}) if as_json else echo("\n".join(ids))
             return
@@ -129,10 +128,10 @@ def stats(batch: str | None, as_json: bool) -> None:
     """Count jobs by state and stop reason, and show the workers."""
     with Client() as client:
         counted = client.stats(batch)
-        workers = client.store.workers()
+        workers = client.workers()
         queue = client.broker.queue_length(None)
     if as_json:
-        echo_json(counted | {"queue_messages": queue, "workers": workers})
+        echo_json(counted | {"queue_messages": queue, "workers": [asdict(worker) for worker in workers]})
         return
     rows = [(str(state), f"{counted['state'].get(state, 0):,}") for state in JobState]
     rows += [
@@ -144,9 +143,8 @@ def stats(batch: str | None, as_json: bool) -> None:
         ("messages in the shared queue", f"{queue:,}"),
     ]
     for worker in workers[:10]:
-        doing = f" ({worker['detail']})" if worker["detail"] else ""
-        what = f"{worker['state']}{doing}, {worker['model']} on {worker['host']}"
-        rows.append((f"worker {worker['id'][:8]}", what))
+        doing = f" ({worker.detail})" if worker.detail else ""
+        rows.append((f"worker {worker.id[:8]}", f"{worker.state}{doing}, {worker.model} on {worker.host}"))
     table((), rows)
 
 

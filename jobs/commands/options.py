@@ -1,31 +1,21 @@
 """Options that several commands share."""
 
 from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
 from typing import Any, TypeVar
 
 import click
+
+from nightmill.jobs.errors import InvalidRequestError
+from nightmill.jobs.formats.jsonlines import parse_value
+from nightmill.jobs.spec import FIELDS, OF_A_BATCH, PARAMETERS, Kind
+from nightmill.jobs.when import parse_moment
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 _SENTENCE = 1000  # characters; the first sentence is shorter
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON for programs.")
-
-_PARAMETERS = [
-    click.option("--max-tokens", type=int, help="Most tokens to generate [256]."),
-    click.option("--temperature", type=float, help="0 is greedy [1.0]."),
-    click.option("--top-k", type=int, help="Draw among the K likeliest tokens; 0 is off [0]."),
-    click.option("--top-p", type=float, help="Draw among the likeliest tokens that make up P [1.0]."),
-    click.option("--min-p", type=float, help="Drop tokens less likely than P times the likeliest [0]."),
-    click.option(
-        "--repetition-penalty", type=float, help="Above 1, tokens already there get less likely [1.0]."
-    ),
-    click.option("--seed", type=int, help="The same seed repeats the text; by default one is drawn."),
-    click.option(
-        "--ignore-eos", is_flag=True, default=None, help="Go on where the model would end its text."
-    ),
-    click.option("--stop", multiple=True, help="End before this text (may be given several times)."),
-]
 
 
 class Group(click.Group):
@@ -47,13 +37,59 @@ def first_sentence(command: click.Command) -> str:
     return command.get_short_help_str(_SENTENCE)
 
 
-def parameter_options(command: Command) -> Command:
-    """How to generate; the keywords of GenerationParams. Those not given are None, `stop` is empty."""
-    for option in reversed(_PARAMETERS):
-        command = option(command)
-    return command
+PARAMETER_OPTIONS = tuple(name for name in FIELDS if name in PARAMETERS)
+BATCH_OPTIONS = tuple(name for name in FIELDS if name in OF_A_BATCH and name != "model")
+AT = "scheduled_at"
 
 
-def given(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The options that were given, as keywords of enqueue."""
-    return {name: value for name, value in settings.items() if value not in (None, ())}
+def job_options(*names: str) -> Callable[[Command], Command]:
+    """Options for these fields of a job, as the table of fields describes them; see `given`."""
+
+    def add(command: Command) -> Command:
+        for name in names if isinstance(command, click.Command) else reversed(names):
+            command = _job_option(name)(command)
+        return command
+
+    return add
+
+
+def given(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of `job_options` that were given, as keywords of enqueue or submit_batch."""
+    found: dict[str, Any] = {
+        name: list(value) if isinstance(value, tuple) else value
+        for name, value in options.items()
+        if value not in (None, ())
+    }
+    now = datetime.now(UTC)
+    for name, option in ((AT, "--at"), ("deadline", "--deadline")):
+        if name in found:  # a time of day for the deadline is the next one after the begin
+            now = found[name] = parse_moment(option, found[name], now)
+    return found
+
+
+def _json(text: str) -> Any:
+    try:
+        return parse_value(text)
+    except InvalidRequestError as error:
+        raise click.BadParameter(str(error)) from None
+
+
+_NAMES = {AT: "--at"}
+_KINDS: dict[Kind, dict[str, Any]] = {
+    Kind.INTEGER: {"type": int},
+    Kind.NUMBER: {"type": float},
+    Kind.FLAG: {"is_flag": True, "default": None},
+    Kind.TEXT: {},
+    Kind.TEXTS: {"multiple": True},
+    Kind.MOMENT: {"metavar": "TIME"},
+    Kind.OBJECT: {"type": _json, "metavar": "JSON"},
+}
+
+
+def _job_option(name: str) -> Callable[[Command], Command]:
+    field = FIELDS[name]
+    default = "" if field.default in (None, ()) or field.default is False else f" [{field.default:g}]"
+    again = " (may be given several times)" if field.kind is Kind.TEXTS else ""
+    says = f"{field.says.removesuffix('.')}{again}{default}."
+    option = _NAMES.get(name, f"--{name.replace('_', '-')}")
+    return click.option(option, name, help=says, **_KINDS[field.kind])

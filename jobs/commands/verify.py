@@ -12,7 +12,7 @@ from nightmill.jobs.commands.options import json_option
 from nightmill.jobs.commands.printing import counted
 from nightmill.jobs.commands.terminal import Line, LiveLine, echo, echo_json
 from nightmill.jobs.printable import printable
-from nightmill.jobs.requests import HIGHEST_PRIORITY
+from nightmill.jobs.spec import HIGHEST_PRIORITY
 from nightmill.jobs.when import parse_span
 
 # The first of these that a row has.
@@ -59,7 +59,7 @@ def verify(
 
     Rows are chosen at random among those that have succeeded. Copies of them run on the live workers, as a
     batch of their own that is deleted afterwards; BATCH is only read. Each row keeps the name of the
-    arithmetic that computed it: where a text differs, the parts of that name which differ are shown.
+    arithmetic that computed it: if a text differs, the parts of that name which differ are shown.
 
     \b
     Exit codes:

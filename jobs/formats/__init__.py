@@ -10,7 +10,7 @@ from nightmill.jobs.formats.destination import Destination
 from nightmill.jobs.formats.inputs import InputFile, rows_from
 from nightmill.jobs.formats.output import ResultFile
 from nightmill.jobs.formats.results import error_row, result_row
-from nightmill.jobs.formats.rows import FileFormat, InputRow, RowCode, RowError
+from nightmill.jobs.formats.rows import FileFormat, InputRow, RowError
 
 __all__ = [
     "Destination",
@@ -18,7 +18,6 @@ __all__ = [
     "InputFile",
     "InputRow",
     "ResultFile",
-    "RowCode",
     "RowError",
     "error_row",
     "result_row",

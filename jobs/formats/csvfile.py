@@ -10,15 +10,15 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TextIO
 
 from nightmill.jobs.contract import JsonObject
-from nightmill.jobs.errors import BatchFileError
+from nightmill.jobs.errors import BatchFileError, RowCode
 from nightmill.jobs.formats.jsonlines import LINE_LIMIT, parse_value
 from nightmill.jobs.formats.plain import ROW_KEYS
-from nightmill.jobs.formats.rows import RowCode, RowError, RowRefusedError
+from nightmill.jobs.formats.rows import RowError
+from nightmill.jobs.spec import FIELDS, Kind
 
 DELIMITERS = ",;\t"
-INTEGERS = frozenset({"max_tokens", "top_k", "seed", "priority", "max_attempts"})
-_NUMBERS = frozenset({"temperature", "top_p", "min_p", "repetition_penalty"})
-JSON_COLUMNS = frozenset({"messages", "metadata"})
+KINDS = {name: field.kind for name, field in FIELDS.items()} | {"messages": Kind.OBJECT}
+"""What the cells of a column hold; those of others hold text."""
 _FLAGS = {"true": True, "false": False, "1": True, "0": False}
 _EXACT_FLOATS = 2.0**53  # whole numbers up to here survive a column that was stored as floating point
 
@@ -27,7 +27,7 @@ def read_csv(stream: TextIO, label: str) -> Iterator[tuple[int, JsonObject | Row
     """(1-based record number, its cells by column), from text decoded with `surrogateescape`.
 
     The first record names the columns; it is not counted, nor are empty lines. Raises BatchFileError, with
-    `label` for the file, where the columns are not those of plain rows.
+    `label` for the file, if the columns are not those of plain rows.
     """
     # The limit is the whole process's, so it is only ever raised; without it, 128 KiB end a cell.
     csv.field_size_limit(max(csv.field_size_limit(), LINE_LIMIT))
@@ -84,20 +84,18 @@ def _cells(line: str, delimiter: str) -> list[str]:
 def _broken(error: csv.Error) -> RowError:
     if "field limit" in str(error):
         message = f"a cell has more than {LINE_LIMIT} characters; shorten it, or close its quotes"
-        return RowError(RowCode.TOO_LONG.value, message)
-    return RowError(RowCode.INVALID_CSV.value, f"is not CSV: {error}; double the quotes within quoted cells")
+        return RowError(RowCode.TOO_LONG, message)
+    return RowError(RowCode.INVALID_CSV, f"is not CSV: {error}; double the quotes within quoted cells")
 
 
 def _record(columns: Sequence[str], cells: list[str], *, cut: bool) -> JsonObject | RowError:
     if cut:
-        return RowError(RowCode.TOO_LONG.value, f"has more than {LINE_LIMIT} characters; shorten its prompt")
+        return RowError(RowCode.TOO_LONG, f"has more than {LINE_LIMIT} characters; shorten its prompt")
     if any("\udc80" <= c <= "\udcff" for cell in cells if not cell.isascii() for c in cell):
-        return RowError(
-            RowCode.INVALID_ENCODING.value, "holds bytes that are not UTF-8; save the file as UTF-8"
-        )
+        return RowError(RowCode.INVALID_ENCODING, "holds bytes that are not UTF-8; save the file as UTF-8")
     if len(cells) != len(columns):
         return RowError(
-            RowCode.INVALID_CSV.value,
+            RowCode.INVALID_CSV,
             f"has {len(cells)} cells for {len(columns)} columns; quote cells that hold the delimiter",
         )
     pairs = zip(columns, cells, strict=True)
@@ -105,13 +103,14 @@ def _record(columns: Sequence[str], cells: list[str], *, cut: bool) -> JsonObjec
 
 
 def _from_text(column: str, cell: str) -> Any:
-    if column in INTEGERS:
+    kind = KINDS.get(column, Kind.TEXT)
+    if kind is Kind.INTEGER:
         return _converted(cell, int, lambda text: whole(float(text)))
-    if column in _NUMBERS:
+    if kind is Kind.NUMBER:
         return _converted(cell, float)
-    if column == "ignore_eos":
+    if kind is Kind.FLAG:
         return _FLAGS.get(cell.strip().lower(), cell)
-    if column in JSON_COLUMNS or (column == "stop" and cell.lstrip().startswith("[")):
+    if kind is Kind.OBJECT or (kind is Kind.TEXTS and cell.lstrip().startswith("[")):
         return _converted(cell, parse_value)
     return cell
 
@@ -120,7 +119,7 @@ def _converted(cell: str, *conversions: Callable[[str], Any]) -> Any:
     for convert in conversions:
         try:
             return convert(cell)
-        except (ValueError, OverflowError, RowRefusedError):
+        except (ValueError, OverflowError):
             continue
     return cell
 
@@ -136,7 +135,7 @@ def check_columns(columns: Sequence[str], label: str) -> None:
 
 
 def column_fault(columns: Sequence[str], keys: frozenset[str]) -> str | None:
-    """Why these cannot be the columns of prompts, where `keys` may be; None where they can."""
+    """Why these cannot be the columns of prompts, where `keys` may be; None if they can."""
     known = ", ".join(sorted(keys))
     if not {"prompt", "messages"} & set(columns):
         return f"has no column prompt or messages; known are {known}"

@@ -1,7 +1,7 @@
 """The one way to write a file that a user has named: checked, locked, and never in place of something else.
 
-A destination is a regular file, or a name that is free. What is there is replaced only where each of its
-rows is of the batch at hand, or where the user says so; the input of the batch is never replaced.
+A destination is a regular file, or a name that is free. What is there is replaced only if each of its
+rows is of the batch at hand, or if the user says so; the input of the batch is never replaced.
 `.NAME.partial` beside it is the lock that keeps other processes away, and takes the new content until that
 is whole. It is removed at the end, also of a failure; a process that was killed leaves it behind, for the
 next one to take over.
@@ -58,7 +58,7 @@ class Destination:
     `apart_from` names the files that it must not be, by what they are: the input, the other output. First
     `vet` says whose file it may be; then it is either grown, row by row, or replaced as a whole.
 
-    Raises BatchFileError, here and in every method, where it cannot or must not be written.
+    Raises BatchFileError, here and in every method, if it cannot or must not be written.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class Destination:
         self._vetted = check
 
     def grow(self, *, anew: bool = False) -> ResultFile:
-        """Open the file itself, to go on with its rows; without them if `anew` or where it is overwritten."""
+        """Open the file itself, to go on with its rows; without them if `anew` or if it is overwritten."""
         with self._errors():
             self._check_again()
             if anew or self._overwrite:

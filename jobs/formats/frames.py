@@ -61,7 +61,7 @@ def _items(source: Any) -> Iterator[Any]:
 
 
 def _table(source: Any) -> tuple[Sequence[str], Iterator[JsonObject]] | None:
-    """Its columns and rows; None where it is not a table."""
+    """Its columns and rows; None if it is not a table."""
     if hasattr(source, "to_dicts"):  # Polars
         return list(source.columns), _slices(len(source), lambda at: source.slice(at, _ROWS).to_dicts())
     if hasattr(source, "to_dict") and hasattr(source, "iloc") and hasattr(source, "columns"):  # pandas

@@ -12,20 +12,23 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from nightmill.jobs.contract import JsonObject, Prompt
-from nightmill.jobs.errors import BatchFileError
+from nightmill.jobs.errors import BatchFileError, RowCode
 from nightmill.jobs.formats.csvfile import read_csv
 from nightmill.jobs.formats.jsonlines import read_objects
-from nightmill.jobs.formats.openai import split_openai
+from nightmill.jobs.formats.openai import openai_job
 from nightmill.jobs.formats.parquet import read_parquet
-from nightmill.jobs.formats.plain import split_plain
-from nightmill.jobs.formats.rows import FileFormat, InputRow, RowCode, RowError, bad_row, check_row, printable
+from nightmill.jobs.formats.plain import plain_job
+from nightmill.jobs.formats.rows import FileFormat, InputRow, RowError, bad_row, printable, read_row
 from nightmill.jobs.formats.seen import SeenIds
+from nightmill.jobs.spec import JobSpec
 
 _JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
 _CSV_SUFFIXES = (".csv", ".tsv")
 _PARQUET_SUFFIXES = (".parquet", ".pq")
 _ROWS_TO_LOOK_AT = 100  # for the first that is whole, to tell the two JSON formats apart
 _OPENAI_KEYS = frozenset({"method", "url", "body"})
+
+NOTHING_SAID = JobSpec()
 
 Record = tuple[int, JsonObject | RowError]
 
@@ -34,7 +37,7 @@ class InputFile:
     """A batch file. Every call of `rows` reads it from the beginning.
 
     The format is found from the name's ending (`.gz` before it is undone; not for Parquet) and the first
-    rows, unless it is given. Raises BatchFileError where there is no such file or its format is not known,
+    rows, unless it is given. Raises BatchFileError if there is no such file or its format is not known,
     MissingExtraError for Parquet without pyarrow.
     """
 
@@ -50,8 +53,13 @@ class InputFile:
                 raise BatchFileError(f"{self.path}: is empty; write one row on each line")
             self.format = format or self._find_format()
 
-    def rows(self) -> Iterator[InputRow]:
-        """Every row, checked. What a row holds never raises; BatchFileError is for the file as a whole."""
+    def rows(self, defaults: JobSpec = NOTHING_SAID) -> Iterator[InputRow]:
+        """Every row, checked; `defaults` hold if one says nothing.
+
+        What a row holds never raises; BatchFileError is for the file as a whole.
+        """
+        openai = self.format is FileFormat.OPENAI
+        read = openai_job if openai else plain_job
         self._position = 0
         seen = SeenIds()
         empty = True
@@ -59,11 +67,8 @@ class InputFile:
             empty = False
             if isinstance(record, RowError):
                 yield bad_row(number, record)
-            elif self.format is FileFormat.OPENAI:
-                row = check_row(number, record, split_openai, id_required=True, inside="body.")
-                yield _unless_duplicate(row, seen)
             else:
-                yield _unless_duplicate(check_row(number, record, split_plain), seen)
+                yield _unless_duplicate(read_row(number, record, read, defaults, id_required=openai), seen)
         if empty:
             raise BatchFileError(f"{self.path}: holds no rows; write one row on each line")
 
@@ -167,17 +172,19 @@ def _stamp(found: os.stat_result) -> tuple[int, ...]:
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
 
 
-def rows_from(items: Iterable[Prompt | Mapping[str, Any]]) -> Iterator[InputRow]:
+def rows_from(
+    items: Iterable[Prompt | Mapping[str, Any]], defaults: JobSpec = NOTHING_SAID
+) -> Iterator[InputRow]:
     """Rows of a Python iterable: prompts, or mappings with the keys of plain rows. The same checks."""
     seen = SeenIds()
     for number, item in enumerate(items, 1):
         values: Mapping[str, Any] = item if isinstance(item, Mapping) else {"prompt": item}
-        yield _unless_duplicate(check_row(number, values, split_plain), seen)
+        yield _unless_duplicate(read_row(number, values, plain_job, defaults), seen)
 
 
 def _unless_duplicate(row: InputRow, seen: SeenIds) -> InputRow:
     if row.custom_id is None or (earlier := seen.add(row.custom_id, row.number)) is None:
         return row
     message = f"custom_id: {row.custom_id!r} is also that of row {earlier}; give each row its own"
-    error = RowError(RowCode.DUPLICATE_CUSTOM_ID.value, printable(message), "custom_id")
+    error = RowError(RowCode.DUPLICATE_CUSTOM_ID, printable(message), "custom_id")
     return bad_row(row.number, error, row.custom_id)

@@ -5,8 +5,9 @@ from collections.abc import Iterator
 from typing import Any, BinaryIO
 
 from nightmill.jobs.contract import JsonObject
-from nightmill.jobs.formats.messages import json_type
-from nightmill.jobs.formats.rows import RowCode, RowError, RowRefusedError
+from nightmill.jobs.errors import InvalidRequestError, RowCode
+from nightmill.jobs.formats.rows import RowError
+from nightmill.jobs.prompts import json_type
 
 LINE_LIMIT = 16 * 2**20
 """Bytes that a row may have. A prompt of this size has millions of tokens; more is a broken file."""
@@ -18,8 +19,8 @@ def read_objects(stream: BinaryIO, limit: int = LINE_LIMIT) -> Iterator[tuple[in
     for number, line in _lines(stream, limit):
         try:
             yield number, parse_object(line, limit)
-        except RowRefusedError as refused:
-            yield number, refused.error
+        except InvalidRequestError as error:
+            yield number, RowError.of(error)
 
 
 def _lines(stream: BinaryIO, limit: int) -> Iterator[tuple[int, bytes]]:
@@ -37,41 +38,35 @@ def _lines(stream: BinaryIO, limit: int) -> Iterator[tuple[int, bytes]]:
 
 
 def parse_object(line: bytes, limit: int = LINE_LIMIT) -> JsonObject:
-    """The object that a line holds; raises RowRefusedError."""
+    """The object that a line holds; raises InvalidRequestError."""
     if len(line) > limit:
-        raise RowRefusedError(
-            RowCode.TOO_LONG, f"the line has more than {limit} bytes; shorten or divide its prompt"
-        )
+        said = f"the line has more than {limit} bytes; shorten or divide its prompt"
+        raise InvalidRequestError(said, code=RowCode.TOO_LONG)
     try:
         text = line.decode("utf-8")
     except UnicodeDecodeError as error:
         found = f"byte {error.start + 1} of the line (0x{line[error.start]:02X})"
-        raise RowRefusedError(
-            RowCode.INVALID_ENCODING, f"{found} is not UTF-8; save the file as UTF-8"
-        ) from None
+        said = f"{found} is not UTF-8; save the file as UTF-8"
+        raise InvalidRequestError(said, code=RowCode.INVALID_ENCODING) from None
     value = parse_value(text)
     if not isinstance(value, dict):
-        raise RowRefusedError(
-            RowCode.INVALID_JSON, f"is {json_type(value)}; write one JSON object, {{...}}, on each line"
-        )
+        raise _not_json(f"is {json_type(value)}; write one JSON object, {{...}}, on each line")
     return value
 
 
 def parse_value(text: str) -> Any:
-    """The value that a JSON text stands for; stricter than `json.loads`. Raises RowRefusedError."""
+    """The value that a JSON text stands for; stricter than `json.loads`. Raises InvalidRequestError."""
     try:
         return _DECODER.decode(text)
+    except InvalidRequestError:  # a ValueError, too
+        raise
     except json.JSONDecodeError as error:
-        raise RowRefusedError(
-            RowCode.INVALID_JSON,
-            f"is not JSON: {error.msg} at character {error.pos + 1}; write one JSON object on each line",
-        ) from None
+        place = f"{error.msg} at character {error.pos + 1}"
+        raise _not_json(f"is not JSON: {place}; write one JSON object on each line") from None
     except ValueError:  # of all values, only whole numbers of thousands of digits do this
-        raise RowRefusedError(
-            RowCode.INVALID_JSON, "holds a number with too many digits; shorten it, or make it a text"
-        ) from None
+        raise _not_json("holds a number with too many digits; shorten it, or make it a text") from None
     except RecursionError:
-        raise RowRefusedError(RowCode.INVALID_JSON, "is nested too deeply; flatten it") from None
+        raise _not_json("is nested too deeply; flatten it") from None
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> JsonObject:
@@ -79,14 +74,16 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> JsonObject:
     if len(made) < len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in made if names.count(name) > 1)
-        raise RowRefusedError(
-            RowCode.INVALID_JSON, f"the key {twice!r} is there twice in one object; keep one of them"
-        )
+        raise _not_json(f"the key {twice!r} is there twice in one object; keep one of them")
     return made
 
 
 def _no_constant(name: str) -> Any:
-    raise RowRefusedError(RowCode.INVALID_JSON, f"{name} is not JSON; give a finite number or null")
+    raise _not_json(f"{name} is not JSON; give a finite number or null")
+
+
+def _not_json(said: str) -> InvalidRequestError:
+    return InvalidRequestError(said, code=RowCode.INVALID_JSON)
 
 
 _DECODER = json.JSONDecoder(object_pairs_hook=_unique_keys, parse_constant=_no_constant)

@@ -9,17 +9,16 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from nightmill.jobs.contract import GenerationParams, JsonObject
-from nightmill.jobs.errors import InvalidRequestError
-from nightmill.jobs.formats.messages import json_type, normalise
-from nightmill.jobs.formats.plain import unknown_key
-from nightmill.jobs.formats.rows import RowCode, RowRefusedError
+from nightmill.jobs.contract import JsonObject
+from nightmill.jobs.errors import InvalidRequestError, RowCode
+from nightmill.jobs.formats.rows import invalid, missing
+from nightmill.jobs.prompts import json_type
+from nightmill.jobs.spec import PARAMETERS, JobSpec, unknown_field
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 
-_OWN = frozenset({"top_k", "min_p", "repetition_penalty", "ignore_eos"})
-_PARAMETERS = frozenset({"max_tokens", "temperature", "top_p", "seed", "stop", "model"}) | _OWN
+_TAKEN = PARAMETERS | {"model"}  # OpenAI's own among them, and ours
 IGNORED = frozenset(
     {
         "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
@@ -56,88 +55,64 @@ _REMEDIES = {
     "best_of": "give a row for each answer, with seeds of their own",
     "stream": "results are written as they finish",
 }
+_FRAME = frozenset({"custom_id", "method", "url", "body"})
+_LIMIT = "max_completion_tokens"  # OpenAI's later name for max_tokens of a chat
 _BODY = {
-    CHAT: _PARAMETERS | IGNORED | NEUTRAL.keys() | {"messages", "max_completion_tokens"},
-    COMPLETIONS: _PARAMETERS | IGNORED | NEUTRAL.keys() | {"prompt"},
+    CHAT: _TAKEN | IGNORED | NEUTRAL.keys() | {"messages", _LIMIT},
+    COMPLETIONS: _TAKEN | IGNORED | NEUTRAL.keys() | {"prompt"},
 }
 
 
-def split_openai(values: JsonObject) -> tuple[Any, JsonObject]:
-    """An OpenAI row as (prompt, keywords of enqueue). Raises RowRefusedError, InvalidRequestError."""
+def openai_job(values: JsonObject, defaults: JobSpec) -> JobSpec:
+    """The job of an OpenAI row; raises InvalidRequestError."""
+    body, url = _frame(values)
+    given = {name: value for name, value in body.items() if value is not None}
+    try:
+        fields = _fields(given, url)
+        return JobSpec.parse(fields | {"custom_id": values["custom_id"]}, defaults)
+    except InvalidRequestError as error:
+        renamed = error.field == "max_tokens" and _LIMIT in given
+        raise error.renamed(f"body.{_LIMIT if renamed else error.field}") from None
+
+
+def _frame(values: JsonObject) -> tuple[Mapping[str, Any], str]:
+    """The body and the URL."""
     for name in ("method", "url", "body"):
         if values.get(name) is None:
-            raise RowRefusedError(
-                RowCode.MISSING_FIELD,
-                f'{name}: is missing; a row has custom_id, method "POST", url, body',
-                name,
-            )
+            raise missing(name, 'a row has custom_id, method "POST", url, body')
     for name in values:
-        if name not in ("method", "url", "body"):
-            raise unknown_key(name, {}, frozenset({"custom_id", "method", "url", "body"}))
+        if name not in _FRAME:
+            raise unknown_field(name, _FRAME)
     method, url, body = values["method"], values["url"], values["body"]
     if method != "POST":
-        raise RowRefusedError(RowCode.INVALID_VALUE, f'method: must be "POST" (got {method!r})', "method")
+        raise invalid("method", f'must be "POST" (got {method!r})')
     if not isinstance(url, str) or url not in _BODY:
-        raise RowRefusedError(
-            RowCode.INVALID_VALUE, f"url: must be {CHAT} or {COMPLETIONS} (got {url!r})", "url"
-        )
+        raise invalid("url", f"must be {CHAT} or {COMPLETIONS} (got {url!r})")
     if not isinstance(body, Mapping):
-        raise RowRefusedError(
-            RowCode.INVALID_VALUE, f"body: must be an object, not {json_type(body)}", "body"
-        )
-    given = {name: value for name, value in body.items() if value is not None}
-    settings = _settings(given, url)
-    if url == CHAT:
-        return normalise(_required(given, "messages"), "body.messages"), settings
-    prompt = _required(given, "prompt")
-    if not isinstance(prompt, str):
-        raise RowRefusedError(
-            RowCode.INVALID_VALUE,
-            f"body.prompt: must be a text, not {json_type(prompt)}; give each prompt a row of its own",
-            "body.prompt",
-        )
-    return prompt, settings
+        raise invalid("body", f"must be an object, not {json_type(body)}")
+    return body, url
 
 
-def _required(given: JsonObject, name: str) -> Any:
-    if name not in given:
-        raise RowRefusedError(RowCode.MISSING_FIELD, f"body.{name}: is missing", f"body.{name}")
-    return given[name]
-
-
-def _settings(given: JsonObject, url: str) -> JsonObject:
-    settings: JsonObject = {}
+def _fields(given: JsonObject, url: str) -> JsonObject:
+    """What a body says, as fields of a job; errors name the keys of the body."""
     for name, value in given.items():
         if name not in _BODY[url]:
-            raise unknown_key(name, {}, _BODY[url], "body.")
+            raise unknown_field(name, _BODY[url])
         if name in NEUTRAL and not any(_same(value, neutral) for neutral in NEUTRAL[name]):
-            remedy = _REMEDIES.get(name, "remove it")
-            raise RowRefusedError(
-                RowCode.UNSUPPORTED_FIELD,
-                f"body.{name}: {_short(value)} is not supported; {remedy}",
-                f"body.{name}",
-            )
-        if name in _PARAMETERS:
-            settings[name] = value
-    if "max_completion_tokens" in given:
-        settings["max_tokens"] = _limit(given)
-    return settings
-
-
-def _limit(given: JsonObject) -> int:
-    """OpenAI's later name for max_tokens of a chat."""
-    field = "body.max_completion_tokens"
-    limit = given["max_completion_tokens"]
-    try:
-        GenerationParams.parse({"max_tokens": limit})
-    except InvalidRequestError as error:
-        said = str(error).removeprefix("max_tokens")
-        raise RowRefusedError(RowCode.INVALID_VALUE, f"{field}{said}", field) from None
-    if given.get("max_tokens", limit) != limit:
-        raise RowRefusedError(
-            RowCode.INVALID_VALUE, f"{field}: contradicts max_tokens; give one of them", field
-        )
-    return int(limit)
+            said = f"{name}: {_short(value)} is not supported; {_REMEDIES.get(name, 'remove it')}"
+            raise InvalidRequestError(said, field=name, code=RowCode.UNSUPPORTED_FIELD)
+    fields = {name: value for name, value in given.items() if name in _TAKEN}
+    if (limit := given.get(_LIMIT)) is not None:
+        if fields.setdefault("max_tokens", limit) != limit:
+            raise invalid(_LIMIT, "contradicts max_tokens; give one of them")
+        fields["max_tokens"] = limit
+    prompt = "messages" if url == CHAT else "prompt"
+    if prompt not in given:
+        raise missing(prompt, f"{url} needs it")
+    if url == COMPLETIONS and not isinstance(given[prompt], str):
+        said = f"must be a text, not {json_type(given[prompt])}; give each prompt a row of its own"
+        raise invalid(prompt, said)
+    return fields | {prompt: given[prompt]}
 
 
 def _same(value: Any, neutral: Any) -> bool:

@@ -24,7 +24,7 @@ def job_ids(path: Path, format: FileFormat, *, errors: bool) -> Iterator[str]:
     """The job ids of a file of `result_row`s or (`errors`) of `error_row`s, in bounded memory.
 
     A file without rows has none. A last row that a crash cut in two is passed over. Raises ForeignFileError
-    where any other row, column or key is in it, and OSError.
+    if any other row, column or key is in it, and OSError.
     """
     columns = ERROR_COLUMNS if errors else RESULT_COLUMNS
     if path.stat().st_size == 0:

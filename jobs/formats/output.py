@@ -28,7 +28,7 @@ class ResultFile:
     """A file of rows made by `result_row` or (`errors`) by `error_row`.
 
     `append`: go on with a file that is there, in place of emptying it. `label`: its name in errors. Raises
-    BatchFileError where it cannot be written. As a context manager it is closed at the end.
+    BatchFileError if it cannot be written. As a context manager it is closed at the end.
     """
 
     def __init__(

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from nightmill.jobs.contract import JsonObject
-from nightmill.jobs.errors import BatchFileError, MissingExtraError
-from nightmill.jobs.formats.csvfile import INTEGERS, JSON_COLUMNS, check_columns, whole
+from nightmill.jobs.errors import BatchFileError, InvalidRequestError, MissingExtraError, RowCode
+from nightmill.jobs.formats.csvfile import KINDS, check_columns, whole
 from nightmill.jobs.formats.jsonlines import parse_value
-from nightmill.jobs.formats.rows import RowCode, RowError, RowRefusedError
+from nightmill.jobs.formats.rows import RowError
+from nightmill.jobs.spec import Kind
 
 _ROWS = 256  # read at once
 _ROW_GROUP = 4096  # written at once
@@ -43,9 +44,7 @@ def _records(batch: Any) -> Iterator[JsonObject | RowError]:
             try:
                 yield values_of(batch.slice(index, 1).to_pylist()[0])
             except UnicodeDecodeError:
-                yield RowError(
-                    RowCode.INVALID_ENCODING.value, "holds bytes that are not UTF-8; write it anew"
-                )
+                yield RowError(RowCode.INVALID_ENCODING, "holds bytes that are not UTF-8; write it anew")
         return
     yield from map(values_of, records)
 
@@ -56,28 +55,21 @@ def values_of(record: Mapping[str, Any]) -> JsonObject:
 
 
 def _value(name: str, value: Any) -> Any:
-    if name in INTEGERS and isinstance(value, float):
+    kind = KINDS.get(name)
+    if kind is Kind.INTEGER and isinstance(value, float):
         return whole(value)  # a column of whole numbers with gaps is often stored as floating point
     if name == "custom_id" and isinstance(value, int):
         return str(value)
-    if name == "messages" and isinstance(value, list):
-        # Structs of one type have the keys of all of them.
-        return [
-            {key: part for key, part in message.items() if part is not None}
-            if isinstance(message, Mapping)
-            else message
-            for message in value
-        ]
-    if name in JSON_COLUMNS and isinstance(value, str):
+    if kind is Kind.OBJECT and isinstance(value, str):
         try:
             return parse_value(value)
-        except RowRefusedError:
+        except InvalidRequestError:
             return value  # the checks of the row say what belongs there
     return value
 
 
 def read_ids(path: Path, columns: Mapping[str, str]) -> Iterator[str] | None:
-    """The values of the column `id`; None where this is not a Parquet file of exactly these columns."""
+    """The values of the column `id`; None if this is not a Parquet file of exactly these columns."""
     arrow, parquet = _pyarrow()
     try:
         with parquet.ParquetFile(path) as file:

@@ -41,7 +41,7 @@ _MESSAGES = {
 
 
 def result_row(job: Job, format: FileFormat, *, model: str = "") -> JsonObject:
-    """The result of a succeeded job. `model`: what OpenAI rows name where the job asks for no model."""
+    """The result of a succeeded job. `model`: what OpenAI rows name if the job asks for no model."""
     if format is FileFormat.OPENAI:
         return {
             "id": job.id,
@@ -81,7 +81,7 @@ def error_row(job: Job, format: FileFormat, *, model: str = "") -> JsonObject:
 
 
 def _error(job: Job) -> JsonObject:
-    """{"code", "message"}, and "field" and "line" where they are known."""
+    """{"code", "message"}, and "field" and "line" if they are known."""
     reason = job.stop_reason or StopReason.ERROR
     last: JsonObject = job.errors[-1] if job.errors else {}
     code = last.get("code") if reason is StopReason.ERROR else None

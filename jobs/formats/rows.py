@@ -1,13 +1,13 @@
-"""What a row is, what can be wrong with it, and the checks that all formats share."""
+"""What a row is, what can be wrong with it, and how each format's rows become jobs."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from nightmill.jobs.contract import GenerationParams, JsonObject, Prompt
-from nightmill.jobs.errors import InvalidRequestError
-from nightmill.jobs.requests import PARAMETERS, Options, check_prompt
+from nightmill.jobs.contract import JsonObject, Prompt
+from nightmill.jobs.errors import InvalidRequestError, RowCode
+from nightmill.jobs.spec import JobSpec, check_option
 
 _LONGEST_MESSAGE = 300  # characters; what a row holds is quoted, and a row may hold megabytes
 
@@ -21,94 +21,71 @@ class FileFormat(StrEnum):
     PARQUET = "parquet"
 
 
-class RowCode(StrEnum):
-    """Why a row cannot be run, in one word."""
-
-    INVALID_ENCODING = "invalid_encoding"
-    INVALID_JSON = "invalid_json"
-    INVALID_CSV = "invalid_csv"
-    TOO_LONG = "too_long"
-    MISSING_FIELD = "missing_field"
-    UNSUPPORTED_FIELD = "unsupported_field"
-    INVALID_VALUE = "invalid_value"
-    DUPLICATE_CUSTOM_ID = "duplicate_custom_id"
-
-
 @dataclass(frozen=True, slots=True)
 class RowError:
     """Why a row cannot be run. `message` is one printable line that names the field and the remedy."""
 
-    code: str
+    code: RowCode
     message: str
     field: str | None = None
+
+    @classmethod
+    def of(cls, error: InvalidRequestError) -> "RowError":
+        """What a check has found."""
+        return cls(error.code, printable(str(error)), error.field and printable(error.field))
 
 
 @dataclass(frozen=True, slots=True)
 class InputRow:
-    """One row of an input file, checked: either a prompt with its settings, or an error."""
+    """One row of an input file, checked: either a job, or an error."""
 
     number: int
     """1-based line of the file (JSONL) or record (CSV, Parquet, Python items)."""
     custom_id: str | None
     """As the row says; a plain row without one is called "row-<number>". None: a bad row that has none."""
-    prompt: Prompt | None
-    settings: JsonObject
-    """The keywords of enqueue that the row gives, without custom_id."""
+    spec: JobSpec | None
     error: RowError | None = None
 
-
-class RowRefusedError(Exception):
-    """A row cannot be run. Never leaves this package: it becomes the row's error."""
-
-    def __init__(self, code: RowCode, message: str, field: str | None = None) -> None:
-        super().__init__(message)
-        self.error = RowError(code.value, printable(message), None if field is None else printable(field))
+    @property
+    def prompt(self) -> Prompt | None:
+        """The text or messages of a good row."""
+        return None if self.spec is None else self.spec.prompt
 
 
-Split = Callable[[JsonObject], tuple[Any, JsonObject]]
-"""Takes a row without its custom_id apart: (prompt, keywords of enqueue). Raises RowRefusedError, or
-InvalidRequestError as enqueue does."""
+ReadJob = Callable[[JsonObject, JobSpec], JobSpec]
+"""A row and the defaults of its batch as a job; raises InvalidRequestError."""
 
 
-def check_row(
-    number: int, values: Mapping[str, Any], split: Split, *, id_required: bool = False, inside: str = ""
+def read_row(
+    number: int, values: Mapping[str, Any], read: ReadJob, defaults: JobSpec, *, id_required: bool = False
 ) -> InputRow:
-    """Apply the checks of enqueue to one row. `inside` goes before the names of parameters in errors."""
-    rest = dict(values)
-    given = rest.pop("custom_id", None)
+    """A row, checked; `defaults` hold if it says nothing."""
     custom_id: str | None = None
     try:
-        if given is None and id_required:
-            raise RowRefusedError(
-                RowCode.MISSING_FIELD,
-                "custom_id: is missing; give each row a text that no other row has",
-                "custom_id",
-            )
-        _check_id(given)
+        given = values.get("custom_id")
+        if given is not None:
+            check_option("custom_id", given)
+        elif id_required:
+            raise missing("custom_id", "give each row a text that no other row has")
         custom_id = f"row-{number}" if given is None else given
-        prompt, settings = split(rest)
-        text, messages = check_prompt(prompt)
-        GenerationParams.parse({name: value for name, value in settings.items() if name in PARAMETERS})
-        Options(**{name: value for name, value in settings.items() if name not in PARAMETERS})
-    except RowRefusedError as refused:
-        return bad_row(number, refused.error, custom_id)
+        return InputRow(number, custom_id, read({**values, "custom_id": custom_id}, defaults))
     except InvalidRequestError as error:
-        named = RowRefusedError(RowCode.INVALID_VALUE, f"{inside}{error}", f"{inside}{error.field}")
-        return bad_row(number, named.error, custom_id)
-    checked: Prompt | None = text if messages is None else messages
-    return InputRow(number, custom_id, checked, settings)
-
-
-def _check_id(custom_id: Any) -> None:
-    try:
-        Options(custom_id=custom_id)
-    except InvalidRequestError as error:
-        raise RowRefusedError(RowCode.INVALID_VALUE, str(error), "custom_id") from None
+        return bad_row(number, RowError.of(error), custom_id)
 
 
 def bad_row(number: int, error: RowError, custom_id: str | None = None) -> InputRow:
     """A row that cannot be run."""
-    return InputRow(number, custom_id, None, {}, error)
+    return InputRow(number, custom_id, None, error)
+
+
+def missing(field: str, remedy: str) -> InvalidRequestError:
+    """The error for a key that is needed."""
+    return InvalidRequestError(f"{field}: is missing; {remedy}", field=field, code=RowCode.MISSING_FIELD)
+
+
+def invalid(field: str, said: str) -> InvalidRequestError:
+    """The error for a value that is not what it should be."""
+    return InvalidRequestError(f"{field}: {said}", field=field)
 
 
 def printable(text: str) -> str:

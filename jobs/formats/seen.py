@@ -9,7 +9,7 @@ _MASK = 2**64 - 1
 class SeenIds:
     """An open hash table of 64-bit hashes and row numbers: 18 to 36 bytes an id, whatever its length.
 
-    Two ids count as equal where their hashes are: for 1,000,000 ids the probability that any two differing
+    Two ids count as equal if their hashes are: for 1,000,000 ids the probability that any two differing
     ones do is 3e-8.
     """
 

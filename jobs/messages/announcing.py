@@ -1,4 +1,4 @@
-"""Messages for queued jobs, where a broker that does not answer delays jobs and loses none."""
+"""Messages for queued jobs. A broker that does not answer delays jobs, and loses none."""
 
 import inspect
 import warnings
@@ -7,7 +7,8 @@ from contextlib import suppress
 
 from nightmill.jobs.errors import BrokerError, DatabaseError, DeliveryDelayedWarning
 from nightmill.jobs.messages.broker import Broker
-from nightmill.jobs.sql.jobs import Store
+from nightmill.jobs.sql.database import Database
+from nightmill.jobs.sql.jobs import mark_unsent
 
 Groups = Mapping[tuple[str | None, int], Sequence[str]]
 """(model, priority) -> ids of jobs."""
@@ -16,12 +17,12 @@ Groups = Mapping[tuple[str | None, int], Sequence[str]]
 class Announcer:
     """Sends messages for jobs that are committed already."""
 
-    def __init__(self, store: Store, broker: Broker) -> None:
-        self._store = store
+    def __init__(self, database: Database, broker: Broker) -> None:
+        self._database = database
         self._broker = broker
 
     def announce(self, groups: Groups) -> bool:
-        """Send. Where the broker does not answer, leave the jobs to a worker's sweep, warn, return False."""
+        """Send. If the broker does not answer, leave the jobs to a worker's sweep, warn, return False."""
         delivered = True
         for (model, priority), job_ids in groups.items():
             try:
@@ -29,7 +30,7 @@ class Announcer:
             except BrokerError as error:
                 delivered = False
                 with suppress(DatabaseError):  # then the sweep finds them by their age
-                    self._store.mark_unsent(job_ids)
+                    mark_unsent(self._database, job_ids)
                 jobs = "1 job is" if len(job_ids) == 1 else f"{len(job_ids)} jobs are"
                 warnings.warn(
                     f"{jobs} kept in the database, and a worker will fetch them from there once the broker "

@@ -15,8 +15,8 @@ from nightmill.jobs.errors import BrokerError, BrokerUnreachableError, MessageEr
 from nightmill.jobs.forking import Forkable
 from nightmill.jobs.messages.embedded import EmbeddedRedis
 from nightmill.jobs.messages.shards import TASK, read_shard
-from nightmill.jobs.requests import HIGHEST_PRIORITY
 from nightmill.jobs.settings import Settings
+from nightmill.jobs.spec import HIGHEST_PRIORITY
 
 DEFAULT_QUEUE = "nightmill"
 _DAY = 24 * 60 * 60
@@ -81,7 +81,7 @@ class Broker(Forkable):
 
     @property
     def app(self) -> Celery:
-        """The Celery app. An embedded broker is started here, also where it has died since."""
+        """The Celery app. An embedded broker is started here, also if it has died since."""
         with self._lock:
             if self._app is None or self.settings.embedded_broker:
                 url = resolve_broker_url(self.settings)
@@ -117,7 +117,7 @@ class Broker(Forkable):
     def heads(self, model: str | None) -> dict[int, list[str]]:
         """For each priority at which messages wait in the queue of `model`: the jobs of the next to be taken.
 
-        No jobs where the next few messages are not ours; workers remove such messages.
+        No jobs if the next few messages are not ours; workers remove such messages.
         """
         name = queue_name(model)
         with self._mapped_errors(), self.connection() as connection:
@@ -204,7 +204,7 @@ def _job_ids(message: bytes) -> list[str]:
 
 
 def resolve_broker_url(settings: Settings) -> str:
-    """The broker's URL; starts the embedded one where none is configured."""
+    """The broker's URL; starts the embedded one if none is configured."""
     if settings.broker_url is not None:
         return settings.broker_url
     return EmbeddedRedis(settings.data_dir).ensure()

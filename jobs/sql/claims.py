@@ -13,17 +13,16 @@ from typing import Any
 
 from sqlalchemy import Connection, bindparam, delete, insert, select, update
 
-from nightmill.jobs.contract import GenerationParams, JobState, JsonObject, StopReason
+from nightmill.jobs.contract import GenerationParams, JobState, JsonObject, StopReason, WorkerState
 from nightmill.jobs.errors import InvalidParameterError
 from nightmill.jobs.sql import partials, suspects
 from nightmill.jobs.sql.database import Database
-from nightmill.jobs.sql.jobs import chunked
+from nightmill.jobs.sql.jobs import chunked, mark_unsent
 from nightmill.jobs.sql.locks import lock_jobs
 from nightmill.jobs.sql.partials import SavedTokens
 from nightmill.jobs.sql.retrying import retried
 from nightmill.jobs.sql.tables import RUNNING, JobRow, WorkerRow
-
-LIVE_STATES = ("starting", "ready", "draining")
+from nightmill.jobs.sql.workers import LIVE
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +37,7 @@ class Claim:
     priority: int
     deadline_at: datetime | None
     saved: SavedTokens | None = None  # what an earlier attempt had drawn
-    unreadable: str | None = None  # why this version cannot run it, as where a newer one wrote the row
+    unreadable: str | None = None  # why this version cannot run it, as when a newer one wrote the row
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +51,7 @@ class Outcome:
     prompt_tokens: int
     completion_tokens: int
     error: str | None = None
-    arithmetic: str | None = None  # by which the text was computed; None where nothing was
+    arithmetic: str | None = None  # by which the text was computed; None if nothing was
 
 
 class Claims:
@@ -86,7 +85,7 @@ class Claims:
     def claim_suspects(self, models: Sequence[str | None], limit: int) -> list[Claim]:
         """Take the next group of suspects, or the first `limit` of it, in the order of their ids.
 
-        They must run with nothing else beside them. None where others were quicker.
+        They must run with nothing else beside them. None if others were quicker.
         """
         now = self.database.now()
         with self.database.write() as connection:
@@ -101,7 +100,7 @@ class Claims:
 
     @retried
     def refuse(self, job_id: str, reason: str) -> bool:
-        """Fail a queued job that cannot even be claimed; True where it was queued."""
+        """Fail a queued job that cannot even be claimed; True if it was queued."""
         now = self.database.now()
         with self.database.write() as connection:
             done = connection.execute(
@@ -158,16 +157,9 @@ class Claims:
             partials.forget_ended(connection, [job_id for job_id, _ in claimed])
         return returned
 
-    @retried
     def leave_queued(self, job_ids: Sequence[str]) -> None:
         """Of these unclaimed jobs, record that no message announces them."""
-        with self.database.write() as connection:
-            lock_jobs(connection, JobRow.id.in_(job_ids))
-            connection.execute(
-                update(JobRow)
-                .where(JobRow.id.in_(job_ids), JobRow.state == JobState.QUEUED)
-                .values(sent_at=None)
-            )
+        mark_unsent(self.database, job_ids)
 
     @retried
     def give_up(self, claimed: Sequence[tuple[str, int]], reason: str) -> None:
@@ -213,7 +205,7 @@ class Claims:
                     pid=pid,
                     gpu=gpu,
                     model=model,
-                    state="starting",
+                    state=WorkerState.STARTING,
                     detail=detail,
                     started_at=now,
                     heartbeat_at=self.database.clock_time(),
@@ -221,18 +213,18 @@ class Claims:
             )
 
     @retried
-    def beat(self, state: str, detail: str | None = None) -> bool:
-        """Say that this worker lives, and what it does; False where it was given up and its jobs taken."""
+    def beat(self, state: WorkerState, detail: str | None = None) -> bool:
+        """Say that this worker lives, and what it does; False if it was given up and its jobs taken."""
         with self.database.write() as connection:
             done = connection.execute(
                 update(WorkerRow)
-                .where(WorkerRow.id == self.worker_id, WorkerRow.state.in_(LIVE_STATES))
+                .where(WorkerRow.id == self.worker_id, WorkerRow.state.in_(LIVE))
                 .values(heartbeat_at=self.database.clock_time(), state=state, detail=detail)
             )
             if not done.rowcount:  # declared lost while it was only slow: it may come back, with new claims
                 connection.execute(
                     update(WorkerRow)
-                    .where(WorkerRow.id == self.worker_id, WorkerRow.state == "lost")
+                    .where(WorkerRow.id == self.worker_id, WorkerRow.state == WorkerState.LOST)
                     .values(heartbeat_at=self.database.clock_time(), state=state, detail=detail)
                 )
         return bool(done.rowcount)
@@ -244,7 +236,7 @@ class Claims:
             connection.execute(
                 update(WorkerRow)
                 .where(WorkerRow.id == self.worker_id)
-                .values(state="stopped", heartbeat_at=self.database.clock_time())
+                .values(state=WorkerState.STOPPED, heartbeat_at=self.database.clock_time())
             )
 
     @retried
@@ -377,7 +369,7 @@ def _finish_values(outcome: Outcome, worker_id: str, now: datetime) -> dict[str,
 
 
 def hand_back(connection: Connection, running: tuple[Any, ...], now: datetime) -> bool:
-    """Queue the job that fits the conditions `running` as it was; True where it is queued again."""
+    """Queue the job that fits the conditions `running` as it was; True if it is queued again."""
     connection.execute(  # nobody would look at the request again once the job is queued
         update(JobRow)
         .where(*running, JobRow.cancel_requested_at.is_not(None))

@@ -148,7 +148,7 @@ class Database(Forkable):
             self._schema_revision = found
 
     def revision(self) -> str | None:
-        """The schema revision found in the database; None where it has no Nightmill tables."""
+        """The schema revision found in the database; None if it has no Nightmill tables."""
         with self._mapped_errors(), self._read_only() as connection:
             if not inspect(connection).has_table("alembic_version"):
                 return None
@@ -346,7 +346,7 @@ def _lost_to_others(error: BaseException | None) -> bool:
 
 
 def _elapsed() -> float:
-    """Seconds, counted also while this host is suspended (where the system can)."""
+    """Seconds, counted also while this host is suspended (if the system can)."""
     return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
 

@@ -37,8 +37,8 @@ class Deletion:
     def begin(self, name: str, ended_before: datetime | None = None) -> bool:
         """Mark a batch as being deleted: from here on nothing is added to it or queued again.
 
-        Raises BatchNotFoundError, and InvalidTransitionError where rows are not final. With `ended_before` it
-        returns False instead, and also where the batch or the end of one of its rows is younger.
+        Raises BatchNotFoundError, and InvalidTransitionError if rows are not final. With `ended_before` it
+        returns False instead, and also if the batch or the end of one of its rows is younger.
         """
         with self.database.write() as connection:
             record = connection.execute(
@@ -63,7 +63,7 @@ class Deletion:
 
     @retried
     def group(self, name: str) -> tuple[int, bool]:
-        """Delete some rows of a marked batch, or the batch where none is left: (rows gone, is it over?)."""
+        """Delete some rows of a marked batch, or the batch if none is left: (rows gone, is it over?)."""
         with self.database.write() as connection:
             rows = select(JobRow.id).where(JobRow.batch == name).order_by(JobRow.id).limit(GROUP)
             ids = connection.execute(rows.with_for_update()).scalars().all()

@@ -25,8 +25,8 @@ def insert(rows: Sequence[Mapping[str, Any]], connection: Connection) -> dict[st
     """Insert job rows, all with the same keys, inside the caller's transaction.
 
     Returns the rows that were not inserted, since their idempotency key is taken by an equal job:
-    {id given: id of the job that is there}. Raises IdempotencyConflictError where the job there has
-    other content, and BatchConflictError where a batch takes no more jobs: then nothing is inserted, and
+    {id given: id of the job that is there}. Raises IdempotencyConflictError if the job there has
+    other content, and BatchConflictError if a batch takes no more jobs: then nothing is inserted, and
     `position` tells the row. Names of batches are entered on the way.
     """
     _enter_batches(rows, connection)
@@ -39,7 +39,7 @@ def insert(rows: Sequence[Mapping[str, Any]], connection: Connection) -> dict[st
     # Everyone inserts keys in one order, so that two transactions cannot wait for each other's.
     missing = sorted(rows, key=_key_of)
     present: dict[str, tuple[str, str | None]] = {}
-    while missing:  # more than once where a job that had a key was pruned just then
+    while missing:  # more than once if a job that had a key was pruned just then
         connection.execute(statement, missing)
         present |= _find_keys(map(_key_of, missing), connection)
         missing = [row for row in missing if _key_of(row) and _key_of(row) not in present]
@@ -56,7 +56,7 @@ def _enter_batches(rows: Sequence[Mapping[str, Any]], connection: Connection) ->
     names = {row["batch"]: row for row in rows if row.get("batch")}
     statement = dialect_insert(connection, BatchRow.__table__).on_conflict_do_nothing(index_elements=["name"])
     there: dict[str, HeldBatch] = {}
-    while missing := names.keys() - there.keys():  # again where one was pruned between the two statements
+    while missing := names.keys() - there.keys():  # again if one was pruned between the two statements
         values = [
             {
                 "name": name,

@@ -3,8 +3,8 @@
 The worker's half of the state machine (claim, finish, hand back, rescue, sweep) is in `jobs.sql.claims`.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from datetime import datetime
 from itertools import islice
 from typing import Any, TypeVar, cast
@@ -32,11 +32,11 @@ from nightmill.jobs.sql import partials
 from nightmill.jobs.sql.database import Database
 from nightmill.jobs.sql.locks import hold_batches, lock_jobs, refuse_deleting
 from nightmill.jobs.sql.retrying import retried
-from nightmill.jobs.sql.tables import JobRow, WorkerRow
+from nightmill.jobs.sql.tables import JobRow
 
 JOBS = cast(Table, JobRow.__table__)
 CHUNK = 500  # ids in one IN list: well under every database's limit of bound parameters
-GROUP = 5_000  # rows that one transaction changes where many are to be: it holds others up for a moment only
+GROUP = 5_000  # rows that one transaction changes if many are to be: it holds others up for a moment only
 
 FINAL = sorted(FINAL_STATES)
 UNFINISHED = (JobState.QUEUED, JobState.RUNNING)
@@ -49,6 +49,14 @@ def chunked(items: Iterable[T], size: int = CHUNK) -> Iterator[list[T]]:
     iterator = iter(items)
     while chunk := list(islice(iterator, size)):
         yield chunk
+
+
+def by_queue(rows: Iterable[Mapping[str, Any]]) -> dict[tuple[str | None, int], list[str]]:
+    """Ids of jobs by what decides which queue their message goes to: (model, priority)."""
+    groups: dict[tuple[str | None, int], list[str]] = {}
+    for row in rows:
+        groups.setdefault((row["model"], row["priority"]), []).append(row["id"])
+    return groups
 
 
 def dialect_insert(connection: Connection, table: Any) -> Any:
@@ -134,7 +142,7 @@ class Store:
         """Queue a failed or cancelled job again, with its attempts whole. Its error history stays.
 
         An old deadline is dropped (it has passed, or would soon) unless a new one is given. Raises
-        JobNotFoundError, InvalidTransitionError in any other state, and BatchConflictError where its batch is
+        JobNotFoundError, InvalidTransitionError in any other state, and BatchConflictError if its batch is
         being deleted.
         """
         with self.database.write() as connection:
@@ -157,18 +165,6 @@ class Store:
                     f"job {job_id} is {state}: only failed and cancelled jobs can be retried"
                 )
         return self.get(job_id)
-
-    @retried
-    def mark_unsent(self, job_ids: Iterable[str]) -> None:
-        """Record that no message announces these jobs, so that a worker's sweep will send one."""
-        for chunk in chunked(job_ids):
-            with self.database.write() as connection:
-                lock_jobs(connection, JobRow.id.in_(chunk))
-                connection.execute(
-                    update(JobRow)
-                    .where(JobRow.id.in_(chunk), JobRow.state == JobState.QUEUED)
-                    .values(sent_at=None)
-                )
 
     # -- reading ---------------------------------------------------------------------------------
 
@@ -258,25 +254,6 @@ class Store:
             row = connection.execute(query).one()
         return int(row[0] or 0), int(row[1] or 0)
 
-    def worker(self, worker_id: str) -> dict[str, Any] | None:
-        """One worker's row; None where it has not registered, or never came to serve."""
-        with self.database.read() as connection:
-            row = connection.execute(
-                select(WorkerRow.__table__).where(WorkerRow.id == worker_id)
-            ).one_or_none()
-            return None if row is None else dict(row._mapping)
-
-    def workers(self) -> list[dict[str, Any]]:
-        """Every worker that was ever registered, newest first."""
-        with self.database.read() as connection:
-            rows = connection.execute(select(WorkerRow.__table__).order_by(WorkerRow.started_at.desc()))
-            return [dict(row) for row in rows.mappings()]
-
-    def known_models(self) -> set[str]:
-        """Names of the models that workers have ever served."""
-        with self.database.read() as connection:
-            return set(connection.execute(select(WorkerRow.model).distinct()).scalars())
-
     # -- helpers ---------------------------------------------------------------------------------
 
     @staticmethod
@@ -285,6 +262,19 @@ class Store:
         if state is None:
             raise JobNotFoundError(f"there is no job {job_id!r}")
         return JobState(state)
+
+
+@retried
+def mark_unsent(database: Database, job_ids: Sequence[str]) -> None:
+    """Record that no message announces these jobs, so that a worker's sweep will send one."""
+    for chunk in chunked(job_ids):
+        with database.write() as connection:
+            lock_jobs(connection, JobRow.id.in_(chunk))
+            connection.execute(
+                update(JobRow)
+                .where(JobRow.id.in_(chunk), JobRow.state == JobState.QUEUED)
+                .values(sent_at=None)
+            )
 
 
 RETRYABLE = (
@@ -330,37 +320,21 @@ def job_from_row(row: RowMapping) -> Job:
 
     Never raises: one row that a newer version has written must not hide the others of its list.
     """
+    values = {name: row[name] for name in _SHOWN_AS_THEY_ARE}
     return Job(
-        id=row["id"],
+        **values,
         state=JobState.read(row["state"]),
-        prompt=row["prompt"],
+        stop_reason=StopReason.read(row["stop_reason"]) if row["stop_reason"] else None,
         messages=_of_kind(row["messages"], list),
         params=GenerationParams.read((_of_kind(row["params"], dict) or {}) | {"seed": row["seed"]}),
-        model=row["model"],
-        batch=row["batch"],
-        row=row["row"],
-        custom_id=row["custom_id"],
-        stop_reason=StopReason.read(row["stop_reason"]) if row["stop_reason"] else None,
-        text=row["text"],
-        prompt_tokens=row["prompt_tokens"],
-        completion_tokens=row["completion_tokens"],
-        arithmetic=row["arithmetic"],
-        error=row["error"],
         errors=[one for one in _of_kind(row["errors"], list) or [] if isinstance(one, dict)],
-        attempt=row["attempt"],
-        failures=row["failures"],
-        max_attempts=row["max_attempts"],
-        priority=row["priority"],
-        worker=row["worker"],
-        idempotency_key=row["idempotency_key"],
         metadata=_of_kind(row["metadata"], dict) or {},
-        cancel_requested_at=row["cancel_requested_at"],
-        created_at=row["created_at"],
-        scheduled_at=row["scheduled_at"],
-        deadline_at=row["deadline_at"],
-        started_at=row["started_at"],
-        finished_at=row["finished_at"],
     )
+
+
+_SHOWN_AS_THEY_ARE = {field.name for field in fields(Job)} - {
+    *("state", "stop_reason", "messages", "params", "errors", "metadata")
+}
 
 
 def _of_kind(value: Any, kind: type[T]) -> T | None:

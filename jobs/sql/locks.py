@@ -46,7 +46,7 @@ def hold_batches(
 
 
 def refuse_deleting(batch: HeldBatch | None, field: str = "batch") -> None:
-    """Raise BatchConflictError where a batch is being deleted."""
+    """Raise BatchConflictError if a batch is being deleted."""
     if batch is not None and batch.deleting_at is not None:
         raise BatchConflictError(
             f"{field}: batch {batch.name!r} is being deleted: choose another name, or wait until it is gone "
@@ -56,7 +56,7 @@ def refuse_deleting(batch: HeldBatch | None, field: str = "batch") -> None:
 
 
 def refuse_closed(batch: HeldBatch | None) -> None:
-    """Raise BatchConflictError where a batch takes no jobs from `enqueue`."""
+    """Raise BatchConflictError if a batch takes no jobs from `enqueue`."""
     refuse_deleting(batch)
     if batch is not None and batch.format is not None:
         raise BatchConflictError(

@@ -20,7 +20,7 @@ T = TypeVar("T")
 def retried(function: Callable[P, T]) -> Callable[P, T]:
     """Call `function` again while it raises DatabaseBusyError, for RETRY_SECONDS at most.
 
-    For functions that are one transaction (or several, where running the first ones twice does no harm): a
+    For functions that are one transaction (or several, if running the first ones twice does no harm): a
     transaction that lost was rolled back whole, so running it again is running it once. The pauses are drawn,
     so that two that met do not meet again.
     """

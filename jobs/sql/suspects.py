@@ -104,7 +104,7 @@ def history(row: Any, reason: str, now: datetime) -> list[JsonObject]:
 
 
 def _count_failure(connection: Connection, row: Any, reason: str, now: datetime) -> bool:
-    """Charge a running row with a failed attempt; True where it is queued again, False where it has ended."""
+    """Charge a running row with a failed attempt; True if it is queued again, False if it has ended."""
     failures = row.failures + 1
     again = failures < row.max_attempts
     cancelled = row.cancel_requested_at is not None

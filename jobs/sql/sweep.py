@@ -12,14 +12,15 @@ from typing import Any
 
 from sqlalchemy import Connection, exists, func, or_, select, update
 
-from nightmill.jobs.contract import JobState, StopReason
-from nightmill.jobs.requests import HIGHEST_PRIORITY
+from nightmill.jobs.contract import JobState, StopReason, WorkerState
+from nightmill.jobs.spec import HIGHEST_PRIORITY
 from nightmill.jobs.sql import partials, suspects
-from nightmill.jobs.sql.claims import LIVE_STATES, hand_back
+from nightmill.jobs.sql.claims import hand_back
 from nightmill.jobs.sql.database import Database
-from nightmill.jobs.sql.jobs import GROUP, chunked
+from nightmill.jobs.sql.jobs import GROUP, by_queue, chunked
 from nightmill.jobs.sql.retrying import retried
 from nightmill.jobs.sql.tables import QUEUED, RUNNING, JobRow, WorkerRow
+from nightmill.jobs.sql.workers import LIVE
 
 _PRIORITIES = range(HIGHEST_PRIORITY, -1, -1)
 
@@ -80,14 +81,14 @@ class Sweep:
 
     @retried
     def _rescue_one(self, stale_after: timedelta, rescuer: str) -> list[str] | None:
-        """Take the jobs of one silent worker; None where there is no such worker."""
+        """Take the jobs of one silent worker; None if there is no such worker."""
         # A worker that was lost (or signed off) may have claimed once more before it died for good.
         owns_jobs = exists().where(JobRow.worker == WorkerRow.id, RUNNING)
         with self.database.write() as connection:
             worker = connection.execute(
                 select(WorkerRow.id, WorkerRow.host, WorkerRow.pid, WorkerRow.heartbeat_at)
                 .where(
-                    or_(WorkerRow.state.in_(LIVE_STATES), owns_jobs),
+                    or_(WorkerRow.state.in_(LIVE), owns_jobs),
                     WorkerRow.heartbeat_at < self.database.clock_time(ago=stale_after),
                     WorkerRow.id != rescuer,
                 )
@@ -97,7 +98,9 @@ class Sweep:
             ).one_or_none()
             if worker is None:
                 return None
-            connection.execute(update(WorkerRow).where(WorkerRow.id == worker.id).values(state="lost"))
+            connection.execute(
+                update(WorkerRow).where(WorkerRow.id == worker.id).values(state=WorkerState.LOST)
+            )
             reason = (
                 f"worker {worker.id} (process {worker.pid} on {worker.host}) fell silent: "
                 f"last heartbeat {worker.heartbeat_at.isoformat(timespec='seconds')}"
@@ -116,8 +119,8 @@ class Sweep:
         with self.database.write() as connection:
             connection.execute(
                 update(WorkerRow)
-                .where(WorkerRow.id == worker_id, WorkerRow.state.in_(LIVE_STATES))
-                .values(state="lost")
+                .where(WorkerRow.id == worker_id, WorkerRow.state.in_(LIVE))
+                .values(state=WorkerState.LOST)
             )
             rows = suspects.running_jobs(connection, worker_id)
             if blame:
@@ -180,8 +183,8 @@ class Sweep:
 
         heads  for each priority at which messages wait in the queue, the jobs of the next one
 
-        Messages leave a queue in the order in which they came. So where none waits, every message that was
-        sent is out of it; where some wait, all that were sent before the next one. That finds what a killed
+        Messages leave a queue in the order in which they came. So if none waits, every message that was
+        sent is out of it; if some wait, all that were sent before the next one. That finds what a killed
         worker had taken, though the queue never becomes empty, and gives no job a second message while its
         first waits, for hours perhaps. A second one does no harm, since only one claim can succeed.
         """
@@ -198,7 +201,7 @@ class Sweep:
 
 
 def _sent_at(connection: Connection, job_ids: Sequence[str]) -> datetime | None:
-    """When the message of these jobs was sent; None where none of them is known any more."""
+    """When the message of these jobs was sent; None if none of them is known any more."""
     sent: datetime | None = connection.execute(
         select(func.min(JobRow.sent_at)).where(JobRow.id.in_(job_ids))
     ).scalar_one()
@@ -217,7 +220,7 @@ def _take_for_sending(
     No suspects: workers look for these themselves.
     One query for each, so that it walks an index in its order and ends at the limit, however many jobs wait.
     """
-    groups: dict[tuple[str | None, int], list[str]] = {}
+    taken: list[Any] = []
     left = limit
     for priority, conditions in alternatives:
         if left == 0:
@@ -234,6 +237,6 @@ def _take_for_sending(
             connection.execute(
                 update(JobRow).where(JobRow.id.in_([row.id for row in chunk])).values(sent_at=now)
             )
-        for row in rows:
-            groups.setdefault((row.model, row.priority), []).append(row.id)
+        taken += rows
+    groups = by_queue(row._mapping for row in taken)
     return [Announcement(model, priority, ids) for (model, priority), ids in groups.items()]

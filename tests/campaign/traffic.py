@@ -75,7 +75,7 @@ class Traffic:
         """Every way of reading must answer, whatever is in the rows."""
         draw, client = caller.draw, caller.client
         client.list_jobs(limit=500)
-        client.workers() if hasattr(client, "workers") else client.store.workers()
+        client.workers()
         for batch in client.list_batches(limit=5):
             with caller.calling("status", LookupError):
                 batch.status()

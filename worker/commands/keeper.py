@@ -8,7 +8,6 @@ import fcntl
 import re
 import signal
 import uuid
-from datetime import timedelta
 
 from nightmill.jobs.client import Client
 from nightmill.jobs.errors import NightmillError
@@ -24,12 +23,11 @@ _MOST_DEATHS = 20
 
 
 class WorkerKeeper:
-    """Keeps a worker for `model` where no other serves it. Call `check` every second or so."""
+    """Keeps a worker for `model` if no other serves it. Call `check` every second or so."""
 
     def __init__(self, client: Client, model: str) -> None:
         self._client = client
         self._model = model
-        self._stale = timedelta(seconds=client.settings.stale_seconds)
         self._sweep = Sweep(client.database)
         self._deaths = 0
         self._done_at_death = 0
@@ -46,16 +44,18 @@ class WorkerKeeper:
     def check(self, done: int) -> str:
         """Do what is needed; returns what is being waited for, if anything. `done`: rows done so far.
 
-        Raises NightmillError where our own worker does not start, or dies again and again.
+        Raises NightmillError if our own worker does not start, or dies again and again.
         """
         if self.own is not None and self._died(self.own):
             self._bury_own(self.own, done)
         if self.own is not None:
             return "" if self.own.ready else self.own.progress
         if not self._take_lock():
-            return "" if self._served() else "waiting for the worker of an earlier run to end"
+            return (
+                "" if self._client.serving(self._model) else "waiting for the worker of an earlier run to end"
+            )
         self._bury_earlier()
-        if self._served():
+        if self._client.serving(self._model):
             self._release_lock()
             return ""
         worker_id = uuid.uuid4().hex
@@ -76,7 +76,7 @@ class WorkerKeeper:
 
     @property
     def ended(self) -> bool:
-        """True where no worker of our own is running."""
+        """True if no worker of our own is running."""
         return self.own is None or self.own.exit_code is not None
 
     def close(self) -> None:
@@ -87,18 +87,8 @@ class WorkerKeeper:
 
     # -- helpers ---------------------------------------------------------------------------------
 
-    def _served(self) -> bool:
-        """True where a live worker serves the model, or is about to."""
-        since = self._client.database.now() - self._stale
-        return any(
-            row["model"] == self._model
-            and row["state"] in ("starting", "ready")
-            and row["heartbeat_at"] > since
-            for row in self._client.store.workers()
-        )
-
     def _died(self, worker: WorkerProcess) -> bool:
-        """True where it has ended and may be started again; for one that fails to start, see its `ready`."""
+        """True if it has ended and may be started again; for one that fails to start, see its `ready`."""
         return worker.exit_code is not None and (worker.served or worker.exit_code in _KILLED)
 
     def _bury_own(self, worker: WorkerProcess, done: int) -> None:

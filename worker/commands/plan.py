@@ -1,20 +1,19 @@
 """The command `nightmill plan`: what a batch file holds and how long it takes, before the night."""
 
 from dataclasses import replace
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from nightmill.jobs.client import Client
-from nightmill.jobs.commands.options import json_option
+from nightmill.jobs.commands.options import AT, PARAMETER_OPTIONS, given, job_options, json_option
 from nightmill.jobs.commands.terminal import Line, LiveLine, echo, echo_json
-from nightmill.jobs.contract import GenerationParams
 from nightmill.jobs.errors import DatabaseError, RunnerError, SettingsError
 from nightmill.jobs.formats import InputFile
 from nightmill.jobs.settings import Settings
-from nightmill.jobs.when import parse_moment
+from nightmill.jobs.spec import JobSpec
 from nightmill.worker.options import merge_options, require_worker_extra, worker_options
 
 if TYPE_CHECKING:
@@ -24,7 +23,6 @@ EXIT_BAD_ROWS = 3
 EXIT_TOO_LATE = 4
 _ROWS_PER_UPDATE = 64  # of the progress bar
 _NOT_OF_A_PLAN = ("drain_seconds",)
-_SERVING = ("starting", "ready")
 
 
 def _plan(
@@ -32,10 +30,6 @@ def _plan(
     as_json: bool,
     measure: bool,
     measure_seconds: float,
-    at: str | None,
-    deadline: str | None,
-    max_tokens: int | None,
-    temperature: float | None,
     **options: Any,
 ) -> None:
     """Say what FILE asks for, which of its rows are bad, and when it will be done.
@@ -58,23 +52,19 @@ def _plan(
     """
     require_worker_extra("plan")
     settings = merge_options(Settings.from_env(), options)
-    now = datetime.now(UTC)
-    starts_at = None if at is None else parse_moment("--at", at, now)
-    deadline_at = None if deadline is None else parse_moment("--deadline", deadline, starts_at or now)
+    said = given({name: options.pop(name) for name in (*PARAMETER_OPTIONS, AT, "deadline")})
+    starts_at, deadline_at = said.pop(AT, None), said.pop("deadline", None)
     if deadline_at is not None and not measure:
         raise SettingsError(
             "--deadline: whether it is met is only known by measuring; leave out --no-measure"
         )
-    given = {"max_tokens": max_tokens, "temperature": temperature}
-    defaults = {name: value for name, value in given.items() if value is not None}
-    GenerationParams.parse(defaults)
     plan = _make(
         InputFile(file),
         settings,
         measure_seconds=measure_seconds if measure else 0.0,
         starts_at=starts_at,
         deadline_at=deadline_at,
-        defaults=defaults,
+        defaults=JobSpec.defaults(said),
         quiet=as_json,
     )
     if as_json:
@@ -95,10 +85,6 @@ plan = click.Command(
     params=[
         click.Argument(["file"], metavar="FILE"),
         *(option for option in worker_options() if option.name not in _NOT_OF_A_PLAN),
-        click.Option(["--at"], metavar="TIME", help="When the night begins: 01:00, 2h, or a date with time."),
-        click.Option(["--deadline"], metavar="TIME", help="When it has to be done: 06:00, 8h, ..."),
-        click.Option(["--max-tokens"], type=int, help="For rows that give none [256]."),
-        click.Option(["--temperature"], type=float, help="For rows that give none [1.0]."),
         click.Option(["--measure/--no-measure"], default=True, help="Without: no estimate, and no GPU used."),
         click.Option(
             ["--measure-seconds"],
@@ -111,6 +97,7 @@ plan = click.Command(
     help=_plan.__doc__,
     short_help="Say what a batch file asks for, which rows are bad, and when it will be done.",
 )
+job_options(AT, "deadline", *PARAMETER_OPTIONS)(plan)
 json_option(plan)
 
 
@@ -121,7 +108,7 @@ def _make(
     measure_seconds: float,
     starts_at: datetime | None,
     deadline_at: datetime | None,
-    defaults: dict[str, Any],
+    defaults: JobSpec,
     quiet: bool,
 ) -> "Plan":
     """The plan, made under a progress bar. With `measure_seconds` of 0 no engine is built."""
@@ -188,15 +175,8 @@ def _make(
 
 
 def live_workers(client: Client, model: str) -> int:
-    """Workers that serve the model and beat; 1 where there is none, or no database to ask."""
+    """Workers that serve the model; 1 if there is none, or no database to ask."""
     try:
-        rows = client.store.workers()
-        silent_since = client.database.now() - timedelta(seconds=client.settings.stale_seconds)
+        return max(1, len(client.serving(model)))
     except DatabaseError:
         return 1
-    live = [
-        row
-        for row in rows
-        if row["model"] == model and row["state"] in _SERVING and row["heartbeat_at"] > silent_since
-    ]
-    return max(1, len(live))

@@ -82,13 +82,13 @@ class WorkerProcess:
 
     @property
     def served(self) -> bool:
-        """True once it has taken jobs, even where it has died since."""
+        """True once it has taken jobs, even if it has died since."""
         self._look()
         return self._served
 
     @property
     def ready(self) -> bool:
-        """As `served`. Raises NightmillError with the end of its log where it does not come to that."""
+        """As `served`. Raises NightmillError with the end of its log if it does not come to that."""
         code = self.exit_code  # before its row is read: it may die in between
         if self.served:
             return True
@@ -106,17 +106,16 @@ class WorkerProcess:
         """Read its row, once it has one."""
         if self._served:
             return
-        row = self._client.store.worker(self.id)
-        if row is None:
+        worker = self._client.worker(self.id)
+        if worker is None:
             return
-        # One that is lost had not come to serve if it says what it was loading.
-        self._served = row["state"] != "starting" and not (row["state"] == "lost" and row["detail"])
-        if row["detail"] != self._progress:
-            self._progress = row["detail"] or ""
+        self._served = worker.has_served
+        if worker.detail != self._progress:
+            self._progress = worker.detail or ""
             self._silence.broken()
 
     def wait_until_ready(self, tell: Callable[[str], object] = lambda progress: None) -> None:
-        """Return when it takes jobs; raises NightmillError where it does not start."""
+        """Return when it takes jobs; raises NightmillError if it does not start."""
         while not self.ready:
             tell(self.progress)
             time.sleep(0.05)
@@ -147,7 +146,7 @@ def running_worker(
 ) -> Iterator["subprocess.Popen[bytes]"]:
     """A worker process on the client's settings, ready to take jobs; drained and ended on exit.
 
-    Raises NightmillError with the end of its log where it does not become ready.
+    Raises NightmillError with the end of its log if it does not become ready.
     """
     worker = WorkerProcess(client, log, arguments, command)
     try:

@@ -9,13 +9,13 @@ from typing import Any, Self
 
 import click
 
-from nightmill.jobs.batch_status import BatchRecord, BatchStatus
+from nightmill.jobs.batch_status import BatchStatus
 from nightmill.jobs.batches.batch import Batch
-from nightmill.jobs.batches.result_files import destinations, errors_path, vet
+from nightmill.jobs.batches.result_files import destinations, errors_path
 from nightmill.jobs.batches.streaming import ResultStream
 from nightmill.jobs.client import Client
-from nightmill.jobs.commands.batches import EXIT_CODES, say_times, submit_file, when
-from nightmill.jobs.commands.options import given, json_option, parameter_options
+from nightmill.jobs.commands.batches import EXIT_CODES, say_times, submitting
+from nightmill.jobs.commands.options import AT, BATCH_OPTIONS, given, job_options, json_option
 from nightmill.jobs.commands.printing import describe_status, status_json
 from nightmill.jobs.commands.progress import BatchProgress
 from nightmill.jobs.commands.terminal import echo, echo_json
@@ -47,18 +47,15 @@ INTERRUPTED = 130
     help="File for the rows that failed; by default OUTPUT with .errors before its ending.",
 )
 @click.option("--name", help="Name of the batch; by default made of the file, the model and the parameters.")
-@click.option("--deadline", help="When to end: 06:00 (the next one), 2026-11-22T06:00, or 8h from now.")
-@click.option("--priority", type=int, help="0 to 9, higher is sooner [5].")
 @click.option("--retry-failed", is_flag=True, help="Try rows again that failed in an earlier run.")
-@click.option("--overwrite", is_flag=True, help="Replace OUTPUT even where it holds something else.")
-@parameter_options
+@click.option("--overwrite", is_flag=True, help="Replace OUTPUT even if it holds something else.")
+@job_options(*(name for name in BATCH_OPTIONS if name != AT))
 @json_option
 def run(
     file: Path,
     output: Path,
     errors: Path | None,
     name: str | None,
-    deadline: str | None,
     retry_failed: bool,
     overwrite: bool,
     as_json: bool,
@@ -99,34 +96,27 @@ def run(
         raise SettingsError("no model file is named: give --model FILE or set NIGHTMILL_MODEL")
     GgufFile.open(settings.model)  # refuses a bad file before anything is queued
     model = settings.model_name or name_of(settings.model)
+    rows = given(options) | {"model": model}
     source = InputFile(file)
-    _, ends = when(None, deadline)
     errors = errors or errors_path(output)
     with Client(settings) as client, ExitStack() as stack:
-        store = client.batches.store
         outputs = stack.enter_context(destinations(source, output, errors, overwrite=overwrite))
 
-        def vet_outputs(record: BatchRecord) -> None:
-            for each in outputs:
-                vet(each, store, record.name, record.fingerprint)
-
-        batch = submit_file(
-            client,
-            source,
-            name=name,
-            model=model,
-            scheduled_at=None,
-            deadline=ends,
-            settings=given(options),
-            check_model=lambda _: None,  # a worker for it is about to be started
-            before=vet_outputs,
-        )
+        with submitting(source) as on_rows:
+            batch = client.batches.submit(
+                source,
+                rows,
+                name=name,
+                check_model=lambda _: None,  # a worker for it is about to be started
+                outputs=outputs,
+                on_rows=on_rows,
+            )
         if retry_failed:
-            batch.retry_failed(deadline=ends)
-        say_times(batch.status(errors=False), None, ends)
+            batch.retry_failed(deadline=rows.get("deadline"))
+        say_times(batch.status(errors=False), rows)
         keeper = WorkerKeeper(client, model)
         stack.callback(keeper.close)
-        stream = stack.enter_context(ResultStream(batch, store, *outputs))
+        stream = stack.enter_context(ResultStream(batch, *outputs))
         status = _follow(batch, stream, keeper)
         if status.state.final:
             stream.finish()

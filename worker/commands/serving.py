@@ -18,11 +18,11 @@ from nightmill.jobs.client import Client
 from nightmill.jobs.commands.options import json_option
 from nightmill.jobs.commands.printing import follow, job_values, print_job
 from nightmill.jobs.commands.terminal import echo, echo_json
+from nightmill.jobs.contract import Worker
 from nightmill.jobs.errors import NightmillError
 from nightmill.jobs.messages.embedded import EmbeddedRedis
 from nightmill.jobs.printable import printable
 from nightmill.jobs.settings import Settings
-from nightmill.jobs.sql.claims import LIVE_STATES
 from nightmill.worker.commands.process import END_WITH_STDIN, end_with_stdin, running_worker
 from nightmill.worker.options import (
     as_arguments,
@@ -149,8 +149,7 @@ def _look_at_servers(client: Client) -> Iterator[tuple[str, bool | None, str]]:
     try:
         client.database.ensure_schema()
         yield "database", True, f"{settings.safe_database_url}, schema {client.database.revision()}"
-        workers = [row for row in client.store.workers() if row["state"] in LIVE_STATES]
-        serving = ", ".join(sorted({_serving(row) for row in workers})) or "none is running"
+        serving = ", ".join(sorted({_serving(worker) for worker in client.serving()})) or "none is running"
         yield "workers", None, serving
     except NightmillError as error:
         yield "database", False, str(error)
@@ -164,8 +163,8 @@ def _look_at_servers(client: Client) -> Iterator[tuple[str, bool | None, str]]:
         yield "broker", False, str(error)
 
 
-def _serving(row: dict[str, Any]) -> str:
-    return f"{row['model']} ({row['detail']})" if row["detail"] else str(row["model"])
+def _serving(worker: Worker) -> str:
+    return f"{worker.model} ({worker.detail})" if worker.detail else worker.model
 
 
 def _look_at_model(settings: Settings) -> str:

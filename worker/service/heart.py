@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import datetime
 
+from nightmill.jobs.contract import WorkerState
 from nightmill.jobs.errors import DatabaseError
 from nightmill.jobs.sql.claims import Claims
 
@@ -27,7 +28,7 @@ class Heart:
         self._last: tuple[datetime, float] | None = None  # by the database's clock, and by this process's
         self._steady_from = 0.0
 
-    def beat(self, state: str, detail: str | None = None) -> bool:
+    def beat(self, state: WorkerState, detail: str | None = None) -> bool:
         """Say that this worker lives; False where it was given up for dead. Raises DatabaseError."""
         known = self._claims.beat(state, detail)
         database = self._claims.database
@@ -67,11 +68,11 @@ class Heart:
         def run() -> None:
             while not done.wait(seconds):
                 try:
-                    self.beat("starting", detail)
+                    self.beat(WorkerState.STARTING, detail)
                 except DatabaseError as error:
                     log.warning("%s", error)
 
-        self.beat("starting", detail)
+        self.beat(WorkerState.STARTING, detail)
         thread = threading.Thread(target=run, name="heart", daemon=True)
         thread.start()
         try:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 
+from nightmill.jobs.contract import WorkerState
 from nightmill.jobs.errors import BrokerError, DatabaseError
 from nightmill.jobs.messages.broker import Broker
 from nightmill.jobs.settings import Settings
@@ -101,7 +102,7 @@ class Housekeeper:
 
     def beat(self) -> None:
         """Say that this worker lives, and see which jobs are still its own."""
-        known = self._heart.beat("draining" if self._service.draining else "ready")
+        known = self._heart.beat(WorkerState.DRAINING if self._service.draining else WorkerState.READY)
         if not known:
             log.warning("this worker had been given up for dead; its jobs went to others")
         self._service.reconcile()

@@ -12,7 +12,7 @@ from click.testing import CliRunner, Result
 
 from nightmill.jobs.client import Client
 from nightmill.jobs.commands.main import main
-from nightmill.jobs.contract import StopReason
+from nightmill.jobs.contract import StopReason, WorkerState
 from nightmill.jobs.settings import Settings
 from nightmill.jobs.sql.claims import Claims, Outcome
 from nightmill.jobs.sql.sweep import Sweep
@@ -295,7 +295,7 @@ def test_no_end_is_foretold_where_no_worker_is_left(run: Run, cli_client: Client
     run("batch", "submit", path, "--name", "night", "--model", "m")
     claims = Claims(cli_client.database, "b" * 32)
     claims.register("host", 1, "m", None)
-    claims.beat("ready")
+    claims.beat(WorkerState.READY)
     (claim,) = claims.claim([cli_client.list_jobs(batch="night")[-1].id])
     claims.finish([Outcome(claim.job_id, claim.attempt, StopReason.EOS, "text", 2, 3)])
     assert "ends       about" in run("batch", "status", "night").stdout

@@ -9,7 +9,7 @@ from datetime import timedelta
 import pytest
 
 from nightmill.jobs.client import Client
-from nightmill.jobs.contract import JobState, StopReason
+from nightmill.jobs.contract import JobState, StopReason, WorkerState
 from nightmill.jobs.settings import Settings
 from nightmill.jobs.sql.claims import Claims, Outcome
 from nightmill.jobs.sql.database import Database
@@ -290,12 +290,12 @@ def test_only_silent_workers_are_given_up_and_hear_of_it(client: Client, clock: 
         claims.register("host", 1, "model", "a GPU")
     ended.sign_off()
     clock.advance(60)
-    assert beating.beat("ready")
+    assert beating.beat(WorkerState.READY)
     Sweep(beating.database).rescue(timedelta(seconds=30))
-    states = {worker["id"][0]: worker["state"] for worker in client.store.workers()}
+    states = {worker.id[0]: worker.state for worker in client.workers()}
     assert states == {"a": "ready", "b": "lost", "c": "stopped"}
-    assert not silent.beat("ready"), "a worker that was given up must hear of it"
-    assert silent.beat("ready"), "and it may go on"
+    assert not silent.beat(WorkerState.READY), "a worker that was given up must hear of it"
+    assert silent.beat(WorkerState.READY), "and it may go on"
 
 
 @pytest.mark.parametrize("ending", ["lost", "stopped"])
@@ -330,7 +330,7 @@ def test_a_worker_that_is_known_to_be_dead_is_not_waited_for(client: Client, bla
     assert sweep_rest(client) == ([] if blame else [first.id])  # a suspect is not announced
     assert second.state is JobState.CANCELLED  # as was asked for while it ran
     assert third.state is JobState.RUNNING
-    states = {row["id"]: row["state"] for row in client.store.workers()}
+    states = {row.id: row.state for row in client.workers()}
     assert states == {"a" * 32: "lost", "b" * 32: "starting"}
 
 

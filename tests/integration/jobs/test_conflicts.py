@@ -11,6 +11,7 @@ import pytest
 from sqlalchemy import event, text, update
 
 from nightmill.jobs.client import Client
+from nightmill.jobs.contract import WorkerState
 from nightmill.jobs.errors import DatabaseBusyError
 from nightmill.jobs.settings import Settings
 from nightmill.jobs.sql.claims import Claims
@@ -53,7 +54,7 @@ def test_rescuing_two_workers_and_cancelling_their_batch_do_not_wait_in_a_circle
             Sweep(postgres_client.database).rescue(STALE)
         cancelling[0].result(30)
     assert postgres_client.stats("b")["state"] == {"cancelled": 2}
-    assert {worker["state"] for worker in postgres_client.store.workers()} == {"lost"}
+    assert {worker.state for worker in postgres_client.workers()} == {"lost"}
 
 
 def test_of_two_transactions_in_a_deadlock_the_one_that_loses_is_run_again(postgres_client: Client) -> None:
@@ -150,7 +151,7 @@ def test_a_host_whose_clock_is_set_takes_no_jobs_from_live_workers(
         assert client.get(job_id).state == "running"
         if not client.database.is_sqlite:
             assert abs(client.database.now() - told) < timedelta(minutes=1)
-        assert claims.beat("ready"), "the worker must not hear that it was given up"
+        assert claims.beat(WorkerState.READY), "the worker must not hear that it was given up"
 
 
 def test_postgresql_judges_heartbeats_by_its_own_clock(
@@ -162,11 +163,11 @@ def test_postgresql_judges_heartbeats_by_its_own_clock(
     live, silent = Claims(database, "a" * 32), Claims(database, "b" * 32)
     for claims in (live, silent):
         claims.register("host", 1, "model", None)
-        assert claims.beat("ready")
+        assert claims.beat(WorkerState.READY)
     with database.write() as connection:
         connection.execute(
             text("UPDATE workers SET heartbeat_at = heartbeat_at - interval '1 minute' WHERE id LIKE 'b%'")
         )
     Sweep(database).rescue(STALE)
-    assert (live.beat("ready"), silent.beat("ready")) == (True, False)
+    assert (live.beat(WorkerState.READY), silent.beat(WorkerState.READY)) == (True, False)
     database.close()

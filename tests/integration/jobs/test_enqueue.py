@@ -176,9 +176,12 @@ def test_a_mistake_in_the_middle_keeps_what_came_before_and_says_so(client: Clie
 @pytest.mark.parametrize(
     ("item", "message"),
     [
-        ({"max_tokens": 3}, "item 1: prompt: an item needs either 'prompt' or 'messages' (1 jobs"),
-        ({"prompt": "x", "messages": []}, "item 1: prompt: an item needs either 'prompt' or 'messages'"),
-        ({"prompt": "x", "max_tokns": 3}, "item 1: max_tokns: unknown parameter; did you mean max_tokens?"),
+        (
+            {"max_tokens": 3},
+            "item 1: prompt: is missing; give a prompt (a text) or messages (a list) (1 jobs",
+        ),
+        ({"prompt": "x", "messages": []}, "item 1: prompt: give either prompt or messages, not both (1 jobs"),
+        ({"prompt": "x", "max_tokns": 3}, "item 1: max_tokns: is not supported: did you mean max_tokens?"),
         ("a\x00", "item 1: prompt: contains a NUL character at position 1"),
         (b"x", "item 1: prompt: must be a text or a list of messages, not bytes"),
     ],

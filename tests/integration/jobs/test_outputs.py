@@ -202,7 +202,7 @@ def test_a_run_that_was_killed_goes_on_with_its_files_and_ends_in_order(
         finish(worker, done)
         with (
             destinations(InputFile(input), out, failed, overwrite=False) as files,
-            ResultStream(batch, client.batches.store, *(vetted(file, batch) for file in files)) as stream,
+            ResultStream(batch, *(vetted(file, batch) for file in files)) as stream,
         ):
             assert stream.update() == (0 if batch.format is FileFormat.PARQUET else 1 + len(done))
             sizes.append(out.stat().st_size if out.exists() else 0)
@@ -217,5 +217,5 @@ def test_a_run_that_was_killed_goes_on_with_its_files_and_ends_in_order(
 
 def vetted(destination: Destination, batch: Batch) -> Destination:
     """As `nightmill run` does before the first row is entered."""
-    vet(destination, batch._store, batch.name, batch.record.fingerprint)
+    vet(destination, batch.store, batch.name, batch.record.fingerprint)
     return destination

@@ -123,7 +123,7 @@ def test_whatever_a_worker_says_can_be_stored(client: Client) -> None:
     for job in (failed, dead):
         assert job.error is not None and job.error.endswith("characters)") and len(job.error) == 4_000
         assert len(job.errors[0]["error"]) == 4_000
-    assert client.store.workers()[0]["host"].startswith("bad\ufffd")
+    assert client.workers()[0].host.startswith("bad\ufffd")
 
 
 UNREADABLE: list[dict[str, Any]] = [
@@ -187,4 +187,4 @@ def test_a_worker_whose_row_is_odd_is_listed(client: Client) -> None:
     Claims(client.database, "a" * 32).register("host", 1, "model", None)
     with client.database.write() as connection:
         connection.execute(update(WorkerRow).values(state="resting"))
-    assert [row["state"] for row in client.store.workers()] == ["resting"]
+    assert [row.state for row in client.workers()] == ["resting"]

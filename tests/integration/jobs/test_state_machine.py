@@ -22,11 +22,11 @@ from hypothesis.stateful import (
 )
 from sqlalchemy import delete, select
 
-from nightmill.jobs.contract import GenerationParams, JobState, StopReason
+from nightmill.jobs.contract import JobState, StopReason, WorkerState
 from nightmill.jobs.errors import InvalidTransitionError
 from nightmill.jobs.ids import IdSource
-from nightmill.jobs.requests import Options, build_row
 from nightmill.jobs.settings import Settings
+from nightmill.jobs.spec import JobSpec
 from nightmill.jobs.sql import partials
 from nightmill.jobs.sql.claims import Claim, Claims, Outcome
 from nightmill.jobs.sql.database import Database
@@ -107,7 +107,7 @@ class Held:
 
 deadlines = st.sampled_from([None] * 4 + [timedelta(seconds=1), timedelta(seconds=40)])
 job_options = st.builds(
-    Options,
+    JobSpec,
     priority=st.sampled_from([2, 5]),
     max_attempts=st.integers(1, 3),
     deadline=deadlines,
@@ -166,7 +166,7 @@ class Jobs(RuleBasedStateMachine):
         self.groups = 0
 
     @initialize(options=st.lists(job_options, min_size=2, max_size=MOST_JOBS))
-    def begin(self, options: list[Options]) -> None:
+    def begin(self, options: list[JobSpec]) -> None:
         """Empty tables, live workers, and a few jobs: few, so that much happens to each."""
         with self.database.write() as connection:
             for table in (PartialRow, JobRow, BatchRow, WorkerRow):
@@ -186,11 +186,11 @@ class Jobs(RuleBasedStateMachine):
 
     # -- the client ------------------------------------------------------------------------------
 
-    def enqueue(self, options: Options) -> None:
+    def enqueue(self, options: JobSpec) -> None:
         if len(self.model) == MOST_JOBS:
             return
         job_id = self.ids.draw()
-        row = build_row(job_id, "prompt", GenerationParams(), options, self.clock(), 3)
+        row = JobSpec.parse("prompt", options).row(job_id, self.clock(), 3)
         assert add([row], self.database) == {}
         self.model[job_id] = Expected(
             max_attempts=row["max_attempts"],
@@ -337,7 +337,7 @@ class Jobs(RuleBasedStateMachine):
         return left
 
     def beat(self, worker: int) -> None:
-        assert self.claims[worker].beat("ready") is self.alive[worker]
+        assert self.claims[worker].beat(WorkerState.READY) is self.alive[worker]
         self.alive[worker], self.beaten[worker] = True, self.clock()
 
     # -- time, and what any worker does for all --------------------------------------------------

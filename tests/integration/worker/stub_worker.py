@@ -3,6 +3,7 @@
 import os
 import sys
 
+from nightmill.jobs.contract import WorkerState
 from nightmill.jobs.settings import Settings
 from nightmill.jobs.sql.claims import Claims
 from nightmill.jobs.sql.database import Database
@@ -12,7 +13,7 @@ if __name__ == "__main__":
     claims = Claims(Database(Settings.from_env()), sys.argv[sys.argv.index("--id") + 1])
     claims.register("another-host", 1, "nightmill-demo", None, "loading the model")
     if state != "starting":
-        claims.beat(state)
+        claims.beat(WorkerState(state))
     if int(code) < 0:
         os.kill(os.getpid(), -int(code))
     sys.exit(int(code))

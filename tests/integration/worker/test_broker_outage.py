@@ -44,7 +44,7 @@ def test_worker_outlives_its_broker(
         after = client.enqueue("Count from 1 to 3", max_tokens=2)
         client.wait([*during, without, after], timeout=PATIENCE)
         assert process.poll() is None, log.read_text()
-        assert len({worker["id"] for worker in client.store.workers()}) == 1
+        assert len({worker.id for worker in client.workers()}) == 1
     finished = list(client.results([before, *during, without, after], wait=False))
     assert {job.state for job in finished} == {JobState.SUCCEEDED}
     assert {job.attempt for job in finished} == {1}

@@ -82,7 +82,7 @@ def test_sigterm_ends_a_worker_whose_engine_hangs(jobs_client: Client, start_wor
     assert not engine.is_running()
     jobs = jobs_client.list_jobs(limit=100)
     assert {(job.state, job.failures) for job in jobs} == {(JobState.QUEUED, 0)}
-    assert [worker["state"] for worker in jobs_client.store.workers()] == ["stopped"]
+    assert [worker.state for worker in jobs_client.workers()] == ["stopped"]
 
 
 @on_sqlite

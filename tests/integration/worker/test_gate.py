@@ -233,4 +233,4 @@ def test_a_worker_outlives_whatever_lies_in_its_queues_and_goes_on_to_the_jobs(
     assert {job.state for job in jobs_client.results(ids)} == {JobState.SUCCEEDED}
     said = (tmp_path / "a.log").read_text()
     assert "Traceback" not in said
-    assert len({row["id"] for row in jobs_client.store.workers()}) == 1
+    assert len({row.id for row in jobs_client.workers()}) == 1

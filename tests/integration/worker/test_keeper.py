@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from nightmill.jobs.client import Client
-from nightmill.jobs.contract import JobState
+from nightmill.jobs.contract import JobState, WorkerState
 from nightmill.jobs.errors import NightmillError
 from nightmill.jobs.sql.claims import Claims
 from nightmill.worker.commands import keeper as module
@@ -38,8 +38,8 @@ def test_a_worker_that_was_ready_and_died_between_two_looks_is_buried_and_replac
     wait_until(lambda: ended(keeper))  # before anybody saw it ready
     monkeypatch.setenv("STUB_WORKER_DEATH", "starting 1")
     assert keeper.check(0) == "loading the model"
-    buried = jobs_client.store.worker(first.id)
-    assert buried is not None and buried["state"] == "lost"
+    buried = jobs_client.worker(first.id)
+    assert buried is not None and buried.state == "lost"
     assert keeper.own is not None and keeper.own.id != first.id
     wait_until(lambda: ended(keeper))
     with pytest.raises(NightmillError, match="the worker did not start"):  # that one never served
@@ -54,7 +54,7 @@ def test_only_the_worker_that_was_written_down_is_buried_whatever_its_process_id
     for worker_id, job_id in zip(("a" * 32, "b" * 32), ids, strict=True):
         claims = Claims(jobs_client.database, worker_id)
         claims.register("host", 1, MODEL, None)  # as all are in containers of one image
-        claims.beat("ready")
+        claims.beat(WorkerState.READY)
         assert len(claims.claim([job_id])) == 1
     keeper._write("a" * 32)  # by a run that was killed
     assert keeper.check(0) == ""  # the other serves the model

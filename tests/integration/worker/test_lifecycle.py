@@ -40,7 +40,7 @@ def test_enqueued_prompts_arrive_as_text_with_reasons(jobs_client: Client, start
     assert answered.text and "<|" not in answered.text
     assert answered.attempt == 1 and answered.error is None and answered.prompt_tokens
     assert {job.text for job in jobs_client.results(later)} == {jobs_client.get(later[0]).text}
-    assert [worker["state"] for worker in jobs_client.store.workers()] == ["stopped"]
+    assert [worker.state for worker in jobs_client.workers()] == ["stopped"]
 
 
 def test_killed_worker_loses_no_job_and_repeats_none(jobs_client: Client, start_worker: StartWorker) -> None:

@@ -85,7 +85,7 @@ def rows(path: Path) -> list[dict[str, Any]]:
 
 def worker_pids(client: Client) -> list[int]:
     """Processes of workers that say that they live, and do."""
-    live = [row["pid"] for row in client.store.workers() if row["state"] in ("starting", "ready", "draining")]
+    live = [row.pid for row in client.workers() if row.state in ("starting", "ready", "draining")]
     return [pid for pid in live if psutil.pid_exists(pid)]
 
 
@@ -116,7 +116,7 @@ def test_a_file_becomes_results_and_errors_in_its_order(
     assert "completed_with_errors" in said and "2 failed" in said
     assert f"{ROWS} of {ROWS} rows" in progress  # a log has lines, not a bar
     assert worker_pids(jobs_client) == []
-    assert [worker["state"] for worker in jobs_client.store.workers()] == ["stopped"]
+    assert [worker.state for worker in jobs_client.workers()] == ["stopped"]
 
 
 @on_sqlite
@@ -135,7 +135,7 @@ def test_a_second_run_does_nothing_twice_and_says_the_same(
     status = json.loads(said)
     assert (status["state"], status["succeeded"], status["row_count"]) == ("completed", 3, 3)
     assert [job.attempt for job in jobs_client.list_jobs()] == [1, 1, 1]
-    assert len(jobs_client.store.workers()) == 1  # nothing was left to do, so no second one was started
+    assert len(jobs_client.workers()) == 1  # nothing was left to do, so no second one was started
 
 
 def kill(client: Client, process: "subprocess.Popen[str]") -> None:
@@ -177,7 +177,7 @@ def test_a_worker_ends_with_the_run_that_started_it_and_hands_its_rows_back(
     wait_until(lambda: done(jobs_client) > len(BAD), PATIENCE)
     process.kill()
     wait_until(lambda: not worker_pids(jobs_client), PATIENCE)
-    assert [worker["state"] for worker in jobs_client.store.workers()] == ["stopped"]
+    assert [worker.state for worker in jobs_client.workers()] == ["stopped"]
     (batch,) = batches(jobs_client)
     status = batch.status()
     assert status.state == "queued"
@@ -229,7 +229,7 @@ def test_a_worker_that_serves_the_model_is_used_and_left_alone(
         process = run(prompts)
         assert process.wait(PATIENCE) == 3
         assert worker.poll() is None
-        assert len(jobs_client.store.workers()) == 1
+        assert len(jobs_client.workers()) == 1
 
 
 @on_sqlite
@@ -242,7 +242,7 @@ def test_a_worker_that_dies_in_the_middle_is_replaced(
         worker.kill()
         worker.wait()
     assert process.wait(PATIENCE) == 3
-    assert len(jobs_client.store.workers()) == 2
+    assert len(jobs_client.workers()) == 2
 
 
 @on_sqlite
@@ -269,7 +269,7 @@ def test_what_cannot_work_is_one_line_and_nothing_is_queued(
     assert process.returncode == 1
     assert "out.jsonl: is there already, and is not of batch" in error and "--overwrite" in error
     assert (tmp_path / "out.jsonl").read_text() == '{"id": "somebody", "custom_id": "else"}\n'
-    assert jobs_client.store.workers() == []
+    assert jobs_client.workers() == []
 
 
 @on_postgresql

@@ -55,13 +55,13 @@ def test_both_commands_start_the_same_worker(command: list[str], sqlite_settings
                 client.wait(job_id, timeout=120)
                 job = client.get(job_id)
                 assert job.state is JobState.SUCCEEDED
-                (worker,) = client.store.workers()
-                assert (worker["id"], worker["pid"], worker["state"]) == (job.worker, process.pid, "ready")
-                assert worker["model"] == "nightmill-demo"
+                (worker,) = client.workers()
+                assert (worker.id, worker.pid, worker.state) == (job.worker, process.pid, "ready")
+                assert worker.model == "nightmill-demo"
             finally:
                 process.send_signal(signal.SIGTERM)
             assert process.wait(60) == 0
-        assert client.store.workers()[0]["state"] == "stopped"
+        assert client.workers()[0].state == "stopped"
 
 
 def test_pool_without_threads_is_refused(sqlite_settings: Settings) -> None:

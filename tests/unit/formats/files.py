@@ -8,6 +8,7 @@ from typing import Any
 
 from nightmill.jobs.contract import GenerationParams, Job, JobState, StopReason
 from nightmill.jobs.formats import FileFormat, InputFile, InputRow
+from nightmill.jobs.spec import FIELDS
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -34,6 +35,18 @@ def write_lines(path: Path, rows: Iterable[Any]) -> Path:
 
 def read_rows(path: Path, format: FileFormat | None = None) -> list[InputRow]:
     return list(InputFile(path, format).rows())
+
+
+def said(row: InputRow) -> dict[str, Any]:
+    """What a row says of its job besides its prompt and its name."""
+    spec = row.spec
+    assert spec is not None
+    values = vars(spec) | vars(spec.params)
+    return {
+        name: values[name]
+        for name, field in FIELDS.items()
+        if values[name] != field.default and name != "custom_id"
+    }
 
 
 def job(**values: Any) -> Job:

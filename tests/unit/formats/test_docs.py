@@ -9,7 +9,8 @@ import pytest
 from openai.types.chat import ChatCompletion
 
 from nightmill.jobs.contract import JobState, StopReason
-from nightmill.jobs.formats import FileFormat, InputFile, RowCode, error_row, result_row
+from nightmill.jobs.errors import RowCode
+from nightmill.jobs.formats import FileFormat, InputFile, error_row, result_row
 from nightmill.jobs.formats.openai import IGNORED, NEUTRAL
 from nightmill.jobs.formats.plain import ROW_KEYS
 from nightmill.jobs.formats.results import ERROR_COLUMNS, RESULT_COLUMNS

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from nightmill.jobs.formats import FileFormat, InputFile, InputRow
-from tests.unit.formats.files import chat, completion, read_rows, write_lines
+from tests.unit.formats.files import chat, completion, read_rows, said, write_lines
 
 
 def only(tmp_path: Path, row: Any) -> InputRow:
@@ -22,19 +22,19 @@ def test_a_chat_row_becomes_messages_and_keywords_of_enqueue(tmp_path: Path) -> 
     assert row.error is None
     assert (row.number, row.custom_id) == (1, "x")
     assert row.prompt == [{"role": "user", "content": "Say a word"}]
-    assert row.settings == {
-        "model": "demo", "max_tokens": 9, "temperature": 0, "top_p": 0.5, "seed": 3, "stop": ["a", "b"]
+    assert said(row) == {
+        "model": "demo", "max_tokens": 9, "temperature": 0, "top_p": 0.5, "seed": 3, "stop": ("a", "b")
     }  # fmt: skip
 
 
 def test_a_completions_row_becomes_a_plain_prompt(tmp_path: Path) -> None:
     row = only(tmp_path, completion("x", max_tokens=9, stop="."))
-    assert (row.error, row.prompt, row.settings) == (None, "Once", {"max_tokens": 9, "stop": "."})
+    assert (row.error, row.prompt, said(row)) == (None, "Once", {"max_tokens": 9, "stop": (".",)})
 
 
 def test_our_own_parameters_are_taken_from_the_body(tmp_path: Path) -> None:
     own = {"top_k": 5, "min_p": 0.1, "repetition_penalty": 1.2, "ignore_eos": True}
-    assert only(tmp_path, chat(**own)).settings == own
+    assert said(only(tmp_path, chat(**own))) == own
 
 
 def test_text_parts_are_joined_and_developer_is_system(tmp_path: Path) -> None:
@@ -60,7 +60,7 @@ def test_text_parts_are_joined_and_developer_is_system(tmp_path: Path) -> None:
 def test_keys_without_effect_are_accepted_and_leave_no_setting(tmp_path: Path, body: dict[str, Any]) -> None:
     row = only(tmp_path, chat(**body))
     assert row.error is None
-    assert row.settings == ({"max_tokens": 5} if "max_tokens" in body else {})
+    assert said(row) == ({"max_tokens": 5} if "max_tokens" in body else {})
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from nightmill.jobs.formats import FileFormat, InputRow, rows_from
-from tests.unit.formats.files import read_rows, write_lines
+from tests.unit.formats.files import read_rows, said, write_lines
 
 
 def only(tmp_path: Path, row: Any) -> InputRow:
@@ -16,13 +16,14 @@ def only(tmp_path: Path, row: Any) -> InputRow:
 
 
 def test_a_plain_row_gives_a_prompt_and_the_keywords_of_enqueue(tmp_path: Path) -> None:
-    settings = {
+    fields = {
         "max_tokens": 3, "temperature": 0.5, "top_k": 2, "top_p": 0.5, "min_p": 0.1, "seed": 4,
-        "repetition_penalty": 1.1, "stop": ["x"], "ignore_eos": True, "model": "demo", "priority": 7,
+        "repetition_penalty": 1.1, "stop": ["x", "y"], "ignore_eos": True, "model": "demo", "priority": 7,
         "metadata": {"a": [1]}, "max_attempts": 2,
     }  # fmt: skip
-    row = only(tmp_path, {"prompt": "Once", "custom_id": "x"} | settings)
-    assert row == InputRow(1, "x", "Once", settings, None)
+    row = only(tmp_path, {"prompt": "Once", "custom_id": "x"} | fields)
+    assert (row.number, row.custom_id, row.prompt, row.error) == (1, "x", "Once", None)
+    assert said(row) == fields | {"stop": ("x", "y")}
 
 
 def test_messages_may_stand_in_place_of_a_prompt(tmp_path: Path) -> None:
@@ -36,7 +37,7 @@ def test_rows_without_a_custom_id_are_called_by_their_line(tmp_path: Path) -> No
 
 
 def test_null_counts_as_absent(tmp_path: Path) -> None:
-    assert only(tmp_path, {"prompt": "a", "messages": None, "seed": None, "model": None}).settings == {}
+    assert said(only(tmp_path, {"prompt": "a", "messages": None, "seed": None, "model": None})) == {}
 
 
 @pytest.mark.parametrize(
@@ -110,7 +111,7 @@ def test_python_items_meet_the_same_checks() -> None:
     rows = list(rows_from(items))
     assert [row.number for row in rows] == list(range(1, 10))
     assert [row.prompt for row in rows[:4]] == ["text", [message], [message] * 2, "x"]
-    assert rows[3].settings == {"max_tokens": 3, "stop": ("a",)}
+    assert said(rows[3]) == {"max_tokens": 3, "stop": ("a",)}
     assert [row.error and row.error.code for row in rows[4:]] == [
         "unsupported_field", "missing_field", "invalid_value", "unsupported_field", "invalid_value"
     ]  # fmt: skip

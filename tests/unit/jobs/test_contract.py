@@ -11,10 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nightmill.jobs.client import split_settings
 from nightmill.jobs.contract import FINAL_STATES, MAX_SEED, GenerationParams, JobState, StopReason, unstorable
 from nightmill.jobs.errors import InvalidParameterError, InvalidPromptError, InvalidRequestError
-from nightmill.jobs.requests import Options, build_row, check_prompt
+from nightmill.jobs.spec import JobSpec
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 NUL, SURROGATE = "a\x00b", "ab\ud800"
@@ -59,7 +58,6 @@ def test_the_defaults_of_generation_are_those_of_the_contract() -> None:
         ({"max_tokens": True}, "max_tokens", "must be a whole number (got True)"),
         ({"max_tokens": 1.5}, "max_tokens", "must be a whole number"),
         ({"max_tokens": "12"}, "max_tokens", "must be a whole number (got '12')"),
-        ({"max_tokens": None}, "max_tokens", "must be a whole number (got None)"),
         ({"temperature": math.nan}, "temperature", "must be a finite number (got nan)"),
         ({"temperature": math.inf}, "temperature", "must be a finite number (got inf)"),
         ({"temperature": -0.1}, "temperature", "must be at least 0 (got -0.1)"),
@@ -110,17 +108,16 @@ def test_the_defaults_of_generation_are_those_of_the_contract() -> None:
         ({"metadata": {"a": NUL}}, "metadata", "contains a NUL character"),
         ({"metadata": {"a": [{NUL: 1}]}}, "metadata", "contains a NUL character"),
         ({"metadata": {"a": SURROGATE}}, "metadata", "contains a lone surrogate (U+D800)"),
-        ({"temprature": 1.0}, "temprature", "unknown parameter; did you mean temperature?"),
-        ({"max_token": 1}, "max_token", "unknown parameter; did you mean max_tokens?"),
-        ({"xyzzy": 1}, "xyzzy", "unknown parameter; known are batch, custom_id, deadline, "),
+        ({"temprature": 1.0}, "temprature", "is not supported: did you mean temperature?"),
+        ({"max_token": 1}, "max_token", "is not supported: did you mean max_tokens?"),
+        ({"xyzzy": 1}, "xyzzy", "is not supported: remove it; known are batch, custom_id, deadline, "),
     ],
 )
 def test_a_bad_value_fails_with_the_name_of_its_field(
     settings: Mapping[str, Any], field: str, message: str
 ) -> None:
     with pytest.raises(InvalidParameterError) as caught:
-        params, options = split_settings(settings)
-        build_row("0" * 32, "prompt", params, options, NOW, 3)
+        JobSpec.parse("prompt", JobSpec.defaults(settings)).row("0" * 32, NOW, 3)
     assert caught.value.field == field
     assert str(caught.value).startswith(f"{field}: {message}")
     assert "\n" not in str(caught.value)
@@ -134,18 +131,22 @@ def test_a_bad_value_fails_with_the_name_of_its_field(
         (SURROGATE, "prompt", f"{SURROGATE_SAID}; decode the input properly before enqueueing"),
         (b"bytes", "prompt", "must be a text or a list of messages, not bytes"),
         (None, "prompt", "must be a text or a list of messages, not NoneType"),
+        ({"prompt": None}, "prompt", "is missing; give a prompt (a text) or messages (a list)"),
+        ({"prompt": "x", "messages": []}, "prompt", "give either prompt or messages, not both"),
+        ({"messages": "hello"}, "messages", "must be a list of messages, not a text"),
         (7, "prompt", "must be a text or a list of messages, not int"),
-        ({"role": "user", "content": "x"}, "prompt", "must be a text or a list of messages, not dict"),
+        ({"prompt": {"role": "user"}}, "prompt", "must be a text or a list of messages, not dict"),
         ([], "messages", "the list is empty"),
         (["hello"], "messages[0]", "must be an object"),
         ([{"role": "user"}], "messages[0].content", "is missing"),
         ([{"content": "x"}], "messages[0].role", "is missing"),
         ([{"role": "robot", "content": "x"}], "messages[0].role", "must be 'system', 'user', "),
-        ([{"role": "user", "content": None}], "messages[0].content", "must be a text"),
-        ([{"role": "user", "content": [{"type": "text"}]}], "messages[0].content", "must be a text"),
+        ([{"role": "user", "content": None}], "messages[0].content", "is missing"),
+        ([{"role": "user", "content": 5}], "messages[0].content", "must be a text, not a number"),
+        ([{"role": "user", "content": [{"type": "text"}]}], "messages[0].content[0]", 'must be {"type": '),
         ([{"role": "user", "content": "x", "name": "y"}], "messages[0].name", "is not supported"),
         (
-            [{"role": "user", "content": "x"}, {"role": "assistant", "content": "", "tool_calls": []}],
+            [{"role": "user", "content": "x"}, {"role": "assistant", "content": "", "tool_calls": [1]}],
             "messages[1].tool_calls",
             "is not supported",
         ),
@@ -155,7 +156,7 @@ def test_a_bad_value_fails_with_the_name_of_its_field(
 )
 def test_a_bad_prompt_fails_with_its_place(prompt: Any, field: str, message: str) -> None:
     with pytest.raises(InvalidPromptError) as caught:
-        check_prompt(prompt)
+        JobSpec.parse(prompt)
     assert caught.value.field == field
     assert str(caught.value).startswith(f"{field}: {message}")
     assert "\n" not in str(caught.value)
@@ -164,27 +165,28 @@ def test_a_bad_prompt_fails_with_its_place(prompt: Any, field: str, message: str
 
 def test_texts_and_chats_of_any_sequence_of_mappings_are_kept_as_they_are() -> None:
     message = {"role": "user", "content": "grüße 👋\n\t"}
-    assert check_prompt("grüße 👋\n\t") == ("grüße 👋\n\t", None)
+    assert JobSpec.parse("grüße 👋\n\t").text == "grüße 👋\n\t"
     for chat in ([message], (message,), [MappingProxyType(message)], iter([message])):
-        assert check_prompt(chat) == (None, [message])  # type: ignore[arg-type]
+        spec = JobSpec.parse(chat)  # type: ignore[arg-type]
+        assert (spec.text, spec.messages, spec.prompt) == (None, [message], [message])
 
 
 def test_whole_numbers_are_good_where_fractions_are_and_one_stop_string_needs_no_list() -> None:
-    params, _ = split_settings({"temperature": 0, "top_p": 1, "stop": "END"})
+    params = JobSpec.defaults({"temperature": 0, "top_p": 1, "stop": "END"}).params
     assert (params.temperature, params.top_p, params.stop) == (0.0, 1.0, ("END",))
     assert GenerationParams.parse({"stop": ["a", "b"]}).stop == ("a", "b")
 
 
 def test_metadata_may_hold_what_only_looks_like_a_nul() -> None:
     metadata = {"regex": "\\u0000", "text": "ünï\n", "deep": [1, None, {"x": 0.5}]}
-    assert Options(metadata=metadata).metadata == metadata
+    assert JobSpec.defaults({"metadata": metadata}).metadata == metadata
 
 
 def test_metadata_that_contains_itself_is_refused() -> None:
     metadata: dict[str, Any] = {}
     metadata["self"] = metadata
     with pytest.raises(InvalidParameterError, match="metadata: is not JSON: Circular reference"):
-        Options(metadata=metadata)
+        JobSpec.defaults({"metadata": metadata})
 
 
 @given(st.text(st.characters(codec=None, categories=None)))
@@ -194,13 +196,13 @@ def test_unstorable_says_so_exactly_of_nul_and_lone_surrogates(text: str) -> Non
 
 
 def test_a_seed_is_drawn_where_none_is_given_and_spreads_over_63_bits() -> None:
-    rows = [build_row("0" * 32, "p", GenerationParams(), Options(), NOW, 3) for _ in range(64)]
+    rows = [JobSpec.parse("p").row("0" * 32, NOW, 3) for _ in range(64)]
     seeds = {row["seed"] for row in rows}
     assert len(seeds) == 64
     assert all(0 <= seed <= MAX_SEED for seed in seeds)
     assert max(seeds) > 2**56  # 64 draws below it: one in 2**448
     assert all("seed" not in row["params"] for row in rows)
-    given_seed = build_row("0" * 32, "p", GenerationParams(seed=0), Options(), NOW, 3)
+    given_seed = JobSpec.parse({"prompt": "p", "seed": 0}).row("0" * 32, NOW, 3)
     assert given_seed["seed"] == 0
 
 
@@ -208,7 +210,7 @@ def test_parameters_and_options_cannot_be_changed() -> None:
     with pytest.raises(ValueError, match="frozen"):
         GenerationParams().max_tokens = 3
     with pytest.raises(FrozenInstanceError):
-        Options().priority = 3  # type: ignore[misc]
+        JobSpec().priority = 3  # type: ignore[misc]
 
 
 def test_errors_say_their_docstring_where_they_are_given_no_words() -> None:

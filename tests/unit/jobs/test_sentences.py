@@ -8,12 +8,11 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from nightmill.jobs.contract import GenerationParams
 from nightmill.jobs.errors import InvalidParameterError, SettingsError
-from nightmill.jobs.requests import ChatMessage
 from nightmill.jobs.sentences import _SENTENCES, sentence
 from nightmill.jobs.settings import Settings
 from nightmill.worker.options import merge_options
 
-MODELS: tuple[type[BaseModel], ...] = (GenerationParams, Settings, ChatMessage)
+MODELS: tuple[type[BaseModel], ...] = (GenerationParams, Settings)
 WRONG: tuple[Any, ...] = (
     *(None, "x", "", "1.5", "x" * 10_000, "\udc80", b"x", b"\xff", True, 2, -1, 0, 10**30, 2.5, -0.5, 1e9),
     *(float("nan"), float("inf"), [], ["x"], [1], ["x"] * 99, (), ("",), ("x",) * 99, {}, {"a": 1}, object()),

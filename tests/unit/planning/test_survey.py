@@ -11,6 +11,7 @@ import pytest
 from nightmill.jobs.contract import Prompt
 from nightmill.jobs.errors import ChatTemplateError
 from nightmill.jobs.formats import FileFormat, InputFile
+from nightmill.jobs.spec import JobSpec
 from nightmill.worker.commands.planning.survey import Survey, survey
 from nightmill.worker.engine.limits import Limits
 from tests.unit.formats.files import chat, completion, write_lines
@@ -102,7 +103,10 @@ def test_what_the_good_rows_ask_for_is_counted(tmp_path: Path) -> None:
         completion("c", prompt="abcd", ignore_eos=True, model="two"),
         completion("d", prompt="a", ignore_eos=True, stop="x", model="one"),
     ]
-    found = look(write_lines(tmp_path / "in.jsonl", rows), defaults={"max_tokens": 7, "temperature": 0.0})
+    found = look(
+        write_lines(tmp_path / "in.jsonl", rows),
+        defaults=JobSpec.defaults({"max_tokens": 7, "temperature": 0.0}),
+    )
     assert list(found.prompt_tokens) == [3, 4, 1]
     assert list(found.limits) == [5, 7, 7]
     assert list(found.endless) == [0, 1, 0]
@@ -111,7 +115,7 @@ def test_what_the_good_rows_ask_for_is_counted(tmp_path: Path) -> None:
 
 def test_the_sample_is_of_good_rows_with_their_parameters(tmp_path: Path) -> None:
     rows = [completion(str(n), prompt="ab", seed=n, max_tokens=n) for n in range(1, 9)] + [chat("x", n=2)]
-    found = look(write_lines(tmp_path / "in.jsonl", rows), sample=20, defaults={"top_k": 3})
+    found = look(write_lines(tmp_path / "in.jsonl", rows), sample=20, defaults=JobSpec.defaults({"top_k": 3}))
     assert sorted(int(request.job_id) for request in found.sample) == list(range(1, 9))
     for request in found.sample:
         assert request.seed == request.params.max_tokens == int(request.job_id)

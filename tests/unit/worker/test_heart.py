@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from nightmill.jobs.client import Client
+from nightmill.jobs.contract import WorkerState
 from nightmill.jobs.errors import DatabaseUnreachableError
 from nightmill.jobs.sql.claims import Claims
 from nightmill.worker.service.heart import LOADING, Heart
@@ -16,8 +17,8 @@ STALE = 30.0
 
 
 def row(client: Client) -> tuple[str, str | None]:
-    (found,) = client.store.workers()
-    return found["state"], found["detail"]
+    (found,) = client.workers()
+    return found.state, found.detail
 
 
 @pytest.fixture
@@ -44,40 +45,40 @@ def test_a_worker_beats_while_it_loads_and_tells_how_far_it_is(
     with heart.while_loading(0.01) as tell:
         tell("40% of 4.7 GB")
         wait_until(lambda: row(sqlite_client) == ("starting", "loading the model: 40% of 4.7 GB"))
-    heart.beat("ready")
+    heart.beat(WorkerState.READY)
     assert row(sqlite_client) == ("ready", None)
 
 
 def test_a_worker_that_never_served_leaves_no_row(sqlite_client: Client, claims: Claims) -> None:
     claims.withdraw()
-    assert sqlite_client.store.workers() == []
-    assert sqlite_client.store.worker("a" * 32) is None
+    assert sqlite_client.workers() == []
+    assert sqlite_client.worker("a" * 32) is None
 
 
 def test_others_are_found_dead_only_by_who_has_lived_for_as_long(claims: Claims, clock: Clock) -> None:
     heart = Heart(claims, STALE)
     assert not heart.steady
     for _ in range(6):
-        heart.beat("ready")
+        heart.beat(WorkerState.READY)
         assert not heart.steady
         clock.advance(5)
-    heart.beat("ready")
+    heart.beat(WorkerState.READY)
     assert heart.steady
 
 
 def test_after_a_pause_nobody_is_found_dead_until_all_could_beat_again(claims: Claims, clock: Clock) -> None:
     heart = Heart(claims, STALE)
     for _ in range(10):
-        heart.beat("ready")
+        heart.beat(WorkerState.READY)
         clock.advance(5)
     assert heart.steady
     clock.advance(3600)
     assert not heart.steady  # before it has beaten again
-    heart.beat("ready")
+    heart.beat(WorkerState.READY)
     assert not heart.steady  # and after
     for _ in range(6):
         clock.advance(5)
-        heart.beat("ready")
+        heart.beat(WorkerState.READY)
     assert heart.steady
 
 

@@ -6,7 +6,7 @@ from contextlib import suppress
 import pytest
 import redis
 
-from nightmill.jobs.contract import JobState
+from nightmill.jobs.contract import JobState, WorkerState
 from nightmill.jobs.errors import BrokerUnreachableError
 from nightmill.jobs.settings import Settings
 from nightmill.jobs.sql.claims import Claims
@@ -41,7 +41,7 @@ def lapse(housekeeper: Housekeeper, clock: Clock, seconds: float) -> None:
 def dead_worker(bench: Bench) -> Claims:
     dead = Claims(bench.client.database, "d" * 32)
     dead.register("host", 2, MODEL, None)
-    dead.beat("ready")
+    dead.beat(WorkerState.READY)
     return dead
 
 

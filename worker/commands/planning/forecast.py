@@ -44,7 +44,7 @@ class Forecast:
 
 
 def expected_lengths(survey: Survey, survival: FloatArray | None) -> FloatArray:
-    """(good rows,): tokens that each answer will have on average; its limit where nothing is known."""
+    """(good rows,): tokens that each answer will have on average; its limit if nothing is known."""
     limits = np.array(survey.limits, dtype=np.int64)
     if survival is None or not limits.size:
         return limits.astype(np.float64)

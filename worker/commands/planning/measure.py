@@ -61,7 +61,7 @@ def measure(
     seconds: float,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Measurement | None:
-    """Run `sample` to its end, or for `seconds`. None where it holds too few rows to say anything.
+    """Run `sample` to its end, or for `seconds`. None if it holds too few rows to say anything.
 
     The engine has to be idle, and is idle afterwards. Raises RunnerError as the engine does.
     """

@@ -1,7 +1,7 @@
 """Puts survey, measurement and forecast together into what `nightmill plan` reports."""
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import datetime, timedelta
 from typing import Any
@@ -10,6 +10,7 @@ import numpy as np
 
 from nightmill.jobs.contract import JsonObject
 from nightmill.jobs.formats import InputFile
+from nightmill.jobs.spec import JobSpec
 from nightmill.worker.commands.planning.forecast import (
     Forecast,
     Pages,
@@ -44,7 +45,7 @@ class Estimate:
 
     @property
     def fits(self) -> bool | None:
-        """Whether that is before the deadline; None where there is none."""
+        """Whether that is before the deadline; None if there is none."""
         return None if self.deadline_at is None else self.done_at <= self.deadline_at
 
 
@@ -56,7 +57,7 @@ class Plan:
     model: str
     survey: Survey
     output_tokens: int | None
-    """Expected; None where nothing was measured."""
+    """Expected; None if nothing was measured."""
     pages: Pages
     """Where nothing was measured, with the longest answers that rows may have."""
     limits: Limits
@@ -111,7 +112,7 @@ def make_plan(
     now: Callable[[], datetime],
     starts_at: datetime | None = None,
     deadline_at: datetime | None = None,
-    defaults: Mapping[str, Any] | None = None,
+    defaults: JobSpec | None = None,
     on_row: Callable[[], None] = lambda: None,
     on_measure: Callable[[], None] = lambda: None,
 ) -> Plan:

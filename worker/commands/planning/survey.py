@@ -3,19 +3,18 @@
 import random
 from array import array
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
-from nightmill.jobs.contract import MAX_SEED, GenerationParams, Prompt
+from nightmill.jobs.contract import MAX_SEED, Prompt
 from nightmill.jobs.errors import NightmillError
 from nightmill.jobs.formats import InputFile, InputRow
-from nightmill.jobs.requests import PARAMETERS
+from nightmill.jobs.spec import JobSpec
 from nightmill.worker.engine.limits import Limits
 from nightmill.worker.engine.request import Request
 
 Encode = Callable[[Prompt], tuple[int, ...]]
-"""A prompt's token ids; raises NightmillError where a chat cannot be rendered."""
+"""A prompt's token ids; raises NightmillError if a chat cannot be rendered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +38,7 @@ class Survey:
     limits: "array[int]" = field(default_factory=lambda: array("I"))
     """The most tokens that the answer can have: max_tokens, or what the context leaves."""
     endless: "array[int]" = field(default_factory=lambda: array("B"))
-    """1 where nothing but the limit can end the answer (ignore_eos, no stop strings)."""
+    """1 if nothing but the limit can end the answer (ignore_eos, no stop strings)."""
     cut: int = 0
     """Rows whose prompt and max_tokens together do not fit the context: such an answer may be cut."""
     models: Counter[str] = field(default_factory=Counter)
@@ -58,27 +57,26 @@ def survey(
     encode: Encode,
     limits: Limits,
     *,
-    defaults: Mapping[str, Any] | None = None,
+    defaults: JobSpec | None = None,
     sample: int = 0,
     on_row: Callable[[], None] = lambda: None,
 ) -> Survey:
-    """Go through the whole file. `defaults` are parameters of rows that do not give them.
+    """Go through the whole file. `defaults` hold if a row says nothing.
 
     Keeps `sample` rows, the same ones for the same file. `on_row` is called after each row.
     """
     found = Survey()
     draw = random.Random(0)
-    for row in file.rows():
+    for row in file.rows(defaults or JobSpec()):
         found.rows += 1
         prompt_ids, bad = _tokenise(row, encode)
-        if bad is None:
-            given = {name: value for name, value in row.settings.items() if name in PARAMETERS}
-            params = GenerationParams.parse({**(defaults or {}), **given})
+        if bad is None and row.spec is not None:
+            params = row.spec.params
             fault = limits.fault(prompt_ids, params.max_tokens)
             if fault is not None:
                 bad = BadRow(row.number, row.custom_id, "over_context", "prompt", fault)
             else:
-                _count(found, row, prompt_ids, params, limits)
+                _count(found, row.spec, prompt_ids, limits)
                 _keep(found, Request(str(row.number), 1, prompt_ids, params, 0), sample, draw)
         if bad is not None:
             found.bad.append(bad)
@@ -99,16 +97,15 @@ def _tokenise(row: InputRow, encode: Encode) -> tuple[tuple[int, ...], BadRow | 
         return (), BadRow(row.number, row.custom_id, "chat_template", name, str(refused))
 
 
-def _count(
-    found: Survey, row: InputRow, prompt_ids: tuple[int, ...], params: GenerationParams, limits: Limits
-) -> None:
+def _count(found: Survey, spec: JobSpec, prompt_ids: tuple[int, ...], limits: Limits) -> None:
+    params = spec.params
     room = limits.cache_context - len(prompt_ids)
     found.prompt_tokens.append(len(prompt_ids))
     found.limits.append(min(params.max_tokens, room))
     found.endless.append(params.ignore_eos and not params.stop)
     found.cut += params.max_tokens > room
-    if (model := row.settings.get("model")) is not None:
-        found.models[model] += 1
+    if spec.model is not None:
+        found.models[spec.model] += 1
 
 
 def _keep(found: Survey, request: Request, size: int, draw: random.Random) -> None:

@@ -15,7 +15,7 @@ def write(path: Path, rows: Sequence[object]) -> Path:
 
 
 def jobs_of(batch: Batch) -> dict[int, Job]:
-    return {job.row or 0: job for job in batch._store.in_order(batch.name, list(JobState))}
+    return {job.row or 0: job for job in batch.store.in_order(batch.name, list(JobState))}
 
 
 def finish(worker: Claims, jobs: Sequence[Job], reason: StopReason = StopReason.EOS) -> None:

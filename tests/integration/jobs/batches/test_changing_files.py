@@ -73,14 +73,7 @@ def submit(client: Client, path: Path, change: Change | None = None, after: int 
             done.append(change(path))
 
     done: list[object] = []
-    arguments = {"name": "night", "model": None, "scheduled_at": None, "deadline": None}
-    return client.batches.submit(
-        path,
-        **arguments,  # type: ignore[arg-type]
-        settings={},
-        check_model=client.check_model,
-        on_rows=on_rows,
-    )
+    return client.submit_batch(path, name="night", on_rows=on_rows)
 
 
 @pytest.mark.parametrize("after", [1, ROWS])

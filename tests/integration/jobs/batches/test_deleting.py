@@ -83,7 +83,7 @@ def test_a_deletion_that_begins_while_rows_are_retried_stops_the_retry_or_is_ref
     monkeypatch.setattr("nightmill.jobs.sql.batches.GROUP", 4)
     batch = client.submit_batch(file, name="night")
     batch.cancel()
-    retrying = batch._store.retry_failed("night", None)
+    retrying = batch.store.retry_failed("night", None)
     ((_, first),) = next(iter(retrying)).items()
     with pytest.raises(InvalidTransitionError, match="'night' has 3 rows that are not finished"):
         other.get_batch("night").delete()

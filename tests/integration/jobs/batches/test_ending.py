@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from nightmill.jobs.client import Client
+from nightmill.jobs.commands.progress import BatchProgress
 from nightmill.jobs.contract import JobState, StopReason
 from nightmill.jobs.errors import BatchNotFoundError, InvalidTransitionError
 from nightmill.jobs.settings import Settings
@@ -89,7 +90,8 @@ def test_an_ended_batch_has_one_speed_wherever_it_is_told(
     clock.advance(30)  # in the last minute there was less of it
     assert batch.status().tokens_per_second == 7.0
     assert batch.status(errors=False).tokens_per_second is None  # not one of the last minute
-    assert batch.wait(progress=True).tokens_per_second == 7.0
+    with BatchProgress("night") as line:
+        assert batch.wait(on_status=line.show).tokens_per_second == 7.0
     assert "7 tokens/s" in capfd.readouterr().err
 
 

@@ -188,8 +188,8 @@ def test_a_file_that_is_missing_and_bad_keywords_are_errors_before_anything_is_k
         client.submit_batch(tmp_path / "nothing.jsonl")
     for keywords, message in (
         ({"max_tokens": 0}, "max_tokens: "),
-        ({"max_token": 1}, "max_token: unknown parameter"),
-        ({"custom_id": "x"}, "custom_id: unknown parameter"),
+        ({"max_token": 1}, "max_token: is not supported: did you mean max_tokens"),
+        ({"custom_id": "x"}, "custom_id: is not supported"),
         ({"priority": 11}, "priority: "),
         ({"name": ""}, "batch: "),
         ({"deadline": datetime(2026, 1, 2)}, "deadline: must have a time zone"),
