@@ -5,7 +5,6 @@ time. After each step the tables must say what the model says, and must not have
 down apart from the model.
 """
 
-from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -35,6 +34,8 @@ from nightmill.jobs.sql.jobs import JOBS, Store
 from nightmill.jobs.sql.partials import SavedTokens
 from nightmill.jobs.sql.sweep import Sweep
 from nightmill.jobs.sql.tables import BatchRow, JobRow, PartialRow, WorkerRow
+from tests.integration.jobs.expected_jobs import Expected, Held
+from tests.integration.jobs.rules_of_life import check_life
 from tests.servers import Clock
 
 QUEUED, RUNNING = JobState.QUEUED, JobState.RUNNING
@@ -42,67 +43,6 @@ SUCCEEDED, FAILED, CANCELLED = JobState.SUCCEEDED, JobState.FAILED, JobState.CAN
 STALE_AFTER = timedelta(seconds=30)
 WORKERS = 2
 MOST_JOBS = 4  # few, so that much happens to each
-
-ALLOWED = {
-    (QUEUED, RUNNING),  # claim
-    (QUEUED, CANCELLED),  # cancel
-    (QUEUED, FAILED),  # expire
-    (RUNNING, SUCCEEDED),  # finish
-    (RUNNING, FAILED),  # finish, or the last attempt died
-    (RUNNING, CANCELLED),  # finish, or handed back with a cancellation pending
-    (RUNNING, QUEUED),  # hand back, give up, rescue
-}
-RETRY = {(FAILED, QUEUED), (CANCELLED, QUEUED)}
-
-
-@dataclass
-class Expected:
-    """What the model knows of a job."""
-
-    max_attempts: int
-    priority: int
-    deadline: datetime | None
-    scheduled: datetime | None
-    sent: bool
-    state: JobState = QUEUED
-    attempt: int = 0
-    failures: int = 0
-    worker: int | None = None
-    cancel_requested: bool = False
-    stop_reason: StopReason | None = None
-    text: str | None = None
-    arithmetic: str | None = None
-    errors: list[tuple[int, int]] = field(default_factory=list)  # (attempt, worker)
-    suspects: int | None = None  # the number of its group, by the order in which groups were made
-    saved: SavedTokens | None = None  # what the next attempt goes on from
-
-    def end(self, reason: StopReason, text: str | None = None) -> None:
-        self.state, self.stop_reason, self.saved = reason.state, reason, None
-        if text is not None:
-            self.text = text
-
-    def back_to_queue(self) -> None:
-        self.state, self.worker, self.sent = QUEUED, None, False
-
-    def died_alone(self) -> None:
-        assert self.worker is not None
-        self.failures += 1
-        self.errors.append((self.attempt, self.worker))
-        if self.cancel_requested:
-            self.end(StopReason.CANCELLED)
-        elif self.failures < self.max_attempts:
-            self.back_to_queue()
-        else:
-            self.end(StopReason.ERROR)
-
-
-@dataclass(frozen=True)
-class Held:
-    """A claim that a worker made once, and may still believe in."""
-
-    worker: int
-    job: str
-    attempt: int
 
 
 deadlines = st.sampled_from([None] * 4 + [timedelta(seconds=1), timedelta(seconds=40)])
@@ -426,27 +366,7 @@ class Jobs(RuleBasedStateMachine):
 
     def _rules_of_a_jobs_life_are_kept(self, now: dict[str, Any]) -> None:
         for job, row in now.items():
-            state = JobState(row.state)
-            was = self.before.get(job)
-            assert (row.finished_at is not None) is state.final
-            assert (row.stop_reason is not None) is state.final
-            assert state is not QUEUED or (row.worker is None and row.started_at is None)
-            assert state is not RUNNING or (row.worker is not None and row.started_at is not None)
-            assert state is not FAILED or row.error
-            assert row.failures <= row.max_attempts
-            assert len(row.errors or []) >= row.failures
-            if was is None:
-                assert state is QUEUED
-                continue
-            assert row.attempt - was.attempt in (0, 1)
-            assert (row.errors or [])[: len(was.errors or [])] == (was.errors or [])  # history only grows
-            assert (row.seed, row.prompt, row.created_at) == (was.seed, was.prompt, was.created_at)
-            if job == self.retried:
-                assert (JobState(was.state), state) in RETRY
-            elif JobState(was.state).final:
-                assert row == was
-            elif was.state != row.state:
-                assert (JobState(was.state), state) in ALLOWED
+            check_life(self.before.get(job), row, retried=job == self.retried)
         self.before, self.retried = now, None
 
     def teardown(self) -> None:

@@ -16,7 +16,7 @@ from nightmill.jobs.arithmetic import Arithmetic
 from nightmill.jobs.batches.verifying import Verdict, Verification
 from nightmill.jobs.client import Client
 from nightmill.jobs.commands.main import main
-from nightmill.jobs.contract import Job, StopReason
+from nightmill.jobs.contract import Job, StopReason, WorkerState
 from nightmill.jobs.errors import (
     BatchNotFoundError,
     InvalidParameterError,
@@ -48,7 +48,7 @@ def claims(client: Client) -> Claims:
     """A live worker's side of the table."""
     made = Claims(client.database, "a" * 32)
     made.register("host", 1, "model", None)
-    made.beat("ready")
+    made.beat(WorkerState.READY)
     return made
 
 

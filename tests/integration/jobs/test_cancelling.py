@@ -1,0 +1,51 @@
+"""A job is cancelled, tried again, and found in lists."""
+
+import pytest
+
+from nightmill.jobs.client import Client
+from nightmill.jobs.contract import JobState
+from nightmill.jobs.errors import (
+    InvalidParameterError,
+    InvalidTransitionError,
+    JobNotFoundError,
+)
+from nightmill.jobs.sql.claims import Claims
+
+
+def test_a_queued_job_is_cancelled_at_once_and_can_be_retried(client: Client) -> None:
+    job_id = client.enqueue("prompt")
+    assert client.cancel(job_id) is JobState.CANCELLED
+    assert client.cancel(job_id) is JobState.CANCELLED
+    assert Claims(client.database, "a" * 32).claim([job_id]) == []
+    assert client.retry(job_id).state is JobState.QUEUED
+    assert client.broker.queue_length(None) == 2
+    with pytest.raises(
+        InvalidTransitionError, match=f"job {job_id} is queued: only failed and cancelled jobs"
+    ):
+        client.retry(job_id)
+
+
+def test_a_batch_is_cancelled_whole(client: Client) -> None:
+    ids = client.enqueue_many(["prompt"] * 5, batch="b")
+    other = client.enqueue("prompt", batch="other")
+    Claims(client.database, "a" * 32).claim(ids[:2])
+    assert client.cancel_batch("b") == (3, 2)
+    assert client.stats("b")["state"] == {"running": 2, "cancelled": 3}
+    assert client.get(other).state is JobState.QUEUED
+
+
+@pytest.mark.parametrize("call", ["get", "cancel", "retry", "wait"])
+def test_an_id_of_no_job_is_named(sqlite_client: Client, call: str) -> None:
+    with pytest.raises(JobNotFoundError, match="there is no job 'nothing'"):
+        getattr(sqlite_client, call)("nothing")
+
+
+def test_jobs_are_listed_newest_first_by_what_is_asked(client: Client) -> None:
+    ids = list(client.enqueue_many(["prompt"] * 3, batch="b"))
+    client.cancel(ids[1])
+    assert [job.id for job in client.list_jobs()] == ids[::-1]
+    assert [job.id for job in client.list_jobs(state="cancelled")] == [ids[1]]
+    assert [job.id for job in client.list_jobs(batch="b", limit=1)] == [ids[2]]
+    assert client.list_jobs(model="m") == []
+    with pytest.raises(InvalidParameterError, match="state: 'done' is not one of queued, running, succeeded"):
+        client.list_jobs(state="done")
