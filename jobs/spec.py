@@ -79,7 +79,7 @@ class JobSpec:
     deadline: Annotated[
         datetime | timedelta | None,
         checks.moment,
-        "When to end: 06:00 (the next one, after --at), 2026-11-22T06:00, or 8h.",
+        "When to end: 06:00 (the next one after the begin), 2026-11-22T06:00, or 8h.",
     ] = None
     idempotency_key: Annotated[
         str | None, checks.text(255), "A second enqueue with this key returns the first job."
