@@ -39,6 +39,8 @@ static __device__ __forceinline__ Half8 pack(const float (&values)[8]) {
     return packed;
 }
 
+static __device__ __forceinline__ float rounded(float value) { return __half2float(__float2half_rn(value)); }
+
 static __device__ __forceinline__ void load8(const float* source, float (&values)[8]) {
     const float4 a = reinterpret_cast<const float4*>(source)[0];
     const float4 b = reinterpret_cast<const float4*>(source)[1];

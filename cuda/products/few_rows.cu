@@ -23,16 +23,8 @@
 // weights: registers are spared, and blocks of few_swiglu are few enough to run all at once.
 //
 // Options: -DHEAD_DIM (64), -DINTERLEAVED (0). Dynamic shared memory: `_shared` in the launcher.
-#include "common/common.cuh"
-#include "common/kv_cache.cuh"
-#include "common/rope.cuh"
+#include "common/qkv.cuh"
 
-#ifndef HEAD_DIM
-#define HEAD_DIM 64
-#endif
-#ifndef INTERLEAVED
-#define INTERLEAVED 0
-#endif
 static_assert(HEAD_DIM % 8 == 0, "a block has whole pairs of one head");
 
 static constexpr int THREADS = 128;         // but for few_swiglu
@@ -67,31 +59,15 @@ static __device__ __forceinline__ void fetch_to_l2(const unsigned char* start, i
 
 // norm(x) as rows of halves in shared memory, summed in the order of `rms_norm`: there, a row has the block
 // that `_norm_shape` in the launcher says; here its warps are parts, which the warps of this block share out.
-// HELD: where a warp has at most so many of them, each of one piece, x stays in registers between the two passes, and the
-// gains are there from the start; 0: in any case. The code for one part is a third of that for all cases, and
-// instructions have to come from afar when kernels take turns on a multiprocessor.
-template <int HELD>
-struct Norm {
-    static constexpr int ITEMS = HELD > 0 ? HELD : 1;
+struct NormShape {
     int tokens, width, chunks, pieces, parts, warps, warp, lane;
-    int token[ITEMS], chunk[ITEMS];
-    const float* norm;
-    float gains[ITEMS][8];
+    const float* gains;
 
-    // Before anything is waited for.
-    __device__ __forceinline__ Norm(int tokens, int width, const float* norm)
-        : tokens(tokens), width(width), norm(norm) {
-        chunks = width / 8, pieces = HELD > 0 || chunks <= 256 ? 1 : chunks <= 512 ? 2 : 4;
+    __device__ __forceinline__ NormShape(int tokens, int width, const float* gains, bool one_piece)
+        : tokens(tokens), width(width), gains(gains) {
+        chunks = width / 8, pieces = one_piece || chunks <= 256 ? 1 : chunks <= 512 ? 2 : 4;
         parts = (chunks + 32 * pieces - 1) / (32 * pieces);
         warps = blockDim.x / 32, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-        if constexpr (HELD > 0) {
-#pragma unroll
-            for (int i = 0; i < HELD; ++i) {
-                const int item = warp + i * warps;
-                token[i] = item / parts, chunk[i] = item % parts * 32 + lane;
-                if (token[i] < tokens && chunk[i] < chunks) load8(norm + chunk[i] * 8, gains[i]);
-            }
-        }
     }
 
     __device__ __forceinline__ float scale_of(const float* sums, float eps) const {
@@ -112,70 +88,104 @@ struct Norm {
         for (int i = 0; i < 8; ++i) values[i] *= scale * gains[i];
         *reinterpret_cast<Half8*>(target) = pack(values);
     }
+};
 
-    // Waits for copies, too, and ends with a barrier.
-    __device__ __forceinline__ void operator()(unsigned char* target, const float* x, float eps) const {
-        __shared__ __align__(16) float sums[TOKENS][MAX_PARTS];
+// For a warp that has at most HELD parts, each of one piece: x stays in registers between the two passes, and the gains
+// are there from the start. The code for one part is a third of that for all cases, and instructions have to come from
+// afar when kernels take turns on a multiprocessor.
+template <int HELD>
+struct Norm : NormShape {
+    int token[HELD], chunk[HELD];
+    float held_gains[HELD][8], held[HELD][8];
+
+    __device__ __forceinline__ Norm(int tokens, int width, const float* gains) : NormShape(tokens, width, gains, true) {
+#pragma unroll
+        for (int i = 0; i < HELD; ++i) {
+            const int item = warp + i * warps;
+            token[i] = item / parts, chunk[i] = item % parts * 32 + lane;
+            if (token[i] < tokens && chunk[i] < chunks) load8(gains + chunk[i] * 8, held_gains[i]);
+        }
+    }
+
+    __device__ __forceinline__ void sum_squares(const float* x, float (*sums)[MAX_PARTS]) {
+#pragma unroll
+        for (int i = 0; i < HELD; ++i)
+            if (token[i] < tokens && chunk[i] < chunks)
+                load8(x + static_cast<int64_t>(token[i]) * width + chunk[i] * 8, held[i]);
+#pragma unroll
+        for (int i = 0; i < HELD; ++i) {
+            if (token[i] >= tokens) continue;
+            float sum = 0.0f;
+#pragma unroll
+            for (int k = 0; k < 8; ++k)
+                if (chunk[i] < chunks) sum = fmaf(held[i][k], held[i][k], sum);
+            sum = warp_sum(sum);
+            if (lane == 0) sums[token[i]][chunk[i] / 32] = sum;
+        }
+    }
+
+    __device__ __forceinline__ void scale_rows(unsigned char* target, const float*, const float (*sums)[MAX_PARTS],
+                                               float eps) {
         const int pitch = pitch_of(width);
-        float kept[ITEMS][8];
-        if constexpr (HELD > 0) {
 #pragma unroll
-            for (int i = 0; i < HELD; ++i)
-                if (token[i] < tokens && chunk[i] < chunks)
-                    load8(x + static_cast<int64_t>(token[i]) * width + chunk[i] * 8, kept[i]);
-#pragma unroll
-            for (int i = 0; i < HELD; ++i) {
-                if (token[i] >= tokens) continue;
-                float sum = 0.0f;
-#pragma unroll
-                for (int k = 0; k < 8; ++k)
-                    if (chunk[i] < chunks) sum = fmaf(kept[i][k], kept[i][k], sum);
-                sum = warp_sum(sum);
-                if (lane == 0) sums[token[i]][chunk[i] / 32] = sum;
-            }
-        } else {
-            for (int item = warp; item < tokens * parts; item += warps) {
-                const int token = item / parts, part = item % parts;
-                float sum = 0.0f;
-                for (int piece = 0; piece < pieces; ++piece) {
-                    const int chunk = piece * parts * 32 + part * 32 + lane;
-                    if (chunk >= chunks) continue;
-                    float values[8];
-                    load8(x + static_cast<int64_t>(token) * width + chunk * 8, values);
-#pragma unroll
-                    for (int i = 0; i < 8; ++i) sum = fmaf(values[i], values[i], sum);
-                }
-                sum = warp_sum(sum);
-                if (lane == 0) sums[token][part] = sum;
-            }
+        for (int i = 0; i < HELD; ++i) {
+            if (token[i] >= tokens) continue;
+            const float scale = scale_of(sums[token[i]], eps);
+            if (chunk[i] < chunks) store(target + token[i] * pitch + chunk[i] * 16, held[i], held_gains[i], scale);
         }
-        wait_for_copies<0>();
-        __syncthreads();
-        if constexpr (HELD > 0) {
-#pragma unroll
-            for (int i = 0; i < HELD; ++i) {
-                if (token[i] >= tokens) continue;
-                const float scale = scale_of(sums[token[i]], eps);
-                if (chunk[i] < chunks)
-                    store(target + token[i] * pitch + chunk[i] * 16, kept[i], gains[i], scale);
-            }
-        } else {
-            for (int item = warp; item < tokens * parts; item += warps) {
-                const int token = item / parts, part = item % parts;
-                const float scale = scale_of(sums[token], eps);
-                for (int piece = 0; piece < pieces; ++piece) {
-                    const int chunk = piece * parts * 32 + part * 32 + lane;
-                    if (chunk >= chunks) continue;
-                    float values[8], gain[8];
-                    load8(x + static_cast<int64_t>(token) * width + chunk * 8, values);
-                    load8(norm + chunk * 8, gain);
-                    store(target + token * pitch + chunk * 16, values, gain, scale);
-                }
-            }
-        }
-        __syncthreads();
     }
 };
+
+// In any case: x and the gains are read as they are needed.
+template <>
+struct Norm<0> : NormShape {
+    __device__ __forceinline__ Norm(int tokens, int width, const float* gains) : NormShape(tokens, width, gains, false) {}
+
+    __device__ __forceinline__ void sum_squares(const float* x, float (*sums)[MAX_PARTS]) const {
+        for (int item = warp; item < tokens * parts; item += warps) {
+            const int token = item / parts, part = item % parts;
+            float sum = 0.0f;
+            for (int piece = 0; piece < pieces; ++piece) {
+                const int chunk = piece * parts * 32 + part * 32 + lane;
+                if (chunk >= chunks) continue;
+                float values[8];
+                load8(x + static_cast<int64_t>(token) * width + chunk * 8, values);
+#pragma unroll
+                for (int i = 0; i < 8; ++i) sum = fmaf(values[i], values[i], sum);
+            }
+            sum = warp_sum(sum);
+            if (lane == 0) sums[token][part] = sum;
+        }
+    }
+
+    __device__ __forceinline__ void scale_rows(unsigned char* target, const float* x, const float (*sums)[MAX_PARTS],
+                                               float eps) const {
+        const int pitch = pitch_of(width);
+        for (int item = warp; item < tokens * parts; item += warps) {
+            const int token = item / parts, part = item % parts;
+            const float scale = scale_of(sums[token], eps);
+            for (int piece = 0; piece < pieces; ++piece) {
+                const int chunk = piece * parts * 32 + part * 32 + lane;
+                if (chunk >= chunks) continue;
+                float values[8], gain[8];
+                load8(x + static_cast<int64_t>(token) * width + chunk * 8, values);
+                load8(gains + chunk * 8, gain);
+                store(target + token * pitch + chunk * 16, values, gain, scale);
+            }
+        }
+    }
+};
+
+// Waits for copies, too, and ends with a barrier.
+template <int HELD>
+static __device__ __forceinline__ void normalise(Norm<HELD>& norm, unsigned char* target, const float* x, float eps) {
+    __shared__ __align__(16) float sums[TOKENS][MAX_PARTS];
+    norm.sum_squares(x, sums);
+    wait_for_copies<0>();
+    __syncthreads();
+    norm.scale_rows(target, x, sums, eps);
+    __syncthreads();
+}
 
 // c[0], c[1] of COUNT products at once: token lane / 4, rows 2 (lane % 4), + 1 of the 8 rows of W. Fragments have room
 // for 8 tokens; where there are fewer, rows of weights are read in their place, and the results mean nothing.
@@ -225,61 +235,63 @@ static __device__ __forceinline__ void multiply(float (&c)[COUNT][4], uint32_t i
 // should not share one of its four tensor cores.
 static __device__ __forceinline__ int turn() { return (threadIdx.x / 32 - blockIdx.x) % (THREADS / 32); }
 
-static __device__ __forceinline__ float rounded(float value) { return __half2float(__float2half_rn(value)); }
+// A pair of results that is rotated together: elements `low` and `high` of a head of a token.
+struct Pair {
+    const Qkv& to;
+    int head, token, low, high, cache_row = 0;
+    float low_bias = 0.0f, high_bias = 0.0f;
+    float2 angle = make_float2(1.0f, 0.0f);
+
+    static __device__ __forceinline__ int element(int pair, int which) {
+        return INTERLEAVED ? 2 * pair + which : pair + which * (HEAD_DIM / 2);
+    }
+
+    // Loads what the step's arrays hold: it is there before the step starts.
+    __device__ __forceinline__ Pair(const Qkv& to, int head, int token, int pair, bool exists)
+        : to(to), head(head), token(token), low(element(pair, 0)), high(element(pair, 1)) {
+        if (!exists) return;
+        if (to.bias != nullptr)
+            low_bias = to.bias[head * HEAD_DIM + low], high_bias = to.bias[head * HEAD_DIM + high];
+        angle = *reinterpret_cast<const float2*>(to.angles(to.table_row(to.positions[token])) + 2 * pair);
+        cache_row = to.cache_rows[token];
+    }
+
+    __device__ __forceinline__ void finish(float x, float y) const {
+        x = rounded(x), y = rounded(y);
+        if (to.bias != nullptr) x += low_bias, y += high_bias;
+        if (!to.is_value(head)) rotate(x, y, angle.x, angle.y);
+        __half* target = to.in_qkv(token, head);
+        if (!to.is_query(head)) {
+            if (cache_row < 0) return;
+            target = to.in_cache(cache_row, head);
+        }
+        target[low] = __float2half_rn(x);
+        target[high] = __float2half_rn(y);
+    }
+};
 
 template <int HELD>
-static __device__ __forceinline__ void qkv_rows(const float* __restrict__ x, const float* __restrict__ norm, float eps,
-                                                const __half* __restrict__ w, const float* __restrict__ bias,
-                                                const int* __restrict__ positions, const int* __restrict__ cache_rows,
-                                                const float* __restrict__ table, int table_rows,
-                                                __half* __restrict__ qkv, __half* __restrict__ k_cache,
-                                                __half* __restrict__ v_cache, int tokens, int width, int heads,
-                                                int kv_heads) {
+static __device__ __forceinline__ void qkv_rows(const float* __restrict__ x, const float* __restrict__ gains, float eps,
+                                                const __half* __restrict__ w, const Qkv& to, int tokens, int width) {
     constexpr int BLOCKS = HEAD_DIM / ROWS;  // of a head
     const int head = blockIdx.x / BLOCKS, first_pair = blockIdx.x % BLOCKS * (ROWS / 2);
-    auto element = [&](int pair, int which) {
-        return INTERLEAVED ? 2 * pair + which : pair + which * (HEAD_DIM / 2);
-    };
     const int pitch = pitch_of(width);
     const uint32_t inputs_at = shared_address(shared), weights_at = inputs_at + tokens * pitch;
     launch_next();
-    const Norm<HELD> normalise(tokens, width, norm);
+    Norm<HELD> norm(tokens, width, gains);
     fetch_rows(weights_at, ROWS, width, [&](int i) {
-        return w + static_cast<int64_t>(head * HEAD_DIM + element(first_pair + i / 2, i % 2)) * width;
+        return w + static_cast<int64_t>(head * HEAD_DIM + Pair::element(first_pair + i / 2, i % 2)) * width;
     });
     commit_copies();
-    // What the step's arrays hold is there before it starts.
-    const int token = threadIdx.x % 32 / 4, pair = first_pair + threadIdx.x % 4;
-    const int low_at = element(pair, 0), high_at = element(pair, 1);
-    const bool exists = token < tokens, is_query = head < heads, is_value = head >= heads + kv_heads;
-    float low_bias = 0.0f, high_bias = 0.0f;
-    float2 angle = make_float2(1.0f, 0.0f);
-    int row = 0;
-    if (exists) {
-        if (bias != nullptr) low_bias = bias[head * HEAD_DIM + low_at], high_bias = bias[head * HEAD_DIM + high_at];
-        const int position = min(max(positions[token], 0), table_rows - 1);
-        angle = *reinterpret_cast<const float2*>(table + static_cast<int64_t>(position) * HEAD_DIM + 2 * pair);
-        row = cache_rows[token];
-    }
+    const int token = threadIdx.x % 32 / 4;
+    const bool exists = token < tokens;
+    const Pair pair(to, head, token, first_pair + threadIdx.x % 4, exists);
     wait_for_previous(x);
-    normalise(shared, x, eps);
+    normalise(norm, shared, x, eps);
     if (turn() != 0) return;
     float c[1][4] = {};
     multiply(c, inputs_at, weights_at, width, pitch);
-
-    if (!exists) return;
-    float low = rounded(c[0][0]), high = rounded(c[0][1]);
-    if (bias != nullptr) low += low_bias, high += high_bias;
-    if (!is_value) rotate(low, high, angle.x, angle.y);
-    __half* target = qkv + (static_cast<int64_t>(token) * (heads + 2 * kv_heads) + head) * HEAD_DIM;
-    if (!is_query) {
-        if (row < 0) return;
-        const int kv_head = (head - heads) % kv_heads;
-        const int64_t place = token_row(row, kv_head, kv_heads);
-        target = (is_value ? v_cache : k_cache) + place * HEAD_DIM;
-    }
-    target[low_at] = __float2half_rn(low);
-    target[high_at] = __float2half_rn(high);
+    if (exists) pair.finish(c[0][0], c[0][1]);
 }
 
 // `first`: elements of K in the first sum, a multiple of 64; the others, if there are any, are added after it.
@@ -318,7 +330,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 
 // `groups` of 8 outputs in a block, a warp each; more warps help to fetch and to norm.
 template <int HELD>
-static __device__ __forceinline__ void swiglu_rows(const float* __restrict__ x, const float* __restrict__ norm,
+static __device__ __forceinline__ void swiglu_rows(const float* __restrict__ x, const float* __restrict__ gains,
                                                    float eps, const __half* __restrict__ w, __half* __restrict__ out,
                                                    int tokens, int width, int ffn_width, int groups,
                                                    const unsigned char* down, int down_bytes) {
@@ -326,14 +338,14 @@ static __device__ __forceinline__ void swiglu_rows(const float* __restrict__ x, 
     const int mine = min(groups, (ffn_width - first) / ROWS);
     const uint32_t inputs_at = shared_address(shared), weights_at = inputs_at + tokens * pitch;
     launch_next();
-    const Norm<HELD> normalise(tokens, width, norm);
+    Norm<HELD> norm(tokens, width, gains);
     fetch_rows(weights_at, 2 * ROWS * mine, width, [&](int i) {
         const int row = first + i / (2 * ROWS) * ROWS + i % ROWS + (i & ROWS ? ffn_width : 0);
         return w + static_cast<int64_t>(row) * width;
     });
     commit_copies();
     wait_for_previous(x);
-    normalise(shared, x, eps);
+    normalise(norm, shared, x, eps);
     if (threadIdx.x == blockDim.x - 1) fetch_to_l2(down, down_bytes);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     if (warp >= mine) return;
@@ -352,8 +364,8 @@ static __device__ __forceinline__ void swiglu_rows(const float* __restrict__ x, 
         const float* __restrict__ bias, const int* __restrict__ positions, const int* __restrict__ cache_rows,    \
         const float* __restrict__ table, int table_rows, __half* __restrict__ qkv, __half* __restrict__ k_cache,  \
         __half* __restrict__ v_cache, int tokens, int width, int heads, int kv_heads) {                           \
-        qkv_rows<HELD>(x, norm, eps, w, bias, positions, cache_rows, table, table_rows, qkv, k_cache, v_cache,    \
-                       tokens, width, heads, kv_heads);                                                           \
+        const Qkv to{qkv, k_cache, v_cache, bias, positions, cache_rows, table, table_rows, heads, kv_heads};     \
+        qkv_rows<HELD>(x, norm, eps, w, to, tokens, width);                                                       \
     }                                                                                                             \
     extern "C" __global__ void __launch_bounds__(SWIGLU_THREADS) few_swiglu_##HELD(                               \
         const float* __restrict__ x, const float* __restrict__ norm, float eps, const __half* __restrict__ w,     \

@@ -28,8 +28,6 @@ static constexpr int DEPTH = 64;  // elements of K in a stage: the width of the 
 static constexpr int GROUP_ROWS = 16;
 static constexpr int PIECE_BYTES = 64 * 128;
 
-static __device__ __forceinline__ float rounded(float value) { return __half2float(__float2half_rn(value)); }
-
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
 // A warpgroup's results on their way through shared memory. All of its threads call these, `open` before the pieces are

@@ -12,31 +12,16 @@
 //
 // Options: -DHEAD_DIM, 64 or 128; -DINTERLEAVED (0); -DKERNELS, a QKV_KERNEL for each tile, as `hopper_qkv.py`
 // writes it. Kernels are named qkv_GROUPS_BN_STAGES_CLUSTER_BUFFERS.
+#include "common/qkv.cuh"
 #include "products/hopper_product.cuh"
-#include "common/kv_cache.cuh"
-#include "common/rope.cuh"
 
-#ifndef HEAD_DIM
-#define HEAD_DIM 64
-#endif
-#ifndef INTERLEAVED
-#define INTERLEAVED 0
-#endif
 static_assert(HEAD_DIM == 64 || HEAD_DIM == 128, "a tile has whole heads");
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
-struct Places {  // where results go
-    __half *qkv, *keys, *values;
-    const float* bias;  // or null
-    const int *positions, *cache_rows;
-    const float* table;
-    int table_rows, heads, kv_heads;
-};
-
 // Of the two rows that a thread has in a tile.
 struct Rows {
-    int position[2], cache_row[2];
+    int table_row[2], cache_row[2];
 };
 
 // Brings what is read after the product close: nobody waits for it.
@@ -80,24 +65,23 @@ static __device__ __forceinline__ void finish_part(uint32_t (&low)[4], uint32_t 
 
 template <int GROUPS, int BN, int STAGES, int CLUSTER, int BUFFERS>
 static __device__ __forceinline__ void qkv_product(const TensorMap* x_map, const TensorMap* w_map,
-                                                   const TensorMap* qkv_map, const Places& to, int tokens, int width) {
+                                                   const TensorMap* qkv_map, const Qkv& to, int tokens, int width) {
     static_assert(BN % HEAD_DIM == 0, "a tile has whole heads");
     constexpr int HEADS = BN / HEAD_DIM, AT_ONCE = BUFFERS > 0 ? BUFFERS * 64 / HEAD_DIM : HEADS;  // heads in the outbox
     static_assert(HEADS % AT_ONCE == 0, "the outbox is filled so many times");
-    const int all_heads = to.heads + 2 * to.kv_heads;
+    const int all_heads = to.all_heads();
     auto prepare = [&](int row, int column) {
         Rows ready;
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const bool exists = row + 8 * half < tokens;
-            const int position = exists ? to.positions[row + 8 * half] : 0;
-            ready.position[half] = min(max(position, 0), to.table_rows - 1);
+            ready.table_row[half] = to.table_row(exists ? to.positions[row + 8 * half] : 0);
             ready.cache_row[half] = exists ? to.cache_rows[row + 8 * half] : -1;
         }
         const int part = threadIdx.x % 4 * (HEAD_DIM / 4);  // lanes share the row, and the bias of a head
 #pragma unroll
         for (int half = 0; half < 2; ++half)
-            touch(to.table + static_cast<int64_t>(ready.position[half]) * HEAD_DIM + part);
+            touch(to.angles(ready.table_row[half]) + part);
         if (to.bias != nullptr)
 #pragma unroll
             for (int i = 0; i < BN / HEAD_DIM; ++i)
@@ -114,19 +98,14 @@ static __device__ __forceinline__ void qkv_product(const TensorMap* x_map, const
                 const int token = row + 8 * half;
                 const bool exists = token < tokens;
                 const int cache_row = ready.cache_row[half];
-                const float* angles = to.table + static_cast<int64_t>(ready.position[half]) * HEAD_DIM;
+                const float* angles = to.angles(ready.table_row[half]);
 #pragma unroll
                 for (int i = begin; i < begin + AT_ONCE; ++i) {
                     const int head = column / HEAD_DIM + i;
                     if (head >= all_heads) break;
-                    const bool is_query = head < to.heads, is_value = head >= to.heads + to.kv_heads;
-                    const bool by_copy = BUFFERS > 0 && is_query;
-                    __half* target = to.qkv + (static_cast<int64_t>(token) * all_heads + head) * HEAD_DIM;
-                    if (!is_query) {
-                        const int kv_head = (head - to.heads) % to.kv_heads;
-                        const int64_t place = token_row(max(cache_row, 0), kv_head, to.kv_heads);
-                        target = (is_value ? to.values : to.keys) + place * HEAD_DIM;
-                    }
+                    const bool is_query = to.is_query(head), by_copy = BUFFERS > 0 && is_query;
+                    __half* target = to.in_qkv(token, head);
+                    if (!is_query) target = to.in_cache(max(cache_row, 0), head);
                     auto put = [&](const uint32_t(&words)[4], int first) {  // from column group `first` of the head on
                         const int place = (i - begin) * (HEAD_DIM / 8) + first;
                         if (by_copy)
@@ -139,7 +118,8 @@ static __device__ __forceinline__ void qkv_product(const TensorMap* x_map, const
                     for (int part = 0; part < HEAD_DIM / 64; ++part) {
                         uint32_t low[4], high[4];
                         finish_part(low, high, acc + i * HEAD_DIM / 2, part, half,
-                                    to.bias == nullptr ? nullptr : to.bias + head * HEAD_DIM, angles, !is_value, t);
+                                    to.bias == nullptr ? nullptr : to.bias + head * HEAD_DIM, angles,
+                                    !to.is_value(head), t);
                         put(low, 4 * part);
                         put(high, HEAD_DIM / 16 + 4 * part);
                     }
@@ -167,7 +147,7 @@ static __device__ __forceinline__ void qkv_product(const TensorMap* x_map, const
             const __grid_constant__ TensorMap qkv_map, const float* bias, const int* positions,                   \
             const int* cache_rows, const float* table, int table_rows, __half* qkv, __half* keys, __half* values, \
             int tokens, int heads, int kv_heads, int width) {                                                     \
-        const Places to{qkv, keys, values, bias, positions, cache_rows, table, table_rows, heads, kv_heads};      \
+        const Qkv to{qkv, keys, values, bias, positions, cache_rows, table, table_rows, heads, kv_heads};         \
         qkv_product<GROUPS, BN, STAGES, CLUSTER, BUFFERS>(&x, &w, &qkv_map, to, tokens, width);                   \
     }
 #else

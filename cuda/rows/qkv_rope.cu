@@ -14,16 +14,7 @@
 // `rope_table` runs once at start-up, in double, as positions may be large.
 //
 // Options: -DHEAD_DIM (64), -DINTERLEAVED (0).
-#include "common/common.cuh"
-#include "common/kv_cache.cuh"
-#include "common/rope.cuh"
-
-#ifndef HEAD_DIM
-#define HEAD_DIM 64
-#endif
-#ifndef INTERLEAVED
-#define INTERLEAVED 0
-#endif
+#include "common/qkv.cuh"
 
 static_assert(HEAD_DIM % 4 == 0 && HEAD_DIM <= 512, "head sizes are multiples of 4 up to 512");
 
@@ -82,7 +73,8 @@ extern "C" __global__ void __launch_bounds__(256)
                    int kv_heads) {
     launch_next();
     wait_for_previous(qkv);
-    const int all_heads = heads + 2 * kv_heads;
+    const Qkv to{qkv, k_cache, v_cache, bias, positions, cache_rows, table, table_rows, heads, kv_heads};
+    const int all_heads = to.all_heads();
     const unsigned group = blockIdx.x * (256 / LANES) + threadIdx.x / LANES;  // T (H + 2 G) is far below 2^32
     const int lane = threadIdx.x % LANES;
     const bool exists = group < static_cast<unsigned>(tokens) * all_heads && lane < WORKERS;
@@ -90,7 +82,7 @@ extern "C" __global__ void __launch_bounds__(256)
     const int head = exists ? group % static_cast<unsigned>(all_heads) : 0;
     const int first = lane * VECTOR;
     const int second = HEAD_DIM / 2 + first;
-    __half* source = qkv + (static_cast<int64_t>(token) * all_heads + head) * HEAD_DIM;
+    __half* source = to.in_qkv(token, head);
 
     float low[VECTOR] = {}, high[VECTOR] = {};
     if (exists) {
@@ -101,8 +93,7 @@ extern "C" __global__ void __launch_bounds__(256)
             add_from(bias + head * HEAD_DIM + second, high);
         }
     }
-    const bool is_query = head < heads;
-    const bool is_value = head >= heads + kv_heads;
+    const bool is_query = to.is_query(head), is_value = to.is_value(head);
     if (q_norm != nullptr && k_norm != nullptr) {  // the same for all threads
         float sum = 0.0f;
 #pragma unroll
@@ -118,8 +109,7 @@ extern "C" __global__ void __launch_bounds__(256)
     }
     if (!exists) return;
     if (!is_value) {
-        const int position = min(max(positions[token], 0), table_rows - 1);
-        const float* angles = table + static_cast<int64_t>(position) * HEAD_DIM;
+        const float* angles = to.angles(to.table_row(positions[token]));
         float a[VECTOR], b[VECTOR];  // pairs (cosine, sine)
         load_floats(angles + (INTERLEAVED ? first : 2 * first), a);
         load_floats(angles + (INTERLEAVED ? second : 2 * first + VECTOR), b);
@@ -140,11 +130,8 @@ extern "C" __global__ void __launch_bounds__(256)
     }
     __half* target = source;
     if (!is_query) {
-        const int row = cache_rows[token];
-        if (row < 0) return;
-        const int kv_head = (head - heads) % kv_heads;
-        const int64_t place = token_row(row, kv_head, kv_heads);
-        target = (is_value ? v_cache : k_cache) + place * HEAD_DIM;
+        if (cache_rows[token] < 0) return;
+        target = to.in_cache(cache_rows[token], head);
     }
     store_half(target + first, low);
     store_half(target + second, high);
