@@ -3,10 +3,18 @@
 // A partial result is (m, l, o): the largest score (in units of log2), the sum of 2^(score - m), and the sum of
 // 2^(score - m) v, all FP32. The roundings are written out, so that every kernel that merges the same parts in the
 // same order arrives at the same bits.
+//
+// Option: -DHEAD_DIM (64).
 #pragma once
 
 #include "common/common.cuh"
 #include "common/kv_cache.cuh"
+
+#ifndef HEAD_DIM
+#define HEAD_DIM 64
+#endif
+
+static constexpr int D = HEAD_DIM;
 
 // 2^(m - reference), where m may be -inf (a part without keys), and then 0.
 static __device__ __forceinline__ float weight_of(float m, float reference) {

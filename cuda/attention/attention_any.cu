@@ -8,12 +8,8 @@
 // Options: -DHEAD_DIM, up to 512 (64).
 #include "attention/attention.cuh"
 
-#ifndef HEAD_DIM
-#define HEAD_DIM 64
-#endif
-static_assert(HEAD_DIM <= 512, "head sizes are at most 512");
+static_assert(D <= 512, "head sizes are at most 512");
 
-static constexpr int D = HEAD_DIM;
 static constexpr int EACH = (D + 31) / 32;
 
 static __device__ __forceinline__ void attend(const __half* __restrict__ q, const __half* __restrict__ k_cache,

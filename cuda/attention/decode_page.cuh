@@ -1,22 +1,18 @@
 // What the kernels of decode attention share: a page of keys and values in registers, and a warp's running result.
 //
-// The tensor cores see S = Q K^T and O = P V as m16n8k16 with the query heads as rows, and both K and V go from memory
-// into registers in 16-byte pieces, without shared memory: sums over D do not care for its order, so lane t of a
-// group takes elements 8t .. 8t + 7 of a key's row, used as fragments of two steps, for queries and keys alike; and for
-// V, lane g takes elements 8g .. 8g + 7 of four keys' rows, of which byte permutations make the pairs of keys that a
-// fragment holds.
+// The tensor cores see S = Q K^T and O = P V as m16n8k16 with the query heads as rows. K and V come into registers in
+// 16-byte pieces: from memory (`split_attention.cu`), or from a ring in shared memory (`decode_attention.cu`). Sums over D
+// do not care for its order, so lane t of a group takes elements 8 t .. 8 t + 7 of a key's row, used as fragments of two
+// steps, for queries and keys alike; and for V, lane g takes elements 8 g .. 8 g + 7 of four keys' rows, of which byte
+// permutations make the pairs of keys that a fragment holds.
 //
 // Options: -DHEAD_DIM, 64 or 128.
 #pragma once
 
 #include "attention/attention.cuh"
 
-#ifndef HEAD_DIM
-#define HEAD_DIM 64
-#endif
-static_assert(HEAD_DIM == 64 || HEAD_DIM == 128, "other head sizes: attention_any.cu");
+static_assert(D == 64 || D == 128, "other head sizes: attention_any.cu");
 
-static constexpr int D = HEAD_DIM;
 static constexpr int WARPS = 4;
 static constexpr int THREADS = WARPS * 32;
 static constexpr int K_LOADS = D / 32;   // 16-byte pieces of a key's row a lane takes

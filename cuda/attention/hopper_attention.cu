@@ -26,14 +26,10 @@
 #include "attention/attention.cuh"
 #include "common/hopper.cuh"
 
-#ifndef HEAD_DIM
-#define HEAD_DIM 64
-#endif
-static_assert(HEAD_DIM == 64 || HEAD_DIM == 128, "other head sizes: attention_any.cu");
+static_assert(D == 64 || D == 128, "other head sizes: attention_any.cu");
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
-static constexpr int D = HEAD_DIM;
 static constexpr int GROUPS = 3;          // warpgroups that compute
 static constexpr int WARPS = 4 * GROUPS;  // of those; the next one loads
 static constexpr int ROWS = 64 * GROUPS;

@@ -18,12 +18,8 @@
 // Options: -DHEAD_DIM, 64 or 128. Dynamic shared memory: 4 tiles of 64 D halves.
 #include "attention/attention.cuh"
 
-#ifndef HEAD_DIM
-#define HEAD_DIM 64
-#endif
-static_assert(HEAD_DIM == 64 || HEAD_DIM == 128, "other head sizes: attention_any.cu");
+static_assert(D == 64 || D == 128, "other head sizes: attention_any.cu");
 
-static constexpr int D = HEAD_DIM;
 static constexpr int ROWS = 128;
 static constexpr int KEYS = 64;
 static constexpr int PARTS = D == 64 ? 2 : 1;  // groups of 16 rows a warp has
@@ -52,75 +48,49 @@ static __device__ __forceinline__ void load_tile(uint32_t target, const __half* 
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS)
-    prefill_attention(const __half* __restrict__ qkv, const __half* __restrict__ k_cache,
-                      const __half* __restrict__ v_cache, const int* __restrict__ tables, int table_stride,
-                      const int* __restrict__ lengths, const int* __restrict__ starts,
-                      const int* __restrict__ tiles, __half* __restrict__ out, int heads, int kv_heads,
-                      float scale) {
-    extern __shared__ __align__(128) unsigned char shared[];
-    launch_next();
-    wait_for_previous(qkv, k_cache, v_cache);
-    const int sequence = tiles[2 * blockIdx.y];
-    if (sequence < 0) return;
-    const int group = heads / kv_heads, kv_head = blockIdx.x;
-    const int start = starts[sequence], chunk_tokens = starts[sequence + 1] - start;
-    const int length = lengths[sequence];
-    const int tile_tokens = ROWS / group;
-    const int first_token = tiles[2 * blockIdx.y + 1] * tile_tokens;
-    const int tokens = min(tile_tokens, chunk_tokens - first_token);
-    if (tokens <= 0 || length <= 0) return;
-    const int before = length - chunk_tokens;                // tokens of the context before the chunk
-    const int first_visible = before + first_token + 1;      // keys that the tile's first token sees
-    const int keys = first_visible + tokens - 1;             // and the last one
-    const int* table = tables + static_cast<int64_t>(sequence) * table_stride;
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const int g = lane / 4, t = lane % 4;
-    const int all_heads = heads + 2 * kv_heads;
-
-    const uint32_t base = shared_address(shared);
-    auto k_tile = [&](int stage) { return base + stage * 2 * TILE_BYTES; };
-    auto v_tile = [&](int stage) { return base + stage * 2 * TILE_BYTES + TILE_BYTES; };
-    load_tile(k_tile(0), k_cache, table, kv_heads, kv_head, 0, keys);
-    load_tile(v_tile(0), v_cache, table, kv_heads, kv_head, 0, keys);
-    commit_copies();
-
+// A warp's queries as A fragments, and how many keys its rows g and g + 8 of each part see: 0 if there is no such token.
+struct Queries {
     uint32_t q[PARTS][D / 16][4];
-    int visible[PARTS][2];  // keys that the rows g and g + 8 of each part see
-#pragma unroll
-    for (int part = 0; part < PARTS; ++part)
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const int row = (warp * PARTS + part) * 16 + g + 8 * half;
-            const int token = row / group;
-            const bool exists = token < tokens;
-            visible[part][half] = exists ? first_visible + token : 0;
-            const int64_t place = static_cast<int64_t>(start + first_token + token) * all_heads + kv_head * group;
-            const __half* source = qkv + (place + row % group) * D + 2 * t;
-#pragma unroll
-            for (int step = 0; step < D / 16; ++step) {
-                q[part][step][half] = exists ? *reinterpret_cast<const uint32_t*>(source + step * 16) : 0;
-                q[part][step][half + 2] = exists ? *reinterpret_cast<const uint32_t*>(source + step * 16 + 8) : 0;
-            }
-        }
+    int visible[PARTS][2];
 
+    // `first_row`: of qkv, the tile's first token.
+    __device__ __forceinline__ void load(const __half* __restrict__ qkv, int first_row, int all_heads, int first_head,
+                                         int group, int tokens, int first_visible) {
+        const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+#pragma unroll
+        for (int part = 0; part < PARTS; ++part)
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const int row = (warp * PARTS + part) * 16 + g + 8 * half;
+                const int token = row / group;
+                const bool exists = token < tokens;
+                visible[part][half] = exists ? first_visible + token : 0;
+                const int64_t place = static_cast<int64_t>(first_row + token) * all_heads + first_head;
+                const __half* source = qkv + (place + row % group) * D + 2 * t;
+#pragma unroll
+                for (int step = 0; step < D / 16; ++step) {
+                    q[part][step][half] = exists ? *reinterpret_cast<const uint32_t*>(source + step * 16) : 0;
+                    q[part][step][half + 2] = exists ? *reinterpret_cast<const uint32_t*>(source + step * 16 + 8) : 0;
+                }
+            }
+    }
+};
+
+// A warp's scores of a tile of keys, then their weights, as C fragments.
+using Scores = float[PARTS][KEYS / 8][4];
+
+// A warp's result so far.
+struct Running {
     float o[PARTS][D / 8][4] = {};
     float m[PARTS][2], l[PARTS][2] = {};
+
+    __device__ __forceinline__ Running() {
 #pragma unroll
-    for (int part = 0; part < PARTS; ++part) m[part][0] = m[part][1] = negative_infinity();
+        for (int part = 0; part < PARTS; ++part) m[part][0] = m[part][1] = negative_infinity();
+    }
 
-    const int key_tiles = (keys + KEYS - 1) / KEYS;
-    for (int tile = 0; tile < key_tiles; ++tile) {
-        const int stage = tile & 1;
-        if (tile + 1 < key_tiles) {
-            load_tile(k_tile(stage ^ 1), k_cache, table, kv_heads, kv_head, (tile + 1) * KEYS, keys);
-            load_tile(v_tile(stage ^ 1), v_cache, table, kv_heads, kv_head, (tile + 1) * KEYS, keys);
-        }
-        commit_copies();
-        wait_for_copies<1>();
-        __syncthreads();
-
-        float s[PARTS][KEYS / 8][4] = {};
+    static __device__ __forceinline__ void score(Scores& s, const Queries& queries, uint32_t keys) {
+        const int lane = threadIdx.x % 32;
 #pragma unroll
         for (int step = 0; step < D / 16; ++step)
 #pragma unroll
@@ -128,15 +98,18 @@ extern "C" __global__ void __launch_bounds__(THREADS)
                 // Matrices: keys 0-7 and 8-15 of the block, for the low and the high 8 elements of the step.
                 uint32_t b[4];
                 const int row = block * 16 + (lane & 7) + ((lane >> 4) << 3);
-                load_matrices(b, k_tile(stage) + place(row, step * 2 + ((lane >> 3) & 1)));
+                load_matrices(b, keys + place(row, step * 2 + ((lane >> 3) & 1)));
 #pragma unroll
                 for (int part = 0; part < PARTS; ++part) {
-                    mma(s[part][2 * block], q[part][step], b[0], b[1]);
-                    mma(s[part][2 * block + 1], q[part][step], b[2], b[3]);
+                    mma(s[part][2 * block], queries.q[part][step], b[0], b[1]);
+                    mma(s[part][2 * block + 1], queries.q[part][step], b[2], b[3]);
                 }
             }
+    }
 
-        const bool masked = (tile + 1) * KEYS > first_visible;
+    // `masked`: some rows do not see all keys of the tile.
+    __device__ __forceinline__ void weigh(Scores& s, const Queries& queries, int first_key, bool masked, float scale) {
+        const int t = threadIdx.x % 32 % 4;
 #pragma unroll
         for (int part = 0; part < PARTS; ++part)
 #pragma unroll
@@ -148,7 +121,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
                     for (int i = 0; i < 2; ++i) {
                         float& score = s[part][n][2 * half + i];
                         score *= scale;
-                        if (masked && tile * KEYS + n * 8 + 2 * t + i >= visible[part][half])
+                        if (masked && first_key + n * 8 + 2 * t + i >= queries.visible[part][half])
                             score = negative_infinity();
                         largest = fmaxf(largest, score);
                     }
@@ -173,7 +146,10 @@ extern "C" __global__ void __launch_bounds__(THREADS)
                         l[part][half] += score;
                     }
             }
+    }
 
+    __device__ __forceinline__ void mix(const Scores& s, uint32_t values) {
+        const int lane = threadIdx.x % 32;
 #pragma unroll
         for (int block = 0; block < KEYS / 16; ++block) {
             uint32_t p[PARTS][4];
@@ -189,7 +165,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
                 // Transposed: keys 0-7 and 8-15 of the block, for two groups of 8 elements.
                 uint32_t b[4];
                 const int row = block * 16 + (lane & 15);
-                load_matrices_transposed(b, v_tile(stage) + place(row, n * 2 + (lane >> 4)));
+                load_matrices_transposed(b, values + place(row, n * 2 + (lane >> 4)));
 #pragma unroll
                 for (int part = 0; part < PARTS; ++part) {
                     mma(o[part][2 * n], p[part], b[0], b[1]);
@@ -197,24 +173,78 @@ extern "C" __global__ void __launch_bounds__(THREADS)
                 }
             }
         }
-        __syncthreads();  // the stage is overwritten next
     }
 
+    __device__ __forceinline__ void store(const Queries& queries, __half* __restrict__ out, int first_row, int heads,
+                                          int first_head, int group) const {
+        const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
 #pragma unroll
-    for (int part = 0; part < PARTS; ++part)
+        for (int part = 0; part < PARTS; ++part)
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            float sum = l[part][half];
-            sum += __shfl_xor_sync(0xffffffffu, sum, 1);
-            sum += __shfl_xor_sync(0xffffffffu, sum, 2);
-            if (visible[part][half] == 0) continue;
-            const float inverse = 1.0f / sum;
-            const int row = (warp * PARTS + part) * 16 + g + 8 * half;
-            const int64_t place = static_cast<int64_t>(start + first_token + row / group) * heads + kv_head * group;
-            __half* target = out + (place + row % group) * D + 2 * t;
+            for (int half = 0; half < 2; ++half) {
+                float sum = l[part][half];
+                sum += __shfl_xor_sync(0xffffffffu, sum, 1);
+                sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+                if (queries.visible[part][half] == 0) continue;
+                const float inverse = 1.0f / sum;
+                const int row = (warp * PARTS + part) * 16 + g + 8 * half;
+                const int64_t place = static_cast<int64_t>(first_row + row / group) * heads + first_head;
+                __half* target = out + (place + row % group) * D + 2 * t;
 #pragma unroll
-            for (int n = 0; n < D / 8; ++n)
-                *reinterpret_cast<__half2*>(target + n * 8) =
-                    __floats2half2_rn(o[part][n][2 * half] * inverse, o[part][n][2 * half + 1] * inverse);
+                for (int n = 0; n < D / 8; ++n)
+                    *reinterpret_cast<__half2*>(target + n * 8) =
+                        __floats2half2_rn(o[part][n][2 * half] * inverse, o[part][n][2 * half + 1] * inverse);
+            }
+    }
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+    prefill_attention(const __half* __restrict__ qkv, const __half* __restrict__ k_cache,
+                      const __half* __restrict__ v_cache, const int* __restrict__ tables, int table_stride,
+                      const int* __restrict__ lengths, const int* __restrict__ starts,
+                      const int* __restrict__ tiles, __half* __restrict__ out, int heads, int kv_heads,
+                      float scale) {
+    extern __shared__ __align__(128) unsigned char shared[];
+    launch_next();
+    wait_for_previous(qkv, k_cache, v_cache);
+    const int sequence = tiles[2 * blockIdx.y];
+    if (sequence < 0) return;
+    const int group = heads / kv_heads, kv_head = blockIdx.x;
+    const int start = starts[sequence], chunk_tokens = starts[sequence + 1] - start;
+    const int length = lengths[sequence];
+    const int tile_tokens = ROWS / group;
+    const int first_token = tiles[2 * blockIdx.y + 1] * tile_tokens;
+    const int tokens = min(tile_tokens, chunk_tokens - first_token);
+    if (tokens <= 0 || length <= 0) return;
+    const int before = length - chunk_tokens;                // tokens of the context before the chunk
+    const int first_visible = before + first_token + 1;      // keys that the tile's first token sees
+    const int keys = first_visible + tokens - 1;             // and the last one
+    const int* table = tables + static_cast<int64_t>(sequence) * table_stride;
+
+    const uint32_t base = shared_address(shared);
+    auto k_tile = [&](int stage) { return base + stage * 2 * TILE_BYTES; };
+    auto v_tile = [&](int stage) { return base + stage * 2 * TILE_BYTES + TILE_BYTES; };
+    load_tile(k_tile(0), k_cache, table, kv_heads, kv_head, 0, keys);
+    load_tile(v_tile(0), v_cache, table, kv_heads, kv_head, 0, keys);
+    commit_copies();
+    Queries queries;
+    queries.load(qkv, start + first_token, heads + 2 * kv_heads, kv_head * group, group, tokens, first_visible);
+    Running running;
+    const int key_tiles = (keys + KEYS - 1) / KEYS;
+    for (int tile = 0; tile < key_tiles; ++tile) {
+        const int stage = tile & 1;
+        if (tile + 1 < key_tiles) {
+            load_tile(k_tile(stage ^ 1), k_cache, table, kv_heads, kv_head, (tile + 1) * KEYS, keys);
+            load_tile(v_tile(stage ^ 1), v_cache, table, kv_heads, kv_head, (tile + 1) * KEYS, keys);
         }
+        commit_copies();
+        wait_for_copies<1>();
+        __syncthreads();
+        Scores s = {};
+        running.score(s, queries, k_tile(stage));
+        running.weigh(s, queries, tile * KEYS, (tile + 1) * KEYS > first_visible, scale);
+        running.mix(s, v_tile(stage));
+        __syncthreads();  // the stage is overwritten next
+    }
+    running.store(queries, out, start + first_token, heads, kv_head * group, group);
 }

@@ -5,8 +5,8 @@
 //   few_residual  x += in W^T; in (T, K) half, x (T, outputs) float
 //   few_swiglu_*  out (T, F) half = silu(gate) * up of norm(x); W has F rows of gate, then F of up
 //
-// x (T, width) float, weights half (outputs, K) row-major, K a multiple of 32; norms, bias, positions, cache_rows,
-// table and caches as in `rms_norm.cu` and `qkv_rope.cu`. Everything is computed and rounded as by `rms_norm`, a product
+// x (T, width) float, weights half (outputs, K) row-major, K a multiple of 32; norms as in `rms_norm.cu`, the others as
+// `qkv.cuh` says. Everything is computed and rounded as by `rms_norm`, a product
 // of `hopper_gemm.cu`, `qkv_rope_write` and `swiglu` one after the other, to the same bits: sums go through K in order,
 // 16 elements at a time (m16n8k16 with the tokens as rows), from one accumulator; those of few_residual in the two
 // halves of a long K, which two warps take.
@@ -22,7 +22,7 @@
 // Blocks that take little of a multiprocessor let those of the kernels behind them in early, and with them their
 // weights: registers are spared, and blocks of few_swiglu are few enough to run all at once.
 //
-// Options: -DHEAD_DIM (64), -DINTERLEAVED (0). Dynamic shared memory: `_shared` in the launcher.
+// Options: -DHEAD_DIM (64), -DINTERLEAVED (0). Dynamic shared memory: `pitch_of` bytes for each row of inputs and of W.
 #include "common/qkv.cuh"
 
 static_assert(HEAD_DIM % 8 == 0, "a block has whole pairs of one head");
@@ -57,8 +57,8 @@ static __device__ __forceinline__ void fetch_to_l2(const unsigned char* start, i
         asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(start + from), "r"(size) : "memory");
 }
 
-// norm(x) as rows of halves in shared memory, summed in the order of `rms_norm`: there, a row has the block
-// that `_norm_shape` in the launcher says; here its warps are parts, which the warps of this block share out.
+// norm(x) as rows of halves in shared memory, summed in the order of `rms_norm`: the warps of the block that a row has
+// there are parts here, which the warps of this block share out.
 struct NormShape {
     int tokens, width, chunks, pieces, parts, warps, warp, lane;
     const float* gains;

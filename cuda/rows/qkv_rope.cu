@@ -1,13 +1,8 @@
 // From the QKV product to what attention reads: bias, QK norm, rotation, and the write into the KV pages.
 //
-//   qkv         (T, (H + 2 G) D) half: queries, keys, values; the queries are replaced by the rotated ones
-//   bias        ((H + 2 G) D,) float, or null; q_norm, k_norm (D,) float, or null: RMS norm of each head (Qwen3)
-//   positions   (T,); cache_rows (T,): page * 16 + offset, negative: not written
-//   table       (positions, D / 2, 2) float: cosine and sine, from `rope_table`
-//   caches      [pages, G, 16, D] half
-//
-// Pairs are (i, i + D / 2), or (2i, 2i + 1) where INTERLEAVED (llama GGUF files). Arithmetic is FP32. A head is the
-// work of a group of LANES threads, of which D / (2 VECTOR) have work: each holds VECTOR elements of either half of
+//   qkv             (T, (H + 2 G) D) half: queries, keys, values; the queries are replaced by the rotated ones
+//   q_norm, k_norm  (D,) float, or null: RMS norm of each head (Qwen3)
+// The others as `qkv.cuh` says. Arithmetic is FP32. A head is the work of a group of LANES threads, of which D / (2 VECTOR) have work: each holds VECTOR elements of either half of
 // the head, which makes its pairs complete in both styles. VECTOR is 8 (16-byte accesses) where 16 divides D, else
 // 2. Threads are numbered through all heads of all tokens. 2 D bytes are read and written a head.
 //
