@@ -33,8 +33,11 @@ from nightmill.jobs.settings import PREFIX, Settings
 START_SECONDS = 20.0
 REFERENCE = os.environ.get("NIGHTMILL_TEST_RUNNER", "reference") == "reference"
 """Whether workers in tests generate with NumPy; `make gpu-test` has them use the GPU."""
-LONG_TOKENS = int(os.environ.get("NIGHTMILL_TEST_LONG", "300"))
-"""Tokens of a job that is to be interrupted: seconds of work. A GPU needs more, and a larger model."""
+LONG_TOKENS = int(os.environ.get("NIGHTMILL_TEST_LONG", "120"))
+"""Tokens of a job that is to be interrupted, and done in the end: a second of work or more, since a step of
+the reference runner takes 8 ms or more. A GPU needs more tokens, and a larger model."""
+ENDLESS_TOKENS = max(LONG_TOKENS, 400)
+"""Tokens of a job that will not be done."""
 _MEMORY_DISK = Path("/dev/shm")
 _MEMORY_WANTED = 1 << 30
 

@@ -3,6 +3,7 @@
 What they need is imported when they run, so that the other commands stay quick.
 """
 
+import os
 import random
 import shutil
 import subprocess
@@ -69,22 +70,21 @@ def _worker(log_level: str, end_with_parent: bool, worker_id: str | None, **opti
     merge_options(Settings.from_env(), options)  # refuses bad settings before anything is loaded
     if end_with_parent:
         end_with_stdin()
-    from celery.bin.celery import celery
+    # The `celery` command would import the working folder's modules first, and a shell for its users, which
+    # takes as long as the rest of Celery.
+    from celery.bin.base import CLIContext
+    from celery.bin.worker import worker as celery_worker
 
-    import nightmill.worker.app  # noqa: F401 - Celery would import it with the working folder first on the path
+    from nightmill.worker.app import app
 
-    arguments = [
-        "--app=nightmill.worker.app",
-        "--quiet",
-        "worker",
-        "--pool=threads",
-        f"--loglevel={log_level}",
-    ]
-    arguments += as_arguments(options)
+    celery_worker.params.extend(app.user_options["worker"])
+    arguments = ["--pool=threads", f"--loglevel={log_level}", *as_arguments(options)]
     if worker_id is not None:
         arguments += ["--id", worker_id]
-    # `app.start` would do the same and forget the exit code.
-    raise SystemExit(celery.main(args=arguments, prog_name="celery", standalone_mode=False))
+    context = CLIContext(app, no_color=bool(os.environ.get("NO_COLOR")), workdir=None, quiet=True)
+    # `app.start` would forget the exit code.
+    code = celery_worker.main(arguments, "celery worker", obj=context, standalone_mode=False)
+    raise SystemExit(code)
 
 
 worker = click.Command(

@@ -32,7 +32,7 @@ def test_worker_outlives_its_broker(
     with Client(settings) as client, running_worker(client, log, ["--max-sequences", "4"]) as process:
         before = client.enqueue("Count from 1 to 3", max_tokens=2)
         client.wait(before, timeout=PATIENCE)
-        during = client.enqueue_many(["Write a haiku about rain"] * 12, max_tokens=200, ignore_eos=True)
+        during = client.enqueue_many(["Write a haiku about rain"] * 12, max_tokens=100, ignore_eos=True)
         wait_until(lambda: client.list_jobs(state=JobState.RUNNING), PATIENCE)
         if not keeps_its_data:
             redis_server.flush()

@@ -9,7 +9,7 @@ import psutil  # type: ignore[import-untyped]
 from nightmill.jobs.client import Client
 from nightmill.jobs.contract import JobState, StopReason
 from nightmill.worker.service.last_resort import END_SECONDS
-from tests.integration.worker.conftest import StartWorker, on_sqlite
+from tests.integration.worker.conftest import StartWorker, on_postgresql, on_sqlite
 from tests.servers import LONG_TOKENS, wait_until
 
 LONG: dict[str, Any] = {"max_tokens": LONG_TOKENS, "ignore_eos": True, "temperature": 0.8}
@@ -22,6 +22,7 @@ def engine_of(pid: int) -> psutil.Process:
     return child
 
 
+@on_postgresql
 def test_killed_engine_gives_its_jobs_back_and_ends_the_worker(
     jobs_client: Client, start_worker: StartWorker, tmp_path: Path
 ) -> None:

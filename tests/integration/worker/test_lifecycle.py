@@ -10,11 +10,11 @@ import pytest
 from nightmill.jobs.client import Client
 from nightmill.jobs.contract import Job, JobState, StopReason
 from tests.integration.worker.conftest import StartWorker, on_postgresql, on_sqlite
-from tests.servers import LONG_TOKENS, wait_until
+from tests.servers import ENDLESS_TOKENS, LONG_TOKENS, wait_until
 
-# Several seconds of work for the reference runner, so that it can be interrupted.
+# Work that can be interrupted. A finished long job fills its limit; the demo model's context is 512.
 LONG: dict[str, Any] = {"max_tokens": LONG_TOKENS, "ignore_eos": True, "temperature": 0.8}
-# A finished long job fills its limit; the demo model's context is 512.
+ENDLESS = LONG | {"max_tokens": ENDLESS_TOKENS}
 PATIENCE = 120.0
 
 
@@ -115,7 +115,7 @@ def test_sigterm_lets_running_jobs_finish_within_the_drain_time(
 
 
 def test_cancelled_jobs_stop_and_keep_their_text(jobs_client: Client, start_worker: StartWorker) -> None:
-    ids = jobs_client.enqueue_many(["Write a haiku about stars"] * 12, **LONG)
+    ids = jobs_client.enqueue_many(["Write a haiku about stars"] * 12, **ENDLESS)
     with start_worker("a", "--max-sequences", "4"):
         running = wait_until(lambda: in_state(jobs_client, JobState.RUNNING), PATIENCE)[0].id
         time.sleep(0.3)  # some tokens
@@ -125,7 +125,7 @@ def test_cancelled_jobs_stop_and_keep_their_text(jobs_client: Client, start_work
         assert jobs_client.cancel(running) is JobState.RUNNING
         stopped = wait_until(lambda: (job := jobs_client.get(running)).state.final and job, PATIENCE)
         assert (stopped.state, stopped.stop_reason) == (JobState.CANCELLED, StopReason.CANCELLED)
-        assert stopped.completion_tokens is not None and stopped.completion_tokens < LONG["max_tokens"]
+        assert stopped.completion_tokens is not None and stopped.completion_tokens < ENDLESS_TOKENS
         for job_id in ids:
             if not jobs_client.get(job_id).state.final:
                 jobs_client.cancel(job_id)
@@ -137,7 +137,7 @@ def test_deadline_stops_a_running_job_and_keeps_its_text(
     jobs_client: Client, start_worker: StartWorker
 ) -> None:
     with start_worker("a"):
-        job_id = jobs_client.enqueue("Write a haiku about fire", deadline=timedelta(seconds=1), **LONG)
+        job_id = jobs_client.enqueue("Write a haiku about fire", deadline=timedelta(seconds=1), **ENDLESS)
         expired = jobs_client.enqueue(
             "Write a haiku about fire", deadline=timedelta(seconds=0.3), scheduled_at=timedelta(hours=1)
         )

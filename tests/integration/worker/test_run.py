@@ -26,6 +26,7 @@ PATIENCE = 120.0
 MODEL = "nightmill-demo"
 ROWS = 48
 BAD = {5: "{broken", 20: '{"prompt": "x", "tools": []}'}
+LEAST = 16  # tokens of an answer, to which the number of its row is added: two seconds for all
 
 
 @pytest.fixture
@@ -41,7 +42,9 @@ def prompts(tmp_path: Path) -> Path:
     with path.open("w") as file:
         for number in range(1, ROWS + 1):
             row = {"prompt": f"Write a haiku about rain and {number}", "seed": number, "temperature": 0.9}
-            file.write(BAD.get(number) or json.dumps(row | {"max_tokens": 40 + number, "ignore_eos": True}))
+            file.write(
+                BAD.get(number) or json.dumps(row | {"max_tokens": LEAST + number, "ignore_eos": True})
+            )
             file.write("\n")
     return path
 
@@ -108,7 +111,7 @@ def test_a_file_becomes_results_and_errors_in_its_order(
     results, errors = rows(tmp_path / "out.jsonl"), rows(tmp_path / "out.errors.jsonl")
     good = [number for number in range(1, ROWS + 1) if number not in BAD]
     assert [row["custom_id"] for row in results] == [f"row-{number}" for number in good]
-    assert [(row["completion_tokens"], row["seed"]) for row in results] == [(40 + n, n) for n in good]
+    assert [(row["completion_tokens"], row["seed"]) for row in results] == [(LEAST + n, n) for n in good]
     assert [(row["line"], row["error"]["code"]) for row in errors] == [
         (5, "invalid_json"),
         (20, "unsupported_field"),

@@ -82,6 +82,12 @@ def generate(
     return done, engine.stats
 
 
+@pytest.fixture(scope="module")
+def undisturbed(files: tuple[GgufFile, GgufFile]) -> dict[str, Completion]:
+    """What `forty` become without the poison in the model."""
+    return generate(files[0], forty(), depth=1, pages=800, sharing=False)[0]
+
+
 def cut_at_the_poison(clean: Completion, request: Request) -> Completion:
     """What the poison leaves of a completion: all of it, or what was drawn up to the poison."""
     drawn = clean.token_ids
@@ -101,8 +107,9 @@ def cut_at_the_poison(clean: Completion, request: Request) -> Completion:
 @pytest.mark.parametrize("pages", [34, 800])  # 34: sequences give way to each other, pages are used again
 @pytest.mark.parametrize("sharing", [True, False])
 def test_of_forty_jobs_those_with_the_poison_fail_and_the_others_keep_their_bits(
-    files: tuple[GgufFile, GgufFile], depth: int, pages: int, sharing: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    files: tuple[GgufFile, GgufFile], undisturbed: dict[str, Completion], depth: int, pages: int,
+    sharing: bool, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     acquitted = []
     acquit = Scheduler.acquit
 
@@ -112,13 +119,12 @@ def test_of_forty_jobs_those_with_the_poison_fail_and_the_others_keep_their_bits
 
     monkeypatch.setattr(Scheduler, "acquit", noted)
     requests = forty()
-    clean, _ = generate(files[0], requests, depth=1, pages=800, sharing=False)
     done, stats = generate(files[1], requests, depth=depth, pages=pages, sharing=sharing)
-    assert done.keys() == clean.keys()
+    assert done.keys() == undisturbed.keys()
     failed = [one for one in done.values() if one.stop_reason is StopReason.ERROR]
     assert 9 <= len(failed) < 18
     for request in requests:
-        left = cut_at_the_poison(clean[request.job_id], request)
+        left = cut_at_the_poison(undisturbed[request.job_id], request)
         assert replace(done[request.job_id], error=None) == left
     for one in failed:
         assert one.error is not None
