@@ -15,6 +15,7 @@ import numpy.typing as npt
 from gguf import GGMLQuantizationType, GGUFWriter, TokenType
 from gguf.quants import quantize
 
+from nightmill.worker.model.spec import ModelSpec, Role
 from nightmill.worker.model.tokenizer.vocabulary import byte_alphabet
 
 CHATML = (
@@ -189,6 +190,26 @@ def write_model(
             writer.add_tensor(name, quantize(tensor, kind), raw_dtype=kind)
         else:
             writer.add_tensor(name, tensor)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def write_spec(path: Path, spec: ModelSpec, *, seed: int = 0) -> Path:
+    """Write random weights for a spec and return `path`: tensors alone, no keys that say what for."""
+    rng = np.random.default_rng(seed)
+    writer = GGUFWriter(path, "test")
+    for role, weight in spec.all_weights():
+        for name, shape in weight.parts:
+            noise = rng.standard_normal(shape, dtype=np.float32)
+            if weight.is_matrix:
+                gain = 2.5 if role in (Role.EMBEDDING, Role.HEAD) else 1.5
+                noise *= np.float32(gain / np.sqrt(shape[1]))
+            else:
+                noise = 1 + 0.1 * noise if role.endswith("norm") else 0.2 * noise
+            writer.add_tensor(name, noise.astype(np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -1,7 +1,10 @@
-"""Specs without files: a Qwen2.5-0.5B's, with changes."""
+"""Specs without files: a Qwen2.5-0.5B's, with changes; and small ones of all kinds."""
+
+from dataclasses import replace
+from typing import Any
 
 from nightmill.worker.model.rope import Rope, RopeStyle
-from nightmill.worker.model.spec import Attention, FeedForward, LayerSpec, ModelSpec, Norm
+from nightmill.worker.model.spec import Activation, Attention, FeedForward, LayerSpec, ModelSpec, Norm
 
 
 def dense_spec(
@@ -43,3 +46,48 @@ def dense_spec(
         output_norm=norm,
         tied_head=True,
     )
+
+
+NORM, ROPE = Norm(1e-5), Rope(style=RopeStyle.HALVES, dim=16, base=10_000.0)
+CENTRED = Norm(1e-5, centred=True, bias=True)
+PLAIN = replace(
+    dense_spec(layers=2, width=64, heads=4, kv_heads=2, head_dim=16, ffn_width=96, vocab=400),
+    tied_head=False,
+)
+
+
+def variant(
+    *, attention: dict[str, Any] | None = None, feed_forward: dict[str, Any] | None = None,
+    layer: dict[str, Any] | None = None, **model: Any,
+) -> ModelSpec:  # fmt: skip
+    """PLAIN with other parts in all layers."""
+    plain = PLAIN.layers[0]
+    parts = {
+        "attention": replace(plain.attention, **(attention or {})),
+        "feed_forward": replace(plain.feed_forward, **(feed_forward or {})),
+    }
+    return replace(PLAIN, layers=(replace(plain, **parts, **(layer or {})),) * 2, **model)
+
+
+VARIANTS = {
+    "window": variant(attention={"window": 20}),
+    "window, then all": replace(PLAIN, layers=(variant(attention={"window": 9}).layers[0], PLAIN.layers[0])),
+    "soft-caps": variant(attention={"softcap": 2.0, "scale": 0.5}, logit_softcap=4.0),
+    "scales": variant(layer={"residual_scale": 0.4}, embedding_scale=8.0, logit_scale=0.25),
+    "norms after too": variant(layer={"attention_post_norm": NORM, "feed_forward_post_norm": NORM}),
+    "norms of whole Q and K": variant(
+        attention={"qk_norm": NORM, "qk_norm_whole": True},
+    ),
+    "GeGLU": variant(feed_forward={"activation": Activation.GELU}),
+    "LayerNorm, no gate, biases": variant(
+        attention={"output_bias": True},
+        feed_forward={"activation": Activation.GELU, "gated": False, "bias": True},
+        layer={"attention_norm": CENTRED, "feed_forward_norm": CENTRED}, output_norm=CENTRED,
+    ),
+    "gate with biases": variant(feed_forward={"bias": True}),
+    "fused tensors": variant(attention={"fused": True}, feed_forward={"fused": True}),
+    "half of a head rotated": variant(attention={"rope": replace(ROPE, dim=8)}),
+    "and in pairs": variant(attention={"rope": replace(ROPE, dim=8, style=RopeStyle.PAIRS)}),
+    "no rotation": variant(attention={"rope": replace(ROPE, dim=0)}),
+}  # fmt: skip
+"""PLAIN with what a spec can say beyond the families that there are, each alone."""

@@ -61,7 +61,7 @@ class Rope:
     """
 
     style: RopeStyle
-    dim: int  # elements of a head that are rotated
+    dim: int  # leading elements of a head that are rotated; 0: none, positions do not count
     base: float
     scaling: RopeScaling = RopeScaling()
     divisors: tuple[float, ...] = ()

@@ -3,7 +3,8 @@
 Everything that must know an architecture reads a `ModelSpec`: the check of the file, the loaders of both
 runners, the memory plan and both forward passes. Which keys of a file say so is `worker.model.families`'.
 
-A layer adds to the residual stream x twice: x += attention(norm(x)), then x += feed_forward(norm(x)).
+A layer adds to the residual stream x twice: x += scale * after(attention(before(x))), and the same with the
+feed-forward network; `before` is a norm, `after` one or nothing. What a runner cannot compute, it refuses.
 """
 
 from collections.abc import Iterator
@@ -13,28 +14,36 @@ from enum import StrEnum
 from nightmill.worker.model.rope import Rope
 
 __all__ = [
-    "Attention", "FeedForward", "LayerSpec", "ModelSpec", "Norm", "Role", "Shape", "Weight",
+    "Activation", "Attention", "FeedForward", "LayerSpec", "ModelSpec", "Norm", "Role", "Shape", "Weight",
 ]  # fmt: skip
 
 Shape = tuple[int, ...]
 
 
 class Role(StrEnum):
-    """What a weight does."""
+    """What a weight does. The bias of a norm is called after the norm."""
 
     EMBEDDING = "embedding"
     ATTN_NORM = "attn_norm"
+    ATTN_NORM_BIAS = "attn_norm_bias"
     QKV = "qkv"
     """Rows of all queries, then of keys, then of values."""
     QKV_BIAS = "qkv_bias"
     Q_NORM = "q_norm"
     K_NORM = "k_norm"
     ATTN_OUTPUT = "attn_output"
+    ATTN_OUTPUT_BIAS = "attn_output_bias"
+    ATTN_POST_NORM = "attn_post_norm"
     FFN_NORM = "ffn_norm"
+    FFN_NORM_BIAS = "ffn_norm_bias"
     GATE_UP = "gate_up"
-    """Rows of the gate, then of what it is multiplied with."""
+    """Rows of the gate, if there is one, then of what it is multiplied with."""
+    GATE_UP_BIAS = "gate_up_bias"
     FFN_DOWN = "ffn_down"
+    FFN_DOWN_BIAS = "ffn_down_bias"
+    FFN_POST_NORM = "ffn_post_norm"
     OUTPUT_NORM = "output_norm"
+    OUTPUT_NORM_BIAS = "output_norm_bias"
     HEAD = "head"
 
 
@@ -70,11 +79,27 @@ class Weight:
 Weights = dict[Role, Weight]
 
 
+class Activation(StrEnum):
+    """What a feed-forward network is not linear by."""
+
+    SILU = "silu"
+    """x / (1 + exp(-x))"""
+    GELU = "gelu"
+    """x / 2 (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3)))"""
+
+
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """x / sqrt(mean(x^2) + eps) * weight (RMS norm)."""
+    """x / sqrt(mean(x^2) + eps) * weight (RMS norm); `centred`: of x - mean(x) (LayerNorm)."""
 
     eps: float
+    centred: bool = False
+    bias: bool = False  # added at last
+
+    def weights(self, role: Role, name: str, size: int) -> Weights:
+        """Its weights, `role` and that of its bias, in tensors called `name`, for rows of `size` elements."""
+        weights = {role: _stack({f"{name}.weight": (size,)})}
+        return weights | {Role(f"{role}_bias"): _stack({f"{name}.bias": (size,)})} if self.bias else weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,9 +109,15 @@ class Attention:
     heads: int
     kv_heads: int
     head_dim: int
-    rope: Rope
+    rope: Rope  # of queries and keys
     bias: bool = False  # added to queries, keys and values
+    output_bias: bool = False
+    fused: bool = False  # the file has queries, keys and values in one tensor
     qk_norm: Norm | None = None  # of each head's query and key, before rotation
+    qk_norm_whole: bool = False  # it goes over all heads of a token at once
+    window: int | None = None  # a token sees so many, itself included; None: all before it
+    scale: float | None = None  # of scores; None: 1 / sqrt(head_dim)
+    softcap: float | None = None  # scores become softcap * tanh(score / softcap)
 
     @property
     def queries(self) -> int:
@@ -105,29 +136,46 @@ class Attention:
 
     def weights(self, width: int) -> Weights:
         """Its weights in a block of the file, for a residual stream of `width` elements."""
-        sizes = {"q": self.queries, "k": self.keys, "v": self.keys}
+        sizes = {"qkv": self.qkv} if self.fused else {"q": self.queries, "k": self.keys, "v": self.keys}
         weights = {Role.QKV: _stack({f"attn_{part}.weight": (size, width) for part, size in sizes.items()})}
         if self.bias:
             weights[Role.QKV_BIAS] = _stack({f"attn_{part}.bias": (size,) for part, size in sizes.items()})
         if self.qk_norm is not None:
-            weights[Role.Q_NORM] = _stack({"attn_q_norm.weight": (self.head_dim,)})
-            weights[Role.K_NORM] = _stack({"attn_k_norm.weight": (self.head_dim,)})
-        return weights | {Role.ATTN_OUTPUT: _stack({"attn_output.weight": (width, self.queries)})}
+            q, k = (self.queries, self.keys) if self.qk_norm_whole else (self.head_dim, self.head_dim)
+            weights |= self.qk_norm.weights(Role.Q_NORM, "attn_q_norm", q)
+            weights |= self.qk_norm.weights(Role.K_NORM, "attn_k_norm", k)
+        weights[Role.ATTN_OUTPUT] = _stack({"attn_output.weight": (width, self.queries)})
+        if self.output_bias:
+            weights[Role.ATTN_OUTPUT_BIAS] = _stack({"attn_output.bias": (width,)})
+        return weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FeedForward:
-    """down(silu(gate(x)) * up(x)), of `width` elements between (SwiGLU)."""
+    """down(activation(gate(x)) * up(x)), with `width` elements between.
+
+    Without a gate it is down(activation(up(x))).
+    """
 
     width: int
+    activation: Activation = Activation.SILU
+    gated: bool = True
+    bias: bool = False  # of all its matrices
+    fused: bool = False  # the file has gate and up in one tensor
 
     def weights(self, width: int) -> Weights:
         """Its weights in a block of the file, for a residual stream of `width` elements."""
-        inner = self.width
-        return {
-            Role.GATE_UP: _stack({"ffn_gate.weight": (inner, width), "ffn_up.weight": (inner, width)}),
-            Role.FFN_DOWN: _stack({"ffn_down.weight": (width, inner)}),
+        sizes = {"gate": self.width, "up": self.width} if self.gated else {"up": self.width}
+        if self.fused:
+            sizes = {"up": sum(sizes.values())}
+        weights = {
+            Role.GATE_UP: _stack({f"ffn_{part}.weight": (size, width) for part, size in sizes.items()}),
+            Role.FFN_DOWN: _stack({"ffn_down.weight": (width, self.width)}),
         }
+        if self.bias:
+            weights[Role.GATE_UP_BIAS] = _stack({f"ffn_{part}.bias": (size,) for part, size in sizes.items()})
+            weights[Role.FFN_DOWN_BIAS] = _stack({"ffn_down.bias": (width,)})
+        return weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,16 +184,25 @@ class LayerSpec:
 
     attention_norm: Norm
     attention: Attention
+    attention_post_norm: Norm | None = None
     feed_forward_norm: Norm
     feed_forward: FeedForward
+    feed_forward_post_norm: Norm | None = None
+    residual_scale: float = 1.0
 
     def weights(self, width: int) -> Weights:
         """All its weights, with names as they follow `blk.N.`."""
+
+        def norm(norm: Norm | None, role: Role, name: str) -> Weights:
+            return {} if norm is None else norm.weights(role, name, width)
+
         return (
-            {Role.ATTN_NORM: _stack({"attn_norm.weight": (width,)})}
+            norm(self.attention_norm, Role.ATTN_NORM, "attn_norm")
             | self.attention.weights(width)
-            | {Role.FFN_NORM: _stack({"ffn_norm.weight": (width,)})}
+            | norm(self.attention_post_norm, Role.ATTN_POST_NORM, "post_attention_norm")
+            | norm(self.feed_forward_norm, Role.FFN_NORM, "ffn_norm")
             | self.feed_forward.weights(width)
+            | norm(self.feed_forward_post_norm, Role.FFN_POST_NORM, "post_ffw_norm")
         )
 
 
@@ -161,6 +218,9 @@ class ModelSpec:
     layers: tuple[LayerSpec, ...]
     output_norm: Norm
     tied_head: bool  # the LM head is token_embd.weight
+    embedding_scale: float = 1.0
+    logit_scale: float = 1.0
+    logit_softcap: float | None = None  # after the scale
 
     @property
     def attentions(self) -> tuple[Attention, ...]:
@@ -170,10 +230,8 @@ class ModelSpec:
     def weights(self) -> Weights:
         """Those outside the layers; a tied head has none of its own."""
         table = (self.vocab, self.width)
-        weights = {
-            Role.EMBEDDING: _stack({"token_embd.weight": table}),
-            Role.OUTPUT_NORM: _stack({"output_norm.weight": (self.width,)}),
-        }
+        weights = {Role.EMBEDDING: _stack({"token_embd.weight": table})}
+        weights |= self.output_norm.weights(Role.OUTPUT_NORM, "output_norm", self.width)
         if not self.tied_head:
             weights[Role.HEAD] = _stack({"output.weight": table})
         return weights

@@ -15,16 +15,16 @@ from nightmill.worker.engine.engine import Engine
 from nightmill.worker.engine.request import Completion, Request
 from nightmill.worker.model.families import read_spec
 from nightmill.worker.model.gguf.file import GgufFile
-from nightmill.worker.model.rope import RopeStyle
 from nightmill.worker.model.spec import ModelSpec
 from nightmill.worker.runners.base import Admission, StepBatch
 from nightmill.worker.runners.philox import token_words, uniform
 from nightmill.worker.runners.reference import ReferenceRunner, choose_kv_blocks
 from nightmill.worker.runners.sampling import gumbel
-from tests.ggufs import byte_vocabulary, write_model
+from tests.ggufs import byte_vocabulary, write_model, write_spec
+from tests.specs import PLAIN, VARIANTS
+from tests.straightforward import straightforward_logits
 
 Array = npt.NDArray[np.float32]
-Wide = npt.NDArray[np.float64]
 VOCAB = len(byte_vocabulary().tokens)
 MODELS: dict[str, dict[str, Any]] = {
     "qwen2": {},
@@ -35,6 +35,10 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3": {"architecture": "qwen3", "heads": 4, "kv_heads": 2, "head_dim": 24, "ffn": 200},
     "yarn": {"rope_scaling": {"type": "yarn", "factor": 4.0, "original_context_length": 64}},
 }
+
+
+def names(spec: ModelSpec) -> list[str]:
+    return [name for _, weight in spec.all_weights() for name in weight.names]
 
 
 class NoText:
@@ -48,9 +52,8 @@ class NoText:
 class Bench:
     """A model file and short ways to run it."""
 
-    def __init__(self, path: Path, **options: Any) -> None:
-        self.file = GgufFile.open(write_model(path, **options))
-        self.spec = read_spec(self.file)
+    def __init__(self, file: GgufFile, spec: ModelSpec) -> None:
+        self.file, self.spec = file, spec
 
     def runner(self, *, kv_blocks: int = 64, slots: int = 4, **options: Any) -> ReferenceRunner:
         return ReferenceRunner(self.file, self.spec, kv_blocks=kv_blocks, slots=slots, **options)
@@ -93,7 +96,11 @@ MakeBench = Callable[..., Bench]
 @pytest.fixture
 def make_bench(tmp_path: Path) -> MakeBench:
     def make(name: str = "qwen2", **options: Any) -> Bench:
-        return Bench(tmp_path / f"{name}-{len(list(tmp_path.iterdir()))}.gguf", **(MODELS[name] | options))
+        path = tmp_path / f"{name}-{len(list(tmp_path.iterdir()))}.gguf"
+        if name in VARIANTS:
+            return Bench(GgufFile.open(write_spec(path, VARIANTS[name])), VARIANTS[name])
+        file = GgufFile.open(write_model(path, **(MODELS[name] | options)))
+        return Bench(file, read_spec(file))
 
     return make
 
@@ -116,60 +123,7 @@ def mixed_requests(count: int, **more: Any) -> list[Request]:
     return [request(f"j{n}", random_prompt(n, 1 + n * 37 % 90), seed=n, **params[n]) for n in range(count)]
 
 
-def straightforward_logits(file: GgufFile, spec: ModelSpec, tokens: list[int]) -> Wide:
-    """The model in float64 over a whole sequence, without cache, pages, fused matrices or `ops`."""
-
-    def array(name: str) -> Wide:
-        return file.array(name).astype(np.float64)
-
-    def norm(x: Wide, weight: Wide) -> Wide:
-        return x / np.sqrt((x * x).mean(-1, keepdims=True) + spec.output_norm.eps) * weight
-
-    attention = spec.layers[0].attention
-    frequencies, magnitude = attention.rope.frequencies(), attention.rope.magnitude
-
-    def rotate(x: Wide) -> Wide:
-        turn = np.exp(1j * np.arange(len(x))[:, None] * frequencies) * magnitude
-        half = x.shape[1] // 2
-        if attention.rope.style is RopeStyle.PAIRS:
-            turned = (x[:, 0::2] + 1j * x[:, 1::2]) * turn
-            return np.stack([turned.real, turned.imag], axis=-1).reshape(x.shape)
-        turned = (x[:, :half] + 1j * x[:, half:]) * turn
-        return np.concatenate([turned.real, turned.imag], axis=-1)
-
-    x = array("token_embd.weight")[tokens]
-    causal = np.tril(np.ones((len(tokens), len(tokens)), dtype=bool))
-    size = attention.head_dim
-    for layer in range(len(spec.layers)):
-        block = f"blk.{layer}."
-        normed = norm(x, array(block + "attn_norm.weight"))
-        parts = {}
-        for part in "qkv":
-            parts[part] = normed @ array(f"{block}attn_{part}.weight").T
-            if attention.bias:
-                parts[part] += array(f"{block}attn_{part}.bias")
-        outputs = []
-        for head in range(attention.heads):
-            kv = head // (attention.heads // attention.kv_heads)
-            q = parts["q"][:, head * size : (head + 1) * size]
-            k, v = (parts[part][:, kv * size : (kv + 1) * size] for part in "kv")
-            if attention.qk_norm is not None:
-                q, k = (
-                    norm(q, array(block + "attn_q_norm.weight")),
-                    norm(k, array(block + "attn_k_norm.weight")),
-                )
-            scores = np.where(causal, rotate(q) @ rotate(k).T / np.sqrt(size), -np.inf)
-            weights = np.exp(scores - scores.max(-1, keepdims=True))
-            outputs.append(weights / weights.sum(-1, keepdims=True) @ v)
-        x = x + np.concatenate(outputs, axis=1) @ array(block + "attn_output.weight").T
-        normed = norm(x, array(block + "ffn_norm.weight"))
-        gate, up = (normed @ array(f"{block}ffn_{part}.weight").T for part in ("gate", "up"))
-        x = x + (gate / (1 + np.exp(-gate)) * up) @ array(block + "ffn_down.weight").T
-    head_weight = array("token_embd.weight" if spec.tied_head else "output.weight")
-    return norm(x, array("output_norm.weight")) @ head_weight.T
-
-
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [*MODELS, *VARIANTS])
 def test_logits_agree_with_a_straightforward_model_in_float64(name: str, make_bench: MakeBench) -> None:
     bench = make_bench(name)
     prompt = random_prompt(1, 150)
@@ -181,7 +135,16 @@ def test_logits_agree_with_a_straightforward_model_in_float64(name: str, make_be
     assert len(set(answer)) > 1
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name", [name for name in VARIANTS if set(names(VARIANTS[name])) == set(names(PLAIN))]
+)
+def test_what_a_spec_says_beyond_its_weights_counts(name: str, make_bench: MakeBench) -> None:
+    bench, prompt = make_bench(name), random_prompt(1, 60)
+    ours, plain = (straightforward_logits(bench.file, spec, prompt) for spec in (bench.spec, PLAIN))
+    assert np.linalg.norm(ours[40:] - plain[40:]) > 0.02 * np.linalg.norm(plain[40:])
+
+
+@pytest.mark.parametrize("name", [*MODELS, *VARIANTS])
 def test_chunks_of_any_size_give_the_same_bits(name: str, make_bench: MakeBench) -> None:
     bench = make_bench(name)
     prompt = random_prompt(2, 135)

@@ -59,6 +59,28 @@ def test_rms_norm() -> None:
     np.testing.assert_allclose(ops.rms_norm(x, weight, 1e-5), expected, **CLOSE)
 
 
+def test_layer_norm() -> None:
+    x, weight = normal(0, 5, 30) + 3, normal(1, 30)
+    expected = []
+    for row in x.tolist():
+        mean = sum(row) / 30
+        deviation = math.sqrt(sum((v - mean) ** 2 for v in row) / 30 + 1e-5)
+        expected.append([(v - mean) / deviation * float(w) for v, w in zip(row, weight, strict=True)])
+    np.testing.assert_allclose(ops.layer_norm(x, weight, 1e-5), expected, **CLOSE)
+
+
+def test_gelu() -> None:
+    x = np.append(normal(0, 40) * 3, np.array([-1e20, 1e20], dtype=np.float32))
+    expected = [v / 2 * (1 + math.tanh(math.sqrt(2 / math.pi) * (v + 0.044715 * v**3))) for v in x.tolist()]
+    np.testing.assert_allclose(ops.gelu(x), expected, **CLOSE)
+
+
+def test_softcap() -> None:
+    x = normal(0, 40) * 30
+    np.testing.assert_allclose(ops.softcap(x, 7.0), [7 * math.tanh(v / 7) for v in x.tolist()], **CLOSE)
+    assert ops.softcap(x, None) is x
+
+
 def test_swiglu() -> None:
     gate_up = normal(0, 4, 20) * 3
     expected = [

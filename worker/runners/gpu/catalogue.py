@@ -8,6 +8,7 @@ from nightmill.worker.runners.gpu.activations import LOGIT_ROWS, Activations
 from nightmill.worker.runners.gpu.attention.decode import DecodeAttention
 from nightmill.worker.runners.gpu.attention.general import GeneralDecode, GeneralPrefill
 from nightmill.worker.runners.gpu.attention.prefill import HopperPrefill, PortablePrefill
+from nightmill.worker.runners.gpu.computed import refusal
 from nightmill.worker.runners.gpu.device.sources import Source
 from nightmill.worker.runners.gpu.products.few_rows import FewRows
 from nightmill.worker.runners.gpu.products.hopper_qkv import HopperQkv
@@ -72,8 +73,8 @@ def workspace_bytes(
 
 
 def check_spec(spec: ModelSpec) -> None:
-    """Raise RunnerError, which names the size, where kernels do not take a model."""
-    problems = [launcher.refusal(spec) for launcher in _LAST]
+    """Raise RunnerError, which names the part or the size, if kernels do not take a model."""
+    problems = [refusal(spec), *(launcher.refusal(spec) for launcher in _LAST)]
     # A step has one set of tiles and pieces, which all layers share.
     if len({(one.heads, one.kv_heads, one.head_dim) for one in spec.attentions}) > 1:
         problems.append("layers with different heads")

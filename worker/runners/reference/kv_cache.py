@@ -69,8 +69,9 @@ class KvCache:
         self.keys, self.values = [], []
 
     def attend(
-        self, layer: int, q: ops.FloatArray, k: ops.FloatArray, v: ops.FloatArray, places: Places
-    ) -> ops.FloatArray:
+        self, layer: int, q: ops.FloatArray, k: ops.FloatArray, v: ops.FloatArray, places: Places,
+        how: ops.Scores,
+    ) -> ops.FloatArray:  # fmt: skip
         """Write keys and values (T, kv_heads, head_dim), then let queries (T, heads, head_dim) read them."""
         keys, values = self.keys[layer], self.values[layer]
         keys[places.written], values[places.written] = k, v
@@ -78,10 +79,11 @@ class KvCache:
         if places.single.size:
             single = places.single
             mixed[single] = ops.paged_attention(
-                q[single, None], keys, values, places.single_rows, positions[single, None]
+                q[single, None], keys, values, places.single_rows, positions[single, None], how
             )[:, 0]
         for part, rows in places.chunks:
-            mixed[part] = ops.paged_attention(q[None, part], keys, values, rows, positions[None, part])[0]
+            chunk = ops.paged_attention(q[None, part], keys, values, rows, positions[None, part], how)
+            mixed[part] = chunk[0]
         return mixed
 
     def places(self, batch: StepBatch) -> Places:

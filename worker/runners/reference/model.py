@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.model.rope import Rope, RopeStyle
-from nightmill.worker.model.spec import Attention, FeedForward, ModelSpec, Norm, Role, Weight
+from nightmill.worker.model.spec import Activation, Attention, FeedForward, ModelSpec, Norm, Role, Weight
 from nightmill.worker.runners.reference import ops
 from nightmill.worker.runners.reference.kv_cache import KvCache, Places
 
@@ -22,6 +22,12 @@ __all__ = ["Model", "Trace"]
 FloatArray = npt.NDArray[np.float32]
 Weights = dict[Role, FloatArray]
 Rotations = dict[Rope, tuple[ops.FloatArray, ops.FloatArray]]
+_ACTIVATIONS = {
+    (Activation.SILU, True): ops.swiglu,
+    (Activation.SILU, False): ops.silu,
+    (Activation.GELU, True): ops.geglu,
+    (Activation.GELU, False): ops.gelu,
+}
 Trace = Callable[[str, npt.NDArray[Any]], None]
 
 
@@ -37,7 +43,7 @@ class Model:
         self._cache = cache
         self._trace = trace
         self._layers = [_load(file, spec.layer_weights(index)) for index in range(len(spec.layers))]
-        self._output_norm = file.array("output_norm.weight")
+        self._output_norm = _load(file, spec.output_norm.weights(Role.OUTPUT_NORM, "output_norm", spec.width))
         self._embedding = file.array("token_embd.weight")
         self._head = (self._embedding if spec.tied_head else file.array("output.weight")).T
         matrices = (weight for layer in self._layers for weight in layer.values() if weight.ndim == 2)
@@ -52,22 +58,27 @@ class Model:
             rope: ops.rope_table(places.positions, frequencies, rope.magnitude, np.float32)
             for rope, frequencies in self._frequencies.items()
         }
-        x = ops.embedding(self._embedding, tokens)
+        x = _scaled(ops.embedding(self._embedding, tokens), self._spec.embedding_scale)
         self._report("embedding", x)
         for index, layer in enumerate(self._spec.layers):
             weights = self._layers[index]
-            normed = _norm(layer.attention_norm, x, weights[Role.ATTN_NORM])
-            x = x + self._attend(index, layer.attention, weights, normed, places, rotations)
-            normed = _norm(layer.feed_forward_norm, x, weights[Role.FFN_NORM])
-            x = x + self._feed_forward(layer.feed_forward, weights, normed)
+            normed = _norm(layer.attention_norm, x, weights, Role.ATTN_NORM)
+            added = self._attend(index, layer.attention, weights, normed, places, rotations)
+            added = _norm(layer.attention_post_norm, added, weights, Role.ATTN_POST_NORM)
+            x = x + _scaled(added, layer.residual_scale)
+            normed = _norm(layer.feed_forward_norm, x, weights, Role.FFN_NORM)
+            added = self._feed_forward(layer.feed_forward, weights, normed)
+            added = _norm(layer.feed_forward_post_norm, added, weights, Role.FFN_POST_NORM)
+            x = x + _scaled(added, layer.residual_scale)
             self._report(f"layer.{index}", x)
-        x = _norm(self._spec.output_norm, x, self._output_norm)
+        x = _norm(self._spec.output_norm, x, self._output_norm, Role.OUTPUT_NORM)
         self._report("norm", x)
         return x
 
     def logits(self, hidden: ops.FloatArray) -> FloatArray:
         """Logits (R, vocab) of normed hidden states (R, width)."""
-        logits = self._linear(hidden, self._head).astype(np.float32, copy=False)
+        logits = _scaled(self._linear(hidden, self._head), self._spec.logit_scale)
+        logits = ops.softcap(logits, self._spec.logit_softcap).astype(np.float32, copy=False)
         self._report("logits", logits)
         return logits
 
@@ -82,18 +93,21 @@ class Model:
         heads, kv_heads = attention.heads, attention.kv_heads
         qkv = self._linear(x, weights[Role.QKV], weights.get(Role.QKV_BIAS))
         q, k, v = np.split(qkv.reshape(len(x), -1, attention.head_dim), [heads, heads + kv_heads], axis=1)
-        if attention.qk_norm is not None:
-            q = _norm(attention.qk_norm, q, weights[Role.Q_NORM])
-            k = _norm(attention.qk_norm, k, weights[Role.K_NORM])
+        if attention.qk_norm_whole:
+            q, k = (part.reshape(len(x), 1, -1) for part in (q, k))
+        q = _norm(attention.qk_norm, q, weights, Role.Q_NORM).reshape(len(x), heads, -1)
+        k = _norm(attention.qk_norm, k, weights, Role.K_NORM).reshape(len(x), kv_heads, -1)
         cosine, sine = rotations[attention.rope]
         interleaved = attention.rope.style is RopeStyle.PAIRS
         q, k = (ops.rope(part, cosine, sine, interleaved=interleaved) for part in (q, k))
-        mixed = self._cache.attend(index, q, k, v, places)
-        return self._linear(mixed.reshape(len(x), attention.queries), weights[Role.ATTN_OUTPUT])
+        how = ops.Scores(attention.scale, attention.softcap, attention.window)
+        mixed = self._cache.attend(index, q, k, v, places, how).reshape(len(x), -1)
+        return self._linear(mixed, weights[Role.ATTN_OUTPUT], weights.get(Role.ATTN_OUTPUT_BIAS))
 
     def _feed_forward(self, feed_forward: FeedForward, weights: Weights, x: ops.FloatArray) -> ops.FloatArray:
-        gate_up = self._linear(x, weights[Role.GATE_UP])
-        return self._linear(ops.swiglu(gate_up), weights[Role.FFN_DOWN])
+        inner = self._linear(x, weights[Role.GATE_UP], weights.get(Role.GATE_UP_BIAS))
+        activated = _ACTIVATIONS[feed_forward.activation, feed_forward.gated](inner)
+        return self._linear(activated, weights[Role.FFN_DOWN], weights.get(Role.FFN_DOWN_BIAS))
 
     def _linear(
         self, x: ops.FloatArray, weight: FloatArray, bias: FloatArray | None = None
@@ -105,8 +119,15 @@ class Model:
             self._trace(stage, values)
 
 
-def _norm(norm: Norm, x: ops.FloatArray, weight: FloatArray) -> ops.FloatArray:
-    return ops.rms_norm(x, weight, norm.eps)
+def _norm(norm: Norm | None, x: ops.FloatArray, weights: Weights, role: Role) -> ops.FloatArray:
+    if norm is None:
+        return x
+    normed = (ops.layer_norm if norm.centred else ops.rms_norm)(x, weights[role], norm.eps)
+    return normed + weights[Role(f"{role}_bias")] if norm.bias else normed
+
+
+def _scaled(x: ops.FloatArray, scale: float) -> ops.FloatArray:
+    return x if scale == 1.0 else x * x.dtype.type(scale)
 
 
 def _load(file: GgufFile, weights: Mapping[Role, Weight]) -> Weights:

@@ -12,6 +12,8 @@ Cooperlake; 16 and 32 did not on Haswell and Zen. With AVX-512 any number of row
 in half the time: `rows_are_independent` finds out where that holds.
 """
 
+import math
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -35,6 +37,11 @@ def rms_norm(x: FloatArray, weight: FloatArray, eps: float) -> FloatArray:
     mean_square = np.mean(np.square(x), axis=-1, keepdims=True)
     normed: FloatArray = x / np.sqrt(mean_square + x.dtype.type(eps))
     return normed * weight
+
+
+def layer_norm(x: FloatArray, weight: FloatArray, eps: float) -> FloatArray:
+    """`rms_norm` of x less its mean (Ba et al. 2016); a bias is the caller's."""
+    return rms_norm(x - np.mean(x, axis=-1, keepdims=True), weight, eps)
 
 
 def linear(
@@ -84,34 +91,74 @@ def rope_table(
 
 
 def rope(x: FloatArray, cosine: FloatArray, sine: FloatArray, *, interleaved: bool) -> FloatArray:
-    """Rotate heads x (T, heads, D); cosine and sine are (T, D / 2) (Su et al. 2021).
+    """Rotate the first N elements of heads x (T, heads, D); cosine and sine are (T, N / 2) (Su et al. 2021).
 
-    interleaved: pairs are (2i, 2i + 1), as in llama GGUF files; else (i, i + D / 2), as in qwen2 and qwen3.
+    interleaved: pairs are (2i, 2i + 1), as in llama GGUF files; else (i, i + N / 2), as in qwen2 and qwen3.
     """
-    half = x.shape[-1] // 2
-    pairs = (slice(0, None, 2), slice(1, None, 2)) if interleaved else (slice(0, half), slice(half, None))
+    half = cosine.shape[-1]
+    size = 2 * half
+    pairs = (slice(0, size, 2), slice(1, size, 2)) if interleaved else (slice(0, half), slice(half, size))
     first, second = x[..., pairs[0]], x[..., pairs[1]]
     cosine, sine = cosine[:, None, :], sine[:, None, :]
-    rotated = np.empty_like(x)
+    rotated = x.copy()
     rotated[..., pairs[0]] = first * cosine - second * sine
     rotated[..., pairs[1]] = second * cosine + first * sine
     return rotated
 
 
-def swiglu(gate_up: FloatArray) -> FloatArray:
-    """silu(gate) * up of (T, 2 F), gate first (Shazeer 2020)."""
-    gate, up = np.split(gate_up, 2, axis=-1)
-    with np.errstate(over="ignore"):  # exp(-gate) = inf makes silu 0, its limit
-        result: FloatArray = gate / (1 + np.exp(-gate)) * up
+def silu(x: FloatArray) -> FloatArray:
+    """x / (1 + exp(-x)) (Elfwing et al. 2017)."""
+    with np.errstate(over="ignore"):  # exp(-x) = inf makes silu 0, its limit
+        result: FloatArray = x / (1 + np.exp(-x))
     return result
 
 
-def attention(q: FloatArray, keys: FloatArray, values: FloatArray, visible: IndexArray) -> FloatArray:
+def gelu(x: FloatArray) -> FloatArray:
+    """x / 2 (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) (Hendrycks and Gimpel 2016)."""
+    with np.errstate(over="ignore"):  # tanh(inf) is 1
+        inner = x.dtype.type(math.sqrt(2 / math.pi)) * (x + x.dtype.type(0.044715) * x * x * x)
+        result: FloatArray = x.dtype.type(0.5) * x * (1 + np.tanh(inner))
+    return result
+
+
+def swiglu(gate_up: FloatArray) -> FloatArray:
+    """silu(gate) * up of (T, 2 F), gate first (Shazeer 2020)."""
+    gate, up = np.split(gate_up, 2, axis=-1)
+    return silu(gate) * up
+
+
+def geglu(gate_up: FloatArray) -> FloatArray:
+    """gelu(gate) * up of (T, 2 F), gate first (Shazeer 2020)."""
+    gate, up = np.split(gate_up, 2, axis=-1)
+    return gelu(gate) * up
+
+
+def softcap(x: FloatArray, cap: float | None) -> FloatArray:
+    """cap * tanh(x / cap): nothing gets beyond the cap. None: x."""
+    if cap is None:
+        return x
+    result: FloatArray = np.tanh(x / x.dtype.type(cap)) * x.dtype.type(cap)
+    return result
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """What becomes of the products of queries and keys, as `worker.model.spec.Attention` says."""
+
+    scale: float | None = None
+    softcap: float | None = None
+    window: int | None = None
+
+
+def attention(
+    q: FloatArray, keys: FloatArray, values: FloatArray, visible: IndexArray, how: Scores = Scores()
+) -> FloatArray:
     """Softmax(q k / sqrt(D)) v for N groups of M queries, each group with its own keys.
 
     q (N, M, H, D); keys and values (N, L, G, D), L a multiple of KEY_TILE; visible (N, M): query m of group n
-    sees the first visible[n, m] >= 1 keys. The keys past the last visible one must be finite; they have no
-    influence. N may be 1 for keys and values, which are then shared. Returns (N, M, H, D).
+    sees the first visible[n, m] >= 1 keys, of those the last `how.window`. The keys past the last visible one
+    must be finite; they have no influence. N may be 1 for keys and values, which are then shared. Returns
+    (N, M, H, D).
     """
     groups, queries, heads, head_dim = q.shape
     length, kv_heads = keys.shape[1], keys.shape[2]
@@ -121,7 +168,7 @@ def attention(q: FloatArray, keys: FloatArray, values: FloatArray, visible: Inde
     # The queries that share a KV head become rows of one product: (N, G, row tiles, 1, ROW_TILE, D).
     packed = np.zeros((groups, kv_heads, row_tiles * ROW_TILE, head_dim), dtype=q.dtype)
     packed[:, :, :rows] = (
-        (q * q.dtype.type(head_dim**-0.5))
+        (q * q.dtype.type(head_dim**-0.5 if how.scale is None else how.scale))
         .reshape(groups, queries, kv_heads, shared, head_dim)
         .transpose(0, 2, 1, 3, 4)
         .reshape(groups, kv_heads, rows, head_dim)
@@ -131,11 +178,14 @@ def attention(q: FloatArray, keys: FloatArray, values: FloatArray, visible: Inde
     k = keys.reshape(tiled).transpose(0, 3, 1, 4, 2)[:, :, None]  # (N, G, 1, key tiles, D, KEY_TILE)
     v = values.reshape(tiled).transpose(0, 3, 1, 2, 4)[:, :, None]  # (N, G, 1, key tiles, KEY_TILE, D)
 
-    scores = np.matmul(packed, k)  # (N, G, row tiles, key tiles, ROW_TILE, KEY_TILE)
+    scores = softcap(np.matmul(packed, k), how.softcap)  # (N, G, row tiles, key tiles, ROW_TILE, KEY_TILE)
     seen = np.ones((groups, row_tiles * ROW_TILE), dtype=visible.dtype)
     seen[:, :rows] = np.repeat(visible, shared, axis=1)
     seen = seen.reshape(groups, 1, row_tiles, 1, ROW_TILE, 1)
-    hidden = np.arange(length).reshape(key_tiles, 1, KEY_TILE) >= seen
+    places = np.arange(length).reshape(key_tiles, 1, KEY_TILE)
+    hidden = places >= seen
+    if how.window is not None:
+        hidden |= places < seen - how.window
     np.copyto(scores, -np.inf, where=hidden)
     scores -= scores.max(axis=(3, 5), keepdims=True)
     np.exp(scores, out=scores)
@@ -152,8 +202,9 @@ def attention(q: FloatArray, keys: FloatArray, values: FloatArray, visible: Inde
 
 
 def paged_attention(
-    q: FloatArray, key_cache: FloatArray, value_cache: FloatArray, rows: IndexArray, positions: IndexArray
-) -> FloatArray:
+    q: FloatArray, key_cache: FloatArray, value_cache: FloatArray, rows: IndexArray, positions: IndexArray,
+    how: Scores = Scores(),
+) -> FloatArray:  # fmt: skip
     """Causal attention of N groups of M tokens over the cache, bounded in memory.
 
     q (N, M, H, D); caches (cache rows, G, D); rows (N, L): the cache rows of each group's tokens in order,
@@ -169,5 +220,5 @@ def paged_attention(
         keys, values = (cache.take(rows[part], axis=0) for cache in (key_cache, value_cache))
         for begin in range(0, queries, step):
             chunk = (part, slice(begin, begin + step))
-            result[chunk] = attention(q[chunk], keys, values, positions[chunk] + 1)
+            result[chunk] = attention(q[chunk], keys, values, positions[chunk] + 1, how)
     return result

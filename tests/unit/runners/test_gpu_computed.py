@@ -1,0 +1,43 @@
+"""The GPU runner refuses a model that its kernels would compute wrongly, and says what of it."""
+
+import pytest
+
+from nightmill.jobs.errors import RunnerError
+from nightmill.worker.model.spec import ModelSpec
+from nightmill.worker.runners.gpu.catalogue import check_spec
+from tests.specs import PLAIN, VARIANTS, dense_spec
+
+LACKING = {
+    "window": "window",
+    "window, then all": "window",
+    "soft-caps": "logit_softcap, scale, softcap",
+    "scales": "embedding_scale, logit_scale, residual_scale",
+    "norms after too": "attention_post_norm, feed_forward_post_norm",
+    "norms of whole Q and K": "qk_norm_whole",
+    "GeGLU": "activation",
+    "LayerNorm, no gate, biases": "activation, bias, centred, gated, output_bias",
+    "gate with biases": "bias",
+    "half of a head rotated": "dim",
+    "and in pairs": "dim",
+    "no rotation": "dim",
+}
+
+
+@pytest.mark.parametrize("name", LACKING)
+def test_what_kernels_do_not_compute_is_refused_by_name(name: str) -> None:
+    with pytest.raises(
+        RunnerError, match=rf"do not take a model with its own {LACKING[name]}; `--reference`"
+    ):
+        check_spec(VARIANTS[name])
+
+
+COMPUTED = [VARIANTS["fused tensors"], PLAIN, dense_spec(qk_norm=True, bias=False), dense_spec(layers=24)]
+
+
+@pytest.mark.parametrize("spec", COMPUTED)
+def test_what_they_compute_is_taken(spec: ModelSpec) -> None:
+    check_spec(spec)
+
+
+def test_each_kind_of_part_is_looked_at() -> None:
+    assert {"fused tensors", *LACKING} == set(VARIANTS)
