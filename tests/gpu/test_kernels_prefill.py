@@ -25,9 +25,7 @@ from tests.specs import dense_spec
 
 def make_prefill(device: Device, attention: Attention, *, portable: bool = False) -> Prefill:
     """The best launcher for the device, or the best for all."""
-    if portable and PortablePrefill.suits(attention, hopper=False):
-        return PortablePrefill(device, attention)
-    return prefill_attention(device, attention)
+    return PortablePrefill(device, attention) if portable else prefill_attention(device, attention)
 
 
 def run_prefill(

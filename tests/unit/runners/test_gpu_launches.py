@@ -5,7 +5,8 @@ import random
 import re
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import fields, replace
+from itertools import permutations
 from pathlib import Path
 from threading import current_thread, main_thread
 from typing import Any
@@ -23,6 +24,7 @@ from nightmill.worker.model.families import read_spec
 from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.model.spec import ModelSpec
 from nightmill.worker.runners.base import FROM_SLOT, IntArray, StepBatch
+from nightmill.worker.runners.gpu.activations import Activations
 from nightmill.worker.runners.gpu.attention.choice import decode_attention, prefill_attention
 from nightmill.worker.runners.gpu.catalogue import check_spec, sources_for
 from nightmill.worker.runners.gpu.device import compiler
@@ -338,3 +340,41 @@ def test_layers_may_differ_in_what_a_spec_says_but_for_their_heads(
         assert runner.collect() is not None
     with pytest.raises(RunnerError, match="layers with different heads"):
         check_spec(with_second(heads=8))
+
+
+def test_the_memory_plan_covers_all_that_is_taken_and_little_more(
+    driver: RecordedDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: dict[int, int] = {}
+    allocate, free = Device.allocate, Device.free
+
+    def noted(device: Device, size: int, purpose: str = "a buffer") -> int:
+        address = allocate(device, size, purpose)
+        taken[address] = size
+        return address
+
+    def freed(device: Device, address: int) -> None:
+        del taken[address]
+        free(device, address)
+
+    monkeypatch.setattr(Device, "allocate", noted)
+    monkeypatch.setattr(Device, "free", freed)
+    file = GgufFile.open(MODEL)
+    options = {"slots": SLOTS, "context": CONTEXT, "kv_blocks": 64}
+    with closing(CudaRunner(file, read_spec(file), tune=False, graphs=False, **options)) as runner:  # type: ignore[arg-type]
+        plan = runner.memory
+        planned = plan.weights + plan.workspace + plan.cache
+        assert 0 <= planned - sum(taken.values()) < 64 << 10
+
+
+def test_only_buffers_that_are_declared_to_share_memory_do(hopper: RecordedDriver) -> None:
+    with Device() as device:
+        at = Activations.allocate(device, dense_spec(layers=2), max_tokens=700, max_draws=1000)
+        buffers = {field.name: getattr(at, field.name) for field in fields(Activations)}
+        sharing = {
+            (one, other)
+            for (one, first), (other, second) in permutations(buffers.items(), 2)
+            if first.address <= second.address < first.address + first.bytes
+        }
+        declared = {("qkv", "mixed_drawing"), ("tokens", "numbers")}
+        assert sharing == declared | {pair[::-1] for pair in declared}

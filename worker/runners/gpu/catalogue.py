@@ -6,7 +6,7 @@ from nightmill.jobs.errors import RunnerError
 from nightmill.worker.model.spec import ModelSpec
 from nightmill.worker.runners.gpu.activations import LOGIT_ROWS, Activations
 from nightmill.worker.runners.gpu.attention.decode import DecodeAttention
-from nightmill.worker.runners.gpu.attention.general import GeneralDecode, GeneralPrefill
+from nightmill.worker.runners.gpu.attention.general import GeneralDecode
 from nightmill.worker.runners.gpu.attention.prefill import HopperPrefill, PortablePrefill
 from nightmill.worker.runners.gpu.computed import refusal
 from nightmill.worker.runners.gpu.device.sources import Source
@@ -45,7 +45,7 @@ _LAUNCHERS: tuple[type[Launcher], ...] = (  # those that compile longest first
     HopperTiles, HopperQkv, SplitTiles, FewRows, Embedding, RmsNorm, SwiGlu, Rotation, DecodeAttention,
     HopperPrefill, PortablePrefill, GeneralDecode, Sampler, Dequantizer,
 )  # fmt: skip
-_LAST = (RmsNorm, SwiGlu, Rotation, GeneralPrefill)
+_LAST = (RmsNorm, SwiGlu, Rotation, PortablePrefill)
 
 
 def sources_for(spec: ModelSpec, *, hopper: bool) -> list[Source]:

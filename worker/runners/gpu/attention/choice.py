@@ -2,14 +2,14 @@
 
 from nightmill.worker.model.spec import Attention
 from nightmill.worker.runners.gpu.attention.decode import DecodeAttention
-from nightmill.worker.runners.gpu.attention.general import GeneralDecode, GeneralPrefill
+from nightmill.worker.runners.gpu.attention.general import GeneralDecode
 from nightmill.worker.runners.gpu.attention.prefill import HopperPrefill, PortablePrefill
 from nightmill.worker.runners.gpu.device.device import Device
 
 __all__ = ["Decode", "Prefill", "decode_attention", "prefill_attention"]
 
 Decode = DecodeAttention | GeneralDecode
-Prefill = HopperPrefill | PortablePrefill | GeneralPrefill
+Prefill = HopperPrefill | PortablePrefill
 
 
 def decode_attention(device: Device, attention: Attention, *, max_context: int) -> Decode:
@@ -23,6 +23,4 @@ def prefill_attention(device: Device, attention: Attention) -> Prefill:
     """For chunks of prompts."""
     if HopperPrefill.suits(attention, hopper=device.hopper):
         return HopperPrefill(device, attention)
-    if PortablePrefill.suits(attention, hopper=device.hopper):
-        return PortablePrefill(device, attention)
-    return GeneralPrefill(device, attention)
+    return PortablePrefill(device, attention)

@@ -1,4 +1,4 @@
-"""Prefill attention: the causal attention of chunks of prompts, with heads of 64 and 128."""
+"""Prefill attention: the causal attention of chunks of prompts."""
 
 from nightmill.worker.model.spec import Attention, ModelSpec
 from nightmill.worker.runners.base import IntArray
@@ -72,38 +72,46 @@ class HopperPrefill:
 
 
 class PortablePrefill:
-    """Launches `prefill_attention.cu`; the methods are those of `HopperPrefill`."""
+    """Launches `prefill_attention.cu`, or `attention_any.cu` for other heads; else as `HopperPrefill`."""
 
     def __init__(self, device: Device, attention: Attention) -> None:
         self._heads, self._kv_heads = attention.heads, attention.kv_heads
         self._scale = score_scale(attention)
+        fast = attention.head_dim in TENSOR_CORE_HEADS
+        self._columns = attention.kv_heads if fast else attention.heads  # of the grid
         self._threads = 256 if attention.head_dim == 128 else 128
-        self._shared = 4 * 64 * attention.head_dim * 2
-        kernels = KernelPairs(device, source_of("prefill_attention", *by_head(attention)))
-        self._kernel = kernels.function("prefill_attention", "PPPPiPPPPiif", shared=self._shared)
+        self._shared = 4 * 64 * attention.head_dim * 2 if fast else 0
+        kernels = KernelPairs(device, self._source(attention))
+        name = "prefill_attention" if fast else "prefill_attention_any"
+        self._kernel = kernels.function(name, "PPPPiPPPPiif", shared=self._shared, dependent=fast)
 
     @staticmethod
-    def suits(attention: Attention, *, hopper: bool) -> bool:
-        """Whether the kernel takes a model and no better one does."""
-        return not hopper and attention.head_dim in TENSOR_CORE_HEADS
+    def _source(attention: Attention) -> Source:
+        fast = attention.head_dim in TENSOR_CORE_HEADS
+        return source_of("prefill_attention" if fast else "attention_any", *by_head(attention))
 
     @classmethod
     def sources(cls, spec: ModelSpec, *, hopper: bool) -> list[Source]:
-        """What it is compiled from."""
+        """What it is compiled from, where no better one suits."""
         attention = spec.layers[0].attention
-        suits = cls.suits(attention, hopper=hopper)
-        return [source_of("prefill_attention", *by_head(attention))] if suits else []
+        return [] if HopperPrefill.suits(attention, hopper=hopper) else [cls._source(attention)]
+
+    @staticmethod
+    def refusal(spec: ModelSpec) -> str | None:
+        """What of a model no prefill attention takes."""
+        attention = spec.layers[0].attention
+        group = attention.heads // attention.kv_heads
+        return f"{group} query heads to a KV head (at most {TILE_ROWS})" if group > TILE_ROWS else None
 
     def tiles(self, sequence_starts: IntArray, context_lengths: IntArray, drawn: int) -> IntArray:
-        return prefill_tiles(
-            sequence_starts, self._heads // self._kv_heads, context_lengths, TILE_ROWS, drawn
-        )
+        group = self._heads // self._kv_heads
+        return prefill_tiles(sequence_starts, group, context_lengths, TILE_ROWS, drawn)
 
     def __call__(
         self, qkv: Buffer, cache: LayerCache, inputs: StepInputs, shape: StepShape, out: Buffer
     ) -> None:
         self._kernel.of(shape.tiles)(
-            (self._kv_heads, shape.tiles, 1), (self._threads, 1, 1), qkv.address, cache.keys.address,
+            (self._columns, shape.tiles, 1), (self._threads, 1, 1), qkv.address, cache.keys.address,
             cache.values.address, inputs.block_tables, inputs.table_width, inputs.context_lengths,
             inputs.sequence_starts, inputs.tiles, out.address, self._heads, self._kv_heads, self._scale,
             shared=self._shared,

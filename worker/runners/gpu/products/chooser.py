@@ -99,8 +99,8 @@ class Products:
 
     def _candidates(self, shape: Shape) -> list[Candidate]:
         """Everything that can compute this shape, the best guess first."""
-        ours: list[Candidate] = [one for launcher in self._ours for one in launcher.candidates(shape)]
-        library: list[Candidate] = list(self._library.candidates(shape))
+        ours = [one for launcher in self._ours for one in launcher.candidates(shape)]
+        library = self._library.candidates(shape)
         found = ours + library if shape.kind is Kind.SWIGLU else library + ours
         if not found:
             raise CudaError(f"no kernel computes the product {shape}: sizes are multiples of 8")

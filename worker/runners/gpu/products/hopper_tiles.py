@@ -1,6 +1,7 @@
 """Products by `hopper_gemm.cu`, whose tiles all have the same sums, so that they give the same bits."""
 
 from dataclasses import dataclass
+from functools import partial
 
 from nightmill.worker.model.spec import ModelSpec
 from nightmill.worker.runners.gpu.device.device import Device
@@ -8,7 +9,7 @@ from nightmill.worker.runners.gpu.device.functions import Function, Module
 from nightmill.worker.runners.gpu.device.operands import Buffer, Format, Matrix
 from nightmill.worker.runners.gpu.device.sources import Source, instances, source_of
 from nightmill.worker.runners.gpu.device.tensor_maps import NO_MAP, PIECE_BYTES, PIECE_ROWS, TensorMaps
-from nightmill.worker.runners.gpu.products.shapes import DEPTH, Kind, Shape, Way, first_sum
+from nightmill.worker.runners.gpu.products.shapes import DEPTH, Candidate, Kind, Shape, Way, first_sum
 
 __all__ = ["TILES", "HopperTiles", "Tile", "load_tiles"]
 
@@ -103,11 +104,11 @@ class HopperTiles:
         """What it is compiled from: a file for each kind of product, so that they are compiled at once."""
         return list(reversed(_sources().values())) if hopper else []
 
-    def candidates(self, shape: Shape) -> list["_Candidate"]:
+    def candidates(self, shape: Shape) -> list[Candidate]:
         """The tiles for a shape."""
         aligned = shape.inputs % 8 == 0 and shape.outputs % 8 == 0
         tiles = TILES.get(shape.kind, ()) if aligned and shape.format is Format.F16 else ()
-        return [_Candidate(self, tile) for tile in tiles]
+        return [Candidate(partial(self.way, tile)) for tile in tiles]
 
     def way(self, tile: Tile, shape: Shape) -> Way:
         """How a tile computes a shape."""
@@ -129,18 +130,6 @@ class HopperTiles:
             )  # fmt: skip
 
         return way
-
-
-@dataclass(frozen=True, slots=True)
-class _Candidate:
-    launcher: HopperTiles
-    tile: Tile
-
-    def suits(self, shape: Shape) -> bool:
-        return True
-
-    def way(self, shape: Shape) -> Way:
-        return self.launcher.way(self.tile, shape)
 
 
 def load_tiles(

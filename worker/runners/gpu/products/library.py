@@ -9,6 +9,7 @@ cuBLASLt thinks in columns: it sees y transposed = weight times x transposed.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ import numpy.typing as npt
 
 from nightmill.worker.runners.gpu.device.device import CudaError, Device, KernelLaunchError
 from nightmill.worker.runners.gpu.device.operands import HALF, Buffer, Format, Matrix
-from nightmill.worker.runners.gpu.products.shapes import Kind, Shape, Way, first_sum
+from nightmill.worker.runners.gpu.products.shapes import Candidate, Kind, Shape, Way, first_sum
 from nightmill.worker.runners.gpu.rows.swiglu import SwiGlu
 
 __all__ = ["LibraryProducts", "library_release"]
@@ -177,13 +178,14 @@ class LibraryProducts:
         """Bytes of device memory that it takes."""
         return _WORKSPACE_BYTES
 
-    def candidates(self, shape: Shape) -> list["_Candidate"]:
+    def candidates(self, shape: Shape) -> list[Candidate]:
         """The library's algorithms that compute all of a product, its best guess first."""
         if shape.format not in _FORMATS:
             return []
         first, *others = self._calls(shape)
-        found = [_Candidate(self, algorithm) for algorithm in self._library.algorithms(first)]
-        return [candidate for candidate in found if candidate.computes(others)]
+        found = self._library.algorithms(first)
+        suited = (one for one in found if all(self._library.suits(one, call) for call in others))
+        return [Candidate(partial(self._way, one), partial(self._suits, one)) for one in suited]
 
     def close(self) -> None:
         """Let go of cuBLASLt; the memory goes with the device."""
@@ -200,23 +202,12 @@ class LibraryProducts:
             return (whole,)
         return replace(whole, inputs=first), replace(whole, inputs=shape.inputs - first)
 
+    def _suits(self, algorithm: _Algorithm, shape: Shape) -> bool:
+        return all(self._library.suits(algorithm, call) for call in self._calls(shape))
 
-@dataclass(frozen=True, slots=True)
-class _Candidate:
-    """One of the library's algorithms."""
-
-    launcher: LibraryProducts
-    algorithm: _Algorithm
-
-    def computes(self, calls: list[_Call] | tuple[_Call, ...]) -> bool:
-        return all(self.launcher._library.suits(self.algorithm, call) for call in calls)
-
-    def suits(self, shape: Shape) -> bool:
-        return self.computes(self.launcher._calls(shape))
-
-    def way(self, shape: Shape) -> Way:
-        launcher, calls = self.launcher, self.launcher._calls(shape)
-        first, *others = [launcher._library.bound(self.algorithm, call) for call in calls]
+    def _way(self, algorithm: _Algorithm, shape: Shape) -> Way:
+        calls = self._calls(shape)
+        first, *others = [self._library.bound(algorithm, call) for call in calls]
         if others:
             (second,), skipped = others, calls[0].inputs * HALF.itemsize
 
@@ -226,11 +217,11 @@ class _Candidate:
 
             return two_sums
         if shape.kind is Kind.SWIGLU:
-            activation, gate_up = launcher._activation, launcher._gate_up
+            activation, gate_up, rows = self._activation, self._gate_up, shape.rows
 
             def two_kernels(x: Buffer, weight: Matrix, y: Buffer) -> None:
                 first(x.address, weight.address, gate_up.address)
-                activation(gate_up, y, shape.rows)
+                activation(gate_up, y, rows)
 
             return two_kernels
         return lambda x, weight, y: first(x.address, weight.address, y.address)

@@ -8,7 +8,7 @@ y must have room for `padded_rows(rows)` rows. What the rows in between hold doe
 written to them means nothing.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
@@ -55,22 +55,26 @@ class Shape:
     format: Format = Format.F16
 
 
-class Candidate(Protocol):
-    """One way to compute products: a kernel, or an algorithm of the library."""
+def _always(shape: Shape) -> bool:
+    return True
 
-    def suits(self, shape: Shape) -> bool:
-        """Whether it can compute another shape of the same kind, format, outputs and inputs."""
-        ...
 
-    def way(self, shape: Shape) -> Way:
-        """How it computes a shape that it suits."""
-        ...
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One way to compute products: a kernel, or an algorithm of the library.
+
+    way    how it computes a shape that it suits
+    suits  whether it can compute another shape of the same kind, format, outputs and inputs
+    """
+
+    way: Callable[[Shape], Way]
+    suits: Callable[[Shape], bool] = _always
 
 
 class ProductLauncher(Protocol):
     """A family of kernels for products."""
 
-    def candidates(self, shape: Shape) -> Sequence[Candidate]:
+    def candidates(self, shape: Shape) -> list[Candidate]:
         """Those that are worth timing for a shape, the best guess first."""
         ...
 

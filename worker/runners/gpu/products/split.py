@@ -1,6 +1,7 @@
 """Products added to the residual stream by `hopper_split.cu`, where blocks share K: shapes and launches."""
 
 from dataclasses import dataclass
+from functools import partial
 
 from nightmill.worker.model.spec import ModelSpec
 from nightmill.worker.runners.gpu.device.device import Device
@@ -8,7 +9,7 @@ from nightmill.worker.runners.gpu.device.functions import Function, Module
 from nightmill.worker.runners.gpu.device.operands import Buffer, Format, Matrix
 from nightmill.worker.runners.gpu.device.sources import Source, instances, source_of
 from nightmill.worker.runners.gpu.device.tensor_maps import TensorMaps
-from nightmill.worker.runners.gpu.products.shapes import Kind, Shape, Way, first_sum
+from nightmill.worker.runners.gpu.products.shapes import Candidate, Kind, Shape, Way, first_sum
 
 __all__ = ["SPLIT_TILES", "SplitTile", "SplitTiles", "split_tiles"]
 
@@ -119,12 +120,15 @@ class SplitTiles:
         """What it is compiled from."""
         return [_source()] if hopper else []
 
-    def candidates(self, shape: Shape) -> list["_Candidate"]:
+    def candidates(self, shape: Shape) -> list[Candidate]:
         """The tiles that are worth timing for a shape."""
         aligned = shape.inputs % 8 == 0 and shape.outputs % 8 == 0
         if shape.kind is not Kind.RESIDUAL or not aligned or shape.format is not Format.F16:
             return []
-        return [_Candidate(self, tile) for tile in split_tiles(shape.rows, shape.outputs, shape.inputs)]
+        return [
+            Candidate(partial(self.way, tile))
+            for tile in split_tiles(shape.rows, shape.outputs, shape.inputs)
+        ]
 
     def way(self, tile: SplitTile, shape: Shape) -> Way:
         """How a tile computes a shape that it suits."""
@@ -143,18 +147,6 @@ class SplitTiles:
             )  # fmt: skip
 
         return way
-
-
-@dataclass(frozen=True, slots=True)
-class _Candidate:
-    launcher: SplitTiles
-    tile: SplitTile
-
-    def suits(self, shape: Shape) -> bool:
-        return True
-
-    def way(self, shape: Shape) -> Way:
-        return self.launcher.way(self.tile, shape)
 
 
 def _source() -> Source:
