@@ -83,7 +83,7 @@ def bench(device: Device, request: pytest.FixtureRequest) -> Bench:
     if not device.hopper:
         pytest.skip("these kernels run on Hopper only")
     spec = dense_spec(**MODELS[request.param])
-    assert FewRows.suits(spec.layers[0], spec.width, {Format.F16}, hopper=True)
+    assert FewRows.suits(spec.layers[0], spec.width, [Format.F16], hopper=True)
     return Bench(device, spec)
 
 
@@ -149,6 +149,6 @@ def test_norm_gate_up_and_swiglu(bench: Bench, few: FewRows, tokens: int) -> Non
 def test_models_with_other_sizes_take_the_general_way() -> None:
     odd = ({"qk_norm": True}, {"head_dim": 96, "heads": 10}, {"width": 904}, {"ffn_width": 18_944})
     specs = [dense_spec(**changes) for changes in odd]
-    assert not any(FewRows.suits(s.layers[0], s.width, {Format.F16}, hopper=True) for s in specs)
+    assert not any(FewRows.suits(s.layers[0], s.width, [Format.F16], hopper=True) for s in specs)
     usual = dense_spec()
-    assert not FewRows.suits(usual.layers[0], usual.width, {Format.F16}, hopper=False)
+    assert not FewRows.suits(usual.layers[0], usual.width, [Format.F16], hopper=False)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from nightmill.worker.model.spec import LayerSpec, ModelSpec
 from nightmill.worker.runners.gpu.activations import Activations
 from nightmill.worker.runners.gpu.device.device import Device
+from nightmill.worker.runners.gpu.device.operands import Format
 from nightmill.worker.runners.gpu.kv_cache import KvCache, LayerCache
 from nightmill.worker.runners.gpu.products.chooser import Product, Products
 from nightmill.worker.runners.gpu.products.few_rows import FewRows
@@ -44,7 +45,7 @@ def bind_layers(
     device: Device, spec: ModelSpec, weights: Weights, cache: KvCache, at: Activations, products: Products,
     *, max_context: int,
 ) -> tuple[Layer, ...]:  # fmt: skip
-    """All layers; equal ones share their launchers, and so what is found out by timing."""
+    """All layers; those alike, in weights' formats too, share launchers, and so what timing finds out."""
     rotations = {
         attention: Rotation(device, attention, max_context=max_context) for attention in spec.attentions
     }
@@ -61,10 +62,11 @@ def bind_layers(
             few=FewRows(device, layer, width, rotation.table) if few else None,
         )
 
-    known: dict[LayerSpec, LayerKernels] = {}
+    known: dict[tuple[LayerSpec, tuple[Format, ...]], LayerKernels] = {}
     layers = []
     for layer, own, pages in zip(spec.layers, weights.layers, cache.layers, strict=True):
-        if layer not in known:
-            known[layer] = kernels_of(layer, own)
-        layers.append(Layer(known[layer], own, pages, at.of(layer)))
+        kind = layer, own.formats
+        if kind not in known:
+            known[kind] = kernels_of(layer, own)
+        layers.append(Layer(known[kind], own, pages, at.of(layer)))
     return tuple(layers)

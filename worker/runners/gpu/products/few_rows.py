@@ -3,7 +3,7 @@
 They give the bits of the kernels that serve larger steps.
 """
 
-from collections.abc import Set
+from collections.abc import Iterable
 
 from nightmill.worker.model.spec import LayerSpec, ModelSpec
 from nightmill.worker.runners.gpu.device.device import Device
@@ -50,7 +50,7 @@ class FewRows:
         self._swiglu = {held: function(f"few_swiglu_{held}", "PPfPPiiiiPi") for held in _HELD}
 
     @staticmethod
-    def suits(layer: LayerSpec, width: int, formats: Set[Format], *, hopper: bool) -> bool:
+    def suits(layer: LayerSpec, width: int, formats: Iterable[Format], *, hopper: bool) -> bool:
         """Whether the kernels take a layer.
 
         On Hopper, with half weights, heads of 64 or 128, no QK norm, sizes in multiples of 32, and rows that
@@ -59,7 +59,7 @@ class FewRows:
         attention = layer.attention
         return (
             hopper
-            and formats == {Format.F16}
+            and all(kept is Format.F16 for kept in formats)
             and attention.head_dim in TENSOR_CORE_HEADS
             and attention.qk_norm is None
             and not any(size % _DEPTH for size in (width, attention.queries, layer.feed_forward.width))
@@ -69,7 +69,7 @@ class FewRows:
     @classmethod
     def sources(cls, spec: ModelSpec, *, hopper: bool) -> list[Source]:
         """What they are compiled from."""
-        suited = (one for one in spec.layers if cls.suits(one, spec.width, {Format.F16}, hopper=hopper))
+        suited = (one for one in spec.layers if cls.suits(one, spec.width, [Format.F16], hopper=hopper))
         return list(dict.fromkeys(_source(layer) for layer in suited))
 
     def qkv(

@@ -33,9 +33,9 @@ class LayerWeights:
     ffn_down: Matrix  # (width, ffn_width)
 
     @property
-    def formats(self) -> set[Format]:
-        """Of its matrices."""
-        return {matrix.format for matrix in (self.qkv, self.attn_output, self.gate_up, self.ffn_down)}
+    def formats(self) -> tuple[Format, ...]:
+        """Of its matrices, in the order of their use."""
+        return tuple(matrix.format for matrix in (self.qkv, self.attn_output, self.gate_up, self.ffn_down))
 
 
 @dataclass(frozen=True, slots=True)
