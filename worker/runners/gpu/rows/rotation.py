@@ -58,8 +58,6 @@ class Rotation:
             head, keys = attention.head_dim, attention.keys
             if head % 4 or head > 512 or (head > 128 and head % 16):
                 return f"a head size of {head} (multiples of 4 up to 512, above 128 of 16)"
-            if attention.rope.dim != head:
-                return f"a rotation of {attention.rope.dim} of {head} elements of a head"
             if keys % 8:
                 return f"KV heads of {keys} elements in all (multiples of 8)"
         return None
