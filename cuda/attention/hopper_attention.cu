@@ -5,10 +5,10 @@
 // Other arguments as in `prefill_attention.cu`, but that `tiles` has `tile_count` pieces of 192 / (H / G) tokens.
 //
 // An item of work is a tile of tokens and a KV head. 512 threads: three warpgroups compute, 64 rows each, a row being a
-// (token, query head) pair, and a warp loads. Blocks stay and go through the items, forth and back so that all get as many
-// keys; the warp that loads runs ahead into the next item: its queries, then keys and values, 64 at a time, STAGES deep.
-// Tiles in shared memory are 64 halves wide with wgmma's 128-byte swizzle, D / 64 of them side by side, a page being 16
-// rows of one. There are as many blocks as the device holds, or items if those are fewer.
+// (token, query head) pair, and a warp loads. Blocks stay and go through the items, forth and back so that all get as
+// many keys; the warp that loads runs ahead into the next item: its queries, then keys and values, 64 at a time, STAGES
+// deep. Tiles in shared memory are 64 halves wide with wgmma's 128-byte swizzle, D / 64 of them side by side, a page
+// being 16 rows of one. There are as many blocks as the device holds, or items if those are fewer.
 //
 // Scores S = Q K^T are FP32 in registers, and, rounded to half, are the left side of O += P V. While a warpgroup takes
 // the exponentials of one tile of keys, the product with the values before them runs, and so do products of the others.

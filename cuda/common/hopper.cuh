@@ -193,7 +193,6 @@ static __device__ __forceinline__ void wgmma_keep(float (&acc)[COUNT]) {
 #define HOPPER_T64                                                                                                \
     HOPPER_T32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "               \
                "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-#define HOPPER_R80(a, i) HOPPER_R64(a, i), HOPPER_R16(a, i + 64)
 #define HOPPER_T80                                                                                                \
     HOPPER_T64 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79"
 #define HOPPER_T96                                                                                                \
@@ -201,45 +200,25 @@ static __device__ __forceinline__ void wgmma_keep(float (&acc)[COUNT]) {
 #define HOPPER_T112                                                                                               \
     HOPPER_T96 ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111"
 #define HOPPER_T128                                                                                               \
-    HOPPER_T64 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "               \
-               "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "                 \
-               "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, "     \
-               "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
-#define HOPPER_WGMMA(N, TEXT, A, B, MORE, OPERANDS)                                                    \
-    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " MORE ", 0;\n"                                                \
-                 "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.f16.f16 {" TEXT "}, " A ", " B                   \
-                 ", p, 1, 1, 0, 0;\n}\n"                                                                          \
-                 : OPERANDS                                                                                       \
-                 : "l"(a), "l"(b), "r"(more))
+    HOPPER_T112 ", %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
+#define HOPPER_WGMMA(N, COUNT, TEXT, A, B, MORE, ...)                                                             \
+    static __device__ __forceinline__ void wgmma(float (&acc)[COUNT], uint64_t a, uint64_t b, int more) {         \
+        asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " MORE ", 0;\n"                                            \
+                     "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.f16.f16 {" TEXT "}, " A ", " B               \
+                     ", p, 1, 1, 0, 0;\n}\n"                                                                      \
+                     : __VA_ARGS__                                                                                \
+                     : "l"(a), "l"(b), "r"(more));                                                                \
+    }
 
 // acc (64 x N) += A B; `more` = 0: acc = A B. The shape follows from the number of accumulators, N / 2.
-static __device__ __forceinline__ void wgmma(float (&acc)[8], uint64_t a, uint64_t b, int more) {
-    HOPPER_WGMMA(16, HOPPER_T8, "%8", "%9", "%10", HOPPER_R8(acc, 0));
-}
-static __device__ __forceinline__ void wgmma(float (&acc)[16], uint64_t a, uint64_t b, int more) {
-    HOPPER_WGMMA(32, HOPPER_T16, "%16", "%17", "%18", HOPPER_R16(acc, 0));
-}
-static __device__ __forceinline__ void wgmma(float (&acc)[32], uint64_t a, uint64_t b, int more) {
-    HOPPER_WGMMA(64, HOPPER_T32, "%32", "%33", "%34", HOPPER_R32(acc, 0));
-}
-static __device__ __forceinline__ void wgmma(float (&acc)[64], uint64_t a, uint64_t b, int more) {
-    HOPPER_WGMMA(128, HOPPER_T64, "%64", "%65", "%66", HOPPER_R64(acc, 0));
-}
-static __device__ __forceinline__ void wgmma(float (&acc)[80], uint64_t a, uint64_t b, int more) {
-    HOPPER_WGMMA(160, HOPPER_T80, "%80", "%81", "%82", HOPPER_R80(acc, 0));
-}
-static __device__ __forceinline__ void wgmma(float (&acc)[96], uint64_t a, uint64_t b, int more) {
-#define HOPPER_R96 HOPPER_R80(acc, 0), HOPPER_R16(acc, 80)
-    HOPPER_WGMMA(192, HOPPER_T96, "%96", "%97", "%98", HOPPER_R96);
-}
-static __device__ __forceinline__ void wgmma(float (&acc)[112], uint64_t a, uint64_t b, int more) {
-#define HOPPER_R112 HOPPER_R64(acc, 0), HOPPER_R32(acc, 64), HOPPER_R16(acc, 96)
-    HOPPER_WGMMA(224, HOPPER_T112, "%112", "%113", "%114", HOPPER_R112);
-}
-static __device__ __forceinline__ void wgmma(float (&acc)[128], uint64_t a, uint64_t b, int more) {
-#define HOPPER_ALL HOPPER_R64(acc, 0), HOPPER_R64(acc, 64)
-    HOPPER_WGMMA(256, HOPPER_T128, "%128", "%129", "%130", HOPPER_ALL);
-}
+HOPPER_WGMMA(16, 8, HOPPER_T8, "%8", "%9", "%10", HOPPER_R8(acc, 0))
+HOPPER_WGMMA(32, 16, HOPPER_T16, "%16", "%17", "%18", HOPPER_R16(acc, 0))
+HOPPER_WGMMA(64, 32, HOPPER_T32, "%32", "%33", "%34", HOPPER_R32(acc, 0))
+HOPPER_WGMMA(128, 64, HOPPER_T64, "%64", "%65", "%66", HOPPER_R64(acc, 0))
+HOPPER_WGMMA(160, 80, HOPPER_T80, "%80", "%81", "%82", HOPPER_R64(acc, 0), HOPPER_R16(acc, 64))
+HOPPER_WGMMA(192, 96, HOPPER_T96, "%96", "%97", "%98", HOPPER_R64(acc, 0), HOPPER_R32(acc, 64))
+HOPPER_WGMMA(224, 112, HOPPER_T112, "%112", "%113", "%114", HOPPER_R64(acc, 0), HOPPER_R32(acc, 64), HOPPER_R16(acc, 96))
+HOPPER_WGMMA(256, 128, HOPPER_T128, "%128", "%129", "%130", HOPPER_R64(acc, 0), HOPPER_R64(acc, 64))
 
 // The same with A (64 x 16) in registers, as m16n8k16 has it for each warp's 16 rows.
 static __device__ __forceinline__ void wgmma(float (&acc)[32], const uint32_t (&a)[4], uint64_t b, int more) {

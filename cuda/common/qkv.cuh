@@ -1,7 +1,7 @@
 // Queries, keys and values on their way from their product to attention: rotation (RoPE), and where they go. The kernels
 // that finish them (`qkv_rope.cu`, `hopper_qkv.cu`, `few_rows.cu`) agree to the bit, so roundings are written out.
 //
-// Options: -DHEAD_DIM (64); -DINTERLEAVED (0): pairs to rotate are (2 i, 2 i + 1), as in llama's files, not (i, i + D / 2).
+// Options: -DHEAD_DIM (64); -DINTERLEAVED (0): pairs are (2 i, 2 i + 1), as in GGUF files of llama, not (i, i + D / 2).
 #pragma once
 
 #include "common/common.cuh"

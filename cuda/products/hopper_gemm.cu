@@ -9,7 +9,7 @@
 // y is written once (residual_*: read, too, and with two sums and BUFFERS, twice). y_map: its tensor map, with boxes of 64
 // rows by 128 bytes, where there are BUFFERS; else y is used.
 //
-// Option: -DKERNELS, a GEMM_KERNEL for each tile of the launcher.
+// Option: -DKERNELS, a GEMM_KERNEL for each tile, as `hopper_tiles.py` writes it.
 #include "products/hopper_product.cuh"
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
@@ -151,4 +151,4 @@ static __device__ __forceinline__ void product(const TensorMap* x_map, const Ten
 #define GEMM_KERNEL(NAME, WHICH, GROUPS, BN, STAGES, CLUSTER, BUFFERS)
 #endif
 
-KERNELS
+KERNELS  // of `hopper_tiles.py`

@@ -103,7 +103,7 @@ static __device__ __forceinline__ void multiply(const TensorMap* x_map, const Te
             barrier_init(full + 8 * stage, 1);
             barrier_init(empty + 8 * stage, GROUPS * CLUSTER);
         }
-        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+        publish_barriers();
     }
     if (CLUSTER > 1)
         cluster_sync();

@@ -2,15 +2,15 @@
 // `hopper_product.cuh`.
 //
 //   x  half (T, K)      W  half ((H + 2 G) D, K): the rows of query, key and value heads
-// Queries go to qkv (T, (H + 2 G) D) half, keys and values to their pages, as `qkv.cuh` says. Everything is computed and rounded as by `product_*` of `hopper_gemm.cu` and `qkv_rope_write` one
-// after the other, to the same bits. No QK norm.
+// Queries go to qkv (T, (H + 2 G) D) half, keys and values to their pages, as `qkv.cuh` says. Everything is computed and
+// rounded as by `product_*` of `hopper_gemm.cu` and `qkv_rope_write` one after the other, to the same bits. No QK norm.
 //
 // A tile has BN / D heads. What belongs to a pair that is rotated is in one thread: columns c and c + D / 2 of a head, or
 // 2 c and 2 c + 1. Every result is written once, in pieces of 16 bytes; where there are BUFFERS, queries by bulk copies
 // (qkv_map: of qkv, with boxes of 64 rows by 128 bytes), keys and values, which belong to pages anywhere, not.
 //
-// Options: -DHEAD_DIM, 64 or 128; -DINTERLEAVED (0); -DKERNELS, a QKV_KERNEL for each tile of the launcher. Kernels are
-// named qkv_GROUPS_BN_STAGES_CLUSTER_BUFFERS.
+// Options: -DHEAD_DIM, 64 or 128; -DINTERLEAVED (0); -DKERNELS, a QKV_KERNEL for each tile, as `hopper_qkv.py` writes it.
+// Kernels are named qkv_GROUPS_BN_STAGES_CLUSTER_BUFFERS.
 #include "common/qkv.cuh"
 #include "products/hopper_product.cuh"
 
@@ -153,4 +153,4 @@ static __device__ __forceinline__ void qkv_product(const TensorMap* x_map, const
 #define QKV_KERNEL(GROUPS, BN, STAGES, CLUSTER, BUFFERS)
 #endif
 
-KERNELS
+KERNELS  // of `hopper_qkv.py`

@@ -19,7 +19,7 @@
 // Maps: boxes of 64 columns by BR rows of x, by BN rows of W. The kernel may start before the one ahead of it has
 // ended: weights are fetched at once, x and y only after that. Dynamic shared memory: `SplitTile.shared` in the launcher.
 //
-// Option: -DKERNELS, a SPLIT_KERNEL for each tile of the launcher.
+// Option: -DKERNELS, a SPLIT_KERNEL for each tile, as `split.py` writes it.
 #include "common/hopper.cuh"
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
@@ -240,4 +240,4 @@ static __device__ __forceinline__ void product(const TensorMap* x_map, const Ten
 #define SPLIT_KERNEL(BR, BN, BOXES, HALVES, DOWN, STAGES)
 #endif
 
-KERNELS
+KERNELS  // of `split.py`

@@ -2,9 +2,10 @@
 //
 //   qkv             (T, (H + 2 G) D) half: queries, keys, values; the queries are replaced by the rotated ones
 //   q_norm, k_norm  (D,) float, or null: RMS norm of each head (Qwen3)
-// The others as `qkv.cuh` says. Arithmetic is FP32. A head is the work of a group of LANES threads, of which D / (2 VECTOR) have work: each holds VECTOR elements of either half of
-// the head, which makes its pairs complete in both styles. VECTOR is 8 (16-byte accesses) where 16 divides D, else
-// 2. Threads are numbered through all heads of all tokens. 2 D bytes are read and written a head.
+// The others as `qkv.cuh` says. Arithmetic is FP32. A head is the work of a group of LANES threads, of which D / (2 VECTOR)
+// have work: each holds VECTOR elements of either half of the head, which makes its pairs complete in both styles. VECTOR
+// is 8 (16-byte accesses) where 16 divides D, else 2. Threads are numbered through all heads of all tokens. 2 D bytes are
+// read and written a head.
 //
 // `rope_table` runs once at start-up, in double, as positions may be large.
 //
