@@ -144,7 +144,7 @@ class JobSpec:
             "prompt": self.text,
             "messages": self.messages,
             "params": params.model_dump(mode="json", exclude={"seed"}),
-            "seed": secrets.randbelow(MAX_SEED + 1) if params.seed is None else params.seed,
+            "seed": secrets.randbits(MAX_SEED.bit_length()) if params.seed is None else params.seed,
             "state": JobState.QUEUED.value,
             "attempt": 0,
             "failures": 0,
