@@ -1,13 +1,20 @@
-"""What needs a GPU is skipped where there is none."""
+"""What needs a GPU is skipped where there is none; runners for modules that say which model (`file`)."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from nightmill.worker.model.families import read_spec
+from nightmill.worker.model.gguf.file import GgufFile
+from nightmill.worker.model.spec import ModelSpec
 from nightmill.worker.runners.gpu.device.device import Device, device_count
+from nightmill.worker.runners.gpu.runner import CudaRunner
 
 HERE = Path(__file__).parent
+
+Make = Callable[..., CudaRunner]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -24,3 +31,31 @@ def device() -> Iterator[Device]:
     """The first GPU, for one test."""
     with Device(0) as device:
         yield device
+
+
+@pytest.fixture(scope="module")
+def spec(file: GgufFile) -> ModelSpec:
+    """Of the module's model."""
+    return read_spec(file)
+
+
+@pytest.fixture(scope="module")
+def defaults() -> dict[str, Any]:
+    """What the module's runners are made with, if a test does not say otherwise."""
+    return {"max_tokens": 2048, "tune": False}
+
+
+@pytest.fixture
+def make(file: GgufFile, spec: ModelSpec, defaults: dict[str, Any]) -> Iterator[Make]:
+    """Makes runners on the module's model that are closed at the end; one at a time."""
+    made: list[CudaRunner] = []
+
+    def build(**options: Any) -> CudaRunner:
+        for runner in made:
+            runner.close()
+        made.append(CudaRunner(file, spec, **(defaults | options)))
+        return made[-1]
+
+    yield build
+    for runner in made:
+        runner.close()

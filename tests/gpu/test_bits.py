@@ -4,7 +4,6 @@ All is compared to the bit. Prompts come from prefill attention and drawn tokens
 however often and in whatever company they are computed.
 """
 
-from collections.abc import Callable, Iterator
 from contextlib import closing
 
 import numpy as np
@@ -14,18 +13,17 @@ import pytest
 from nightmill.jobs.contract import GenerationParams
 from nightmill.worker.engine.engine import Engine
 from nightmill.worker.engine.request import Request
-from nightmill.worker.model.families import read_spec
 from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.model.spec import ModelSpec
 from nightmill.worker.runners.gpu.runner import CudaRunner
 from tests.ggufs import write_model
+from tests.gpu.conftest import Make
 from tests.gpu.driving import BLOCK, Chunk, Cuda, NoText, Pages, generate, logits_of
 
 LONGEST = 1100
 CONTEXT = 1536
 
 Logits = npt.NDArray[np.float32]
-Make = Callable[..., CudaRunner]
 
 
 HEADS = {
@@ -40,28 +38,6 @@ HEADS = {
 def file(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> GgufFile:
     path = tmp_path_factory.mktemp("model") / "model.gguf"
     return GgufFile.open(write_model(path, seed=3, ffn=384, context_length=CONTEXT, **HEADS[request.param]))
-
-
-@pytest.fixture(scope="module")
-def spec(file: GgufFile) -> ModelSpec:
-    return read_spec(file)
-
-
-@pytest.fixture
-def make(file: GgufFile, spec: ModelSpec) -> Iterator[Make]:
-    """Makes runners that are closed at the end; one at a time."""
-    made: list[CudaRunner] = []
-
-    def build(**options: object) -> CudaRunner:
-        for runner in made:
-            runner.close()
-        defaults: dict[str, object] = {"max_tokens": 2048, "tune": False}
-        made.append(CudaRunner(file, spec, **(defaults | options)))  # type: ignore[arg-type]
-        return made[-1]
-
-    yield build
-    for runner in made:
-        runner.close()
 
 
 def texts(spec: ModelSpec, lengths: list[int], seed: int) -> list[tuple[int, ...]]:

@@ -4,7 +4,6 @@ Either a token's embedding is not a number, or, as in real models, a value overf
 the positions before it, in the same piece of a prompt, are computed to NaN, though nothing of it is theirs.
 """
 
-from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -16,17 +15,14 @@ import pytest
 from nightmill.jobs.contract import GenerationParams, StopReason
 from nightmill.worker.engine.engine import Engine
 from nightmill.worker.engine.request import Completion, Request
-from nightmill.worker.engine.scheduler import Scheduler
 from nightmill.worker.model.families import read_spec
 from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.runners.base import FROM_SLOT, NOT_A_NUMBER, Admission
 from nightmill.worker.runners.gpu.runner import CudaRunner
-from tests.ggufs import byte_vocabulary, write_model
+from tests.ggufs import write_model
 from tests.gpu.driving import BLOCK, Chunk, Cuda, NoText, Pages, logits_of
+from tests.poisoned import EMBEDDING, PARAMS, POISON, VOCAB, forty, note_acquittals
 
-VOCAB = len(byte_vocabulary().tokens)
-POISON = 65
-EMBEDDING = "token_embd.weight"
 CONTEXT = 256
 SLOTS = 9
 NOT_A_HALF = 0xFF  # each byte of a NaN
@@ -36,12 +32,6 @@ SIZES: dict[str, dict[str, Any]] = {
     "heads-of-40": {"head_dim": 40},
     "qk-norm": {"architecture": "qwen3", "head_dim": 64},
 }
-PARAMS: list[dict[str, Any]] = [
-    {"temperature": 0.0},
-    {"temperature": 0.9, "repetition_penalty": 1.2},
-    {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.01},
-    {"temperature": 0.0, "repetition_penalty": 0.7},
-]
 
 
 def write(path: Path, sizes: dict[str, Any], tensors: dict[str, Any]) -> GgufFile:
@@ -88,24 +78,6 @@ def overflowing(directory: Path, sizes: dict[str, Any]) -> tuple[GgufFile, GgufF
     return clean, write(directory / "overflowing.gguf", sizes, tensors | {EMBEDDING: table})
 
 
-def forty(*, poison: bool) -> list[Request]:
-    """Of three kinds of beginnings; 9 may have the poison, in front of their own tokens or at the end.
-
-    No prompt leaves a single token to compute, which decode attention would compute to other bits.
-    """
-    rng = np.random.default_rng(5)
-    beginnings = [rng.integers(66, VOCAB, length).tolist() for length in (0, 37, 70)]
-    requests = []
-    for n in range(40):
-        own = rng.integers(66, VOCAB, int(rng.integers(3, 30))).tolist()
-        if n % 9 in (0, 1) and poison:
-            own[(0, -1)[n % 2]] = POISON
-        prompt = (*beginnings[n % 3], *own)
-        params = GenerationParams.parse({"max_tokens": 24, "ignore_eos": True} | PARAMS[n % 4])
-        requests.append(Request(f"j{n}", 1, prompt, params, seed=n))
-    return requests
-
-
 def complete(runner: CudaRunner, requests: list[Request], *, sharing: bool) -> dict[str, Completion]:
     engine = Engine(
         runner, text_stream=NoText, eos_ids=frozenset(), context_length=CONTEXT, max_sequences=SLOTS,
@@ -140,17 +112,9 @@ def check(done: dict[str, Completion], clean: dict[str, Completion], requests: l
 
 
 @pytest.fixture
-def acquitted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
-    """Whether each sequence whose logits were not numbers was given another chance."""
-    said: list[bool] = []
-    acquit = Scheduler.acquit
-
-    def noted(scheduler: Scheduler, sequence: Any) -> bool:
-        said.append(acquit(scheduler, sequence))
-        return said[-1]
-
-    monkeypatch.setattr(Scheduler, "acquit", noted)
-    yield said
+def acquitted(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """`note_acquittals`."""
+    return note_acquittals(monkeypatch)
 
 
 @pytest.mark.parametrize("sizes", SIZES)

@@ -1,8 +1,9 @@
 """The CUDA runner on the bundled model: against the reference runner, and against itself in other company."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -14,22 +15,19 @@ from nightmill.jobs.errors import RunnerError
 from nightmill.worker.engine.request import Request
 from nightmill.worker.link.loading import demo_model
 from nightmill.worker.model.chat import ChatTemplate
-from nightmill.worker.model.families import read_spec
 from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.model.spec import ModelSpec
 from nightmill.worker.model.tokenizer import Tokenizer
 from nightmill.worker.runners.gpu.device.device import DeviceMemoryError
 from nightmill.worker.runners.gpu.device.graphs import Graph
-from nightmill.worker.runners.gpu.runner import CudaRunner
 from tests.gpu.comparing import compare_logits, nmse
+from tests.gpu.conftest import Make
 from tests.gpu.driving import BLOCK, Chunk, Cuda, Pages, Reference, generate, logits_of
 from tools.demo_corpus import held_out_pairs
 
 PROMPTS = 200
 CONTEXT = 512
 NEAR_TIE = 0.01  # of logits whose standard deviation is about 3
-
-Make = Callable[..., CudaRunner]
 
 
 @pytest.fixture(scope="module")
@@ -38,25 +36,8 @@ def file() -> GgufFile:
 
 
 @pytest.fixture(scope="module")
-def spec(file: GgufFile) -> ModelSpec:
-    return read_spec(file)
-
-
-@pytest.fixture
-def make(file: GgufFile, spec: ModelSpec) -> Iterator[Make]:
-    """Makes runners that are closed at the end; one at a time."""
-    made: list[CudaRunner] = []
-
-    def build(**options: object) -> CudaRunner:
-        for runner in made:
-            runner.close()
-        defaults = {"slots": 8, "kv_blocks": 8 * 32, "max_tokens": 2048, "tune": False, "context": CONTEXT}
-        made.append(CudaRunner(file, spec, **(defaults | options)))  # type: ignore[arg-type]
-        return made[-1]
-
-    yield build
-    for runner in made:
-        runner.close()
+def defaults() -> dict[str, Any]:
+    return {"slots": 8, "kv_blocks": 8 * 32, "max_tokens": 2048, "tune": False, "context": CONTEXT}
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -10,22 +9,12 @@ import pytest
 from nightmill.jobs.contract import GenerationParams, StopReason
 from nightmill.worker.engine.engine import Engine, EngineStats
 from nightmill.worker.engine.request import Completion, Request
-from nightmill.worker.engine.scheduler import Scheduler
 from nightmill.worker.model.families import read_spec
 from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.runners.base import FROM_SLOT, NOT_A_NUMBER, Admission, StepBatch
 from nightmill.worker.runners.reference import ReferenceRunner
-from tests.ggufs import byte_vocabulary, write_model
-
-VOCAB = len(byte_vocabulary().tokens)
-POISON = 65
-EMBEDDING = "token_embd.weight"
-PARAMS: list[dict[str, Any]] = [
-    {"temperature": 0.0},
-    {"temperature": 0.9, "repetition_penalty": 1.2},
-    {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.01, "stop": "7 1"},
-    {"temperature": 0.0, "repetition_penalty": 0.7},
-]
+from tests.ggufs import write_model
+from tests.poisoned import EMBEDDING, POISON, forty, note_acquittals
 
 
 class Numbers:
@@ -47,21 +36,6 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[GgufFile, GgufFile]
     table[POISON, 3] = np.nan
     poisoned = write_model(directory / "poisoned.gguf", tied=False, tensors={EMBEDDING: table})
     return clean, GgufFile.open(poisoned)
-
-
-def forty(poison: bool = True) -> list[Request]:
-    """Of three kinds of beginnings, 9 with the poison: behind the beginning, in it, at the end."""
-    rng = np.random.default_rng(5)
-    beginnings = [rng.integers(66, VOCAB, length).tolist() for length in (0, 37, 70)]
-    requests = []
-    for n in range(40):
-        own = rng.integers(66, VOCAB, int(rng.integers(1, 30))).tolist()
-        if n % 9 in (0, 1) and poison:
-            own.insert((0, len(own))[n % 2], POISON)
-        prompt = (*beginnings[n % 3], *own)
-        params = GenerationParams.parse({"max_tokens": 24, "ignore_eos": True} | PARAMS[n % 4])
-        requests.append(Request(f"j{n}", 1, prompt, params, seed=n))
-    return requests
 
 
 def generate(
@@ -110,14 +84,7 @@ def test_of_forty_jobs_those_with_the_poison_fail_and_the_others_keep_their_bits
     files: tuple[GgufFile, GgufFile], undisturbed: dict[str, Completion], depth: int, pages: int,
     sharing: bool, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    acquitted = []
-    acquit = Scheduler.acquit
-
-    def noted(scheduler: Scheduler, sequence: Any) -> bool:
-        acquitted.append(acquit(scheduler, sequence))
-        return acquitted[-1]
-
-    monkeypatch.setattr(Scheduler, "acquit", noted)
+    acquitted = note_acquittals(monkeypatch)
     requests = forty()
     done, stats = generate(files[1], requests, depth=depth, pages=pages, sharing=sharing)
     assert done.keys() == undisturbed.keys()
