@@ -22,6 +22,7 @@ from nightmill.worker.model.families import read_spec
 from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.model.spec import ModelSpec
 from nightmill.worker.runners.gpu.runner import CudaRunner
+from tests.engines import NoText
 
 
 @dataclass(frozen=True)
@@ -71,16 +72,6 @@ WORKLOADS = {
     "prefill128": Workload(128, (1024, 1024), (1, 1), 0.0, 128, 16384, counts_prompts=True),
 }
 STANDARD = ["single", "uniform", "mixed", "wide", "nightly", "prefill"]
-
-
-class NoText:
-    """Detokenising is not what is measured."""
-
-    def push(self, token_id: int) -> str:
-        return ""
-
-    def flush(self) -> str:
-        return ""
 
 
 def main() -> None:

@@ -21,12 +21,13 @@ from benchmarks import instant_worker
 from benchmarks.end_to_end import PeakMemory
 from benchmarks.engine import WORKLOADS
 from benchmarks.nightly import prompts
-from benchmarks.scheduling import VOCAB, NoRunner, NoText
+from benchmarks.scheduling import VOCAB, NoRunner
 from benchmarks.servers import durable_client
 from nightmill.worker.commands.process import running_worker
 from nightmill.worker.engine.engine import Engine
 from nightmill.worker.link.loading import demo_model
 from nightmill.worker.runners.base import StepBatch
+from tests.engines import NoText
 
 WORDS, TOKENS = (50, 200), (400, 500)  # so long that thousands are running before the first ends
 

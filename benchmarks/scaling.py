@@ -20,7 +20,6 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, PositiveFloat, PositiveInt
 
 from benchmarks.budget import BYTES_PER_S, FLOPS
-from benchmarks.engine import NoText
 from nightmill.jobs.contract import GenerationParams
 from nightmill.worker.engine.engine import Engine
 from nightmill.worker.engine.request import Request
@@ -31,6 +30,7 @@ from nightmill.worker.model.spec import ModelSpec, Role
 from nightmill.worker.runners.base import Runner
 from nightmill.worker.runners.gpu.kv_cache import PAGE, page_bytes
 from nightmill.worker.runners.gpu.runner import CudaRunner
+from tests.engines import NoText
 
 SEQUENCES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 PROMPT, ANSWER = 512, 256

@@ -20,6 +20,7 @@ from nightmill.jobs.contract import GenerationParams
 from nightmill.worker.engine.engine import Engine
 from nightmill.worker.engine.request import Request
 from nightmill.worker.runners.base import SampledTokens, StepBatch
+from tests.engines import NoText
 
 PROMPT, ANSWER, VOCAB = 256, 512, 32_000
 
@@ -47,16 +48,6 @@ class NoRunner:
 
     def close(self) -> None:
         """Nothing is held."""
-
-
-class NoText:
-    """Detokenising is not what is measured."""
-
-    def push(self, token_id: int) -> str:
-        return ""
-
-    def flush(self) -> str:
-        return ""
 
 
 def main() -> None:

@@ -11,6 +11,7 @@ from nightmill.worker.model.families import read_spec
 from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.model.tokenizer import Tokenizer
 from nightmill.worker.runners.reference import ReferenceRunner
+from tests.engines import complete
 from tests.ggufs import write_model
 from tools.demo_corpus import held_out_pairs
 
@@ -44,11 +45,7 @@ class Model:
             token_budget=512,
             prefix_sharing=sharing,
         )
-        for request in requests:
-            engine.submit(request)
-        done: dict[str, Completion] = {}
-        while engine.has_work:
-            done |= {completion.job_id: completion for completion in engine.step()}
+        done = complete(engine, requests, check=False)
         engine.check_integrity()
         assert all(completion.error is None for completion in done.values())
         return done, engine.stats

@@ -15,6 +15,7 @@ from nightmill.worker.model.spec import ModelSpec
 from nightmill.worker.runners.base import Admission, Runner, StepBatch
 from nightmill.worker.runners.gpu.runner import CudaRunner
 from nightmill.worker.runners.reference import ReferenceRunner
+from tests.engines import NoText, complete
 
 BLOCK = 16
 GREEDY = GenerationParams(temperature=0.0)
@@ -123,16 +124,6 @@ def logits_of(subject: HasLogits, pages: Pages, chunks: Sequence[Chunk], *, admi
     return logits
 
 
-class NoText:
-    """A stream for tests that look at tokens only."""
-
-    def push(self, token_id: int) -> str:
-        return ""
-
-    def flush(self) -> str:
-        return ""
-
-
 def generate(
     runner: Runner, requests: Sequence[Request], *, context: int, token_budget: int,
     eos_ids: frozenset[int] = frozenset(), check: bool = True,
@@ -142,13 +133,6 @@ def generate(
         runner, text_stream=NoText, eos_ids=eos_ids, context_length=context, max_sequences=runner.slots,
         token_budget=token_budget,
     )  # fmt: skip
-    for request in requests:
-        engine.submit(request)
-    tokens = {}
-    while engine.has_work:
-        for done in engine.step():
-            assert done.error is None, done.error
-            tokens[done.job_id] = done.token_ids
-        if check:
-            engine.check_integrity()
-    return tokens
+    done = complete(engine, requests, check=check)
+    assert {completion.error for completion in done.values()} <= {None}
+    return {job_id: completion.token_ids for job_id, completion in done.items()}

@@ -16,9 +16,10 @@ from nightmill.worker.engine.request import Request
 from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.model.spec import ModelSpec
 from nightmill.worker.runners.gpu.runner import CudaRunner
+from tests.engines import NoText
 from tests.ggufs import write_model
 from tests.gpu.conftest import Make
-from tests.gpu.driving import BLOCK, Chunk, Cuda, NoText, Pages, generate, logits_of
+from tests.gpu.driving import BLOCK, Chunk, Cuda, Pages, generate, logits_of
 
 LONGEST = 1100
 CONTEXT = 1536

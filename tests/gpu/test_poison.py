@@ -19,8 +19,9 @@ from nightmill.worker.model.families import read_spec
 from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.runners.base import FROM_SLOT, NOT_A_NUMBER, Admission
 from nightmill.worker.runners.gpu.runner import CudaRunner
+from tests.engines import NoText, complete
 from tests.ggufs import write_model
-from tests.gpu.driving import BLOCK, Chunk, Cuda, NoText, Pages, logits_of
+from tests.gpu.driving import BLOCK, Chunk, Cuda, Pages, logits_of
 from tests.poisoned import EMBEDDING, PARAMS, POISON, VOCAB, forty, note_acquittals
 
 CONTEXT = 256
@@ -78,17 +79,12 @@ def overflowing(directory: Path, sizes: dict[str, Any]) -> tuple[GgufFile, GgufF
     return clean, write(directory / "overflowing.gguf", sizes, tensors | {EMBEDDING: table})
 
 
-def complete(runner: CudaRunner, requests: list[Request], *, sharing: bool) -> dict[str, Completion]:
+def generate(runner: CudaRunner, requests: list[Request], *, sharing: bool) -> dict[str, Completion]:
     engine = Engine(
         runner, text_stream=NoText, eos_ids=frozenset(), context_length=CONTEXT, max_sequences=SLOTS,
         token_budget=1024, prefix_sharing=sharing,
     )  # fmt: skip
-    for request in requests:
-        engine.submit(request)
-    done: dict[str, Completion] = {}
-    while engine.has_work:
-        done |= {completion.job_id: completion for completion in engine.step()}
-        engine.check_integrity()
+    done = complete(engine, requests)
     assert engine.stats.preemptions == 0
     return done
 
@@ -126,13 +122,13 @@ def test_an_embedding_that_is_not_a_number_fails_its_jobs_alone(
     file = write(tmp_path / "model.gguf", SIZES[sizes], {})
     guilty, innocent = forty(poison=True), forty(poison=False)
     with closing(make_runner(file, depth=depth)) as runner:
-        clean = complete(runner, guilty, sharing=sharing)
-        before = complete(runner, innocent, sharing=sharing)
+        clean = generate(runner, guilty, sharing=sharing)
+        before = generate(runner, innocent, sharing=sharing)
         spoil_embedding(runner)
-        assert check(complete(runner, guilty, sharing=sharing), clean, guilty) >= 9
+        assert check(generate(runner, guilty, sharing=sharing), clean, guilty) >= 9
         # Pages that the poisoned had are used again, by others and by themselves.
-        check(complete(runner, innocent, sharing=sharing), before, innocent)
-        assert check(complete(runner, guilty, sharing=sharing), clean, guilty) >= 9
+        check(generate(runner, innocent, sharing=sharing), before, innocent)
+        assert check(generate(runner, guilty, sharing=sharing), clean, guilty) >= 9
 
 
 @pytest.mark.parametrize("sizes", SIZES)
@@ -144,10 +140,10 @@ def test_an_overflow_of_half_precision_fails_its_jobs_alone(
     clean_file, overflows = overflowing(tmp_path, SIZES[sizes])
     requests = forty(poison=True)
     with closing(make_runner(clean_file, depth=depth)) as runner:
-        clean = complete(runner, requests, sharing=sharing)
+        clean = generate(runner, requests, sharing=sharing)
     assert not acquitted
     with closing(make_runner(overflows, depth=depth)) as runner:
-        failed = check(complete(runner, requests, sharing=sharing), clean, requests)
+        failed = check(generate(runner, requests, sharing=sharing), clean, requests)
     assert failed >= 9
     assert acquitted.count(False) == failed
     assert sharing or not any(acquitted)

@@ -12,7 +12,7 @@ from nightmill.worker.model.families import read_spec
 from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.model.tokenizer import Tokenizer
 from nightmill.worker.runners.gpu.runner import CudaRunner
-from tests.gpu.driving import NoText
+from tests.engines import NoText
 
 CONTEXT = 512
 ROWS = 64

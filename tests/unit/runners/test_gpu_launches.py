@@ -37,6 +37,7 @@ from nightmill.worker.runners.gpu.products.chooser import Product
 from nightmill.worker.runners.gpu.products.few_rows import MAX_ROWS
 from nightmill.worker.runners.gpu.products.shapes import Kind, padded_rows
 from nightmill.worker.runners.gpu.runner import CudaRunner
+from tests.engines import NoText
 from tests.ggufs import write_model
 from tests.gpu.driving import Chunk, Pages
 from tests.gpu.operands import all_products, cache_of, inputs_of, room, shape_of
@@ -112,16 +113,6 @@ def test_steps_of_all_sizes_launch_kernels_as_they_were_compiled(driver: Recorde
     assert expected <= driver.launches.keys()
     assert driver.launches.keys() - {"library"} <= driver.checked
     runner.close()
-
-
-class NoText:
-    """Detokenising is not what is tested."""
-
-    def push(self, token_id: int) -> str:
-        return ""
-
-    def flush(self) -> str:
-        return ""
 
 
 def test_nothing_is_captured_in_the_middle_of_a_night(

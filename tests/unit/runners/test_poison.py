@@ -13,6 +13,7 @@ from nightmill.worker.model.families import read_spec
 from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.runners.base import FROM_SLOT, NOT_A_NUMBER, Admission, StepBatch
 from nightmill.worker.runners.reference import ReferenceRunner
+from tests.engines import complete
 from tests.ggufs import write_model
 from tests.poisoned import EMBEDDING, POISON, forty, note_acquittals
 
@@ -46,12 +47,7 @@ def generate(
         runner, text_stream=Numbers, eos_ids=frozenset(), context_length=256, max_sequences=9,
         token_budget=150, prefix_sharing=sharing,
     )  # fmt: skip
-    for request in requests:
-        engine.submit(request)
-    done: dict[str, Completion] = {}
-    while engine.has_work:
-        done |= {completion.job_id: completion for completion in engine.step()}
-        engine.check_integrity()
+    done = complete(engine, requests)
     runner.close()
     return done, engine.stats
 

@@ -20,6 +20,7 @@ from nightmill.worker.runners.base import Admission, StepBatch
 from nightmill.worker.runners.philox import token_words, uniform
 from nightmill.worker.runners.reference import ReferenceRunner, choose_kv_blocks
 from nightmill.worker.runners.sampling import gumbel
+from tests.engines import NoText, complete
 from tests.ggufs import byte_vocabulary, write_model, write_spec
 from tests.specs import PLAIN, VARIANTS
 from tests.straightforward import straightforward_logits
@@ -41,14 +42,6 @@ def names(spec: ModelSpec) -> list[str]:
     return [name for _, weight in spec.all_weights() for name in weight.names]
 
 
-class NoText:
-    def push(self, token_id: int) -> str:
-        return ""
-
-    def flush(self) -> str:
-        return ""
-
-
 class Bench:
     """A model file and short ways to run it."""
 
@@ -66,12 +59,7 @@ class Bench:
             runner, text_stream=NoText, eos_ids=frozenset(), context_length=self.spec.context_length,
             max_sequences=at_once or runner.slots, token_budget=max(budget, at_once or 1),
         )  # fmt: skip
-        for request in requests:
-            engine.submit(request)
-        done: dict[str, Completion] = {}
-        while engine.has_work:
-            done |= {completion.job_id: completion for completion in engine.step()}
-            engine.check_integrity()
+        done = complete(engine, requests)
         assert all(completion.error is None for completion in done.values())
         self.stats = engine.stats
         return done
