@@ -24,7 +24,7 @@ from nightmill.jobs.contract import GenerationParams
 from nightmill.worker.model.families import read_spec
 from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.model.spec import ModelSpec
-from nightmill.worker.runners.base import Admission, StepBatch
+from nightmill.worker.runners.base import Admission, StepBatch, make_draws
 from nightmill.worker.runners.gpu.device.graphs import Graph
 from nightmill.worker.runners.gpu.kv_cache import PAGE
 from nightmill.worker.runners.gpu.layers import Layer, LayerKernels
@@ -135,8 +135,7 @@ class Steps:
             context_lengths=np.full(count, start + length, dtype=np.int32),
             block_tables=self._tables[list(slots)],
             slots=np.array(slots, dtype=np.int32),
-            sample_rows=ends - 1,
-            sample_slots=np.array(slots, dtype=np.int32),
+            draws=make_draws(ends - 1, rows[ends - 1], np.full(count, start + length, dtype=np.int32)),
             drawn=count if start and length == 1 else 0,
             admissions=tuple(Admission(slot, (1,), params, slot) for slot in slots) if admit else (),
         )
@@ -162,7 +161,7 @@ def measure(runner: CudaRunner, batch: StepBatch, costs: Costs, rates: tuple[flo
         inputs = runner._steps.write_padded(0, batch, size, pieces, len(pieces))
         shape = StepShape(tokens=size, sequences=size, drawn=size, draws=size, tiles=0, pieces=len(pieces))
     else:
-        shape = StepShape(len(batch.tokens), size, 0, len(batch.sample_rows), len(tiles))
+        shape = StepShape(len(batch.tokens), size, 0, len(batch.draws), len(tiles))
         inputs = runner._steps.write(0, batch, shape, tiles, np.zeros((0, 4), dtype=np.int32))
     calls = recorded(model, inputs, shape)
     runner.device.synchronize()
@@ -171,7 +170,7 @@ def measure(runner: CudaRunner, batch: StepBatch, costs: Costs, rates: tuple[flo
         moved, flops = costs.of.get(name, (0, 0))
         seconds, nodes = timed(runner, lambda mine=mine: [call() for call in mine] and None)
         yield Line(name, nodes, moved, flops, max(moved / rates[0], flops / rates[1]), seconds)
-    seconds, nodes = timed(runner, lambda: model.forward(inputs, shape))
+    seconds, nodes = timed(runner, lambda: queue(model, inputs, shape))
     yield Line("step", nodes, 0, 0, 0.0, seconds)
 
 
@@ -196,7 +195,7 @@ def recorded(model: Model, inputs: StepInputs, shape: StepShape) -> list[tuple[s
         embedding=noted(model.shared.embedding), norm=noted(model.shared.norm, "rms_norm"),
         decode=noted(model.shared.decode, "decode_attention"),
         prefill=noted(model.shared.prefill, "prefill_attention"),
-        sampler=noted(model.shared.sampler, "sample"),
+        sampler=noted(model.shared.sampler),
     )  # fmt: skip
     model.head = noted(model.head, "head")
     model.layers = tuple(
@@ -211,10 +210,16 @@ def recorded(model: Model, inputs: StepInputs, shape: StepShape) -> list[tuple[s
         for layer in model.layers
     )  # fmt: skip
     try:
-        model.forward(inputs, shape)
+        queue(model, inputs, shape)
     finally:
         model.shared, model.layers, model.head = kept
     return calls
+
+
+def queue(model: Model, inputs: StepInputs, shape: StepShape) -> None:
+    """A whole step."""
+    model.forward(inputs, shape)
+    model.draw(inputs, shape)
 
 
 def timed(runner: CudaRunner, launch: Callable[[], None]) -> tuple[float, int]:

@@ -14,7 +14,7 @@ from nightmill.jobs.settings import Settings
 from nightmill.worker.commands.serving import worker
 from nightmill.worker.engine.engine import Engine
 from nightmill.worker.link.loading import OpenModel, max_sequences
-from nightmill.worker.runners.base import SampledTokens, StepBatch
+from nightmill.worker.runners.base import Drawn, IntArray, StepBatch
 from tests.own_engine import engine_on, run_module
 
 NAME = "benchmarks.instant_worker"
@@ -35,13 +35,16 @@ class InstantRunner:
         self.vocab = vocab
         self.slots = slots
         self.kv_blocks = slots * CONTEXT // self.block_size
-        self._drawn: deque[SampledTokens] = deque()
+        self._drawn: deque[Drawn] = deque()
 
     def launch(self, batch: StepBatch) -> None:
-        """Remember which slots draw."""
-        self._drawn.append(SampledTokens(batch.sample_slots, np.full_like(batch.sample_slots, 65)))
+        """Draw as many as the step does."""
+        self._drawn.append(Drawn(np.full(len(batch.draws), 65, dtype=np.int32)))
 
-    def collect(self) -> SampledTokens | None:
+    def draw(self, masks: IntArray) -> None:
+        """Nothing is masked."""
+
+    def collect(self) -> Drawn | None:
         """The oldest launch's tokens."""
         return self._drawn.popleft() if self._drawn else None
 

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from nightmill.worker.model.spec import ModelSpec
+from nightmill.worker.runners.base import make_draws
 from nightmill.worker.runners.gpu.attention.choice import decode_attention, prefill_attention
 from nightmill.worker.runners.gpu.device.device import Device
 from nightmill.worker.runners.gpu.device.graphs import Graph
@@ -29,7 +30,7 @@ from nightmill.worker.runners.gpu.rows.embedding import Embedding
 from nightmill.worker.runners.gpu.rows.norms import RmsNorm
 from nightmill.worker.runners.gpu.rows.rotation import Rotation
 from nightmill.worker.runners.gpu.rows.swiglu import SwiGlu
-from nightmill.worker.runners.gpu.sampling.sampler import Sampler
+from nightmill.worker.runners.gpu.sampling.sampler import SLOT, Sampler
 from nightmill.worker.runners.gpu.weights.layout import NormWeight
 from tests.gpu.operands import inputs_of, shape_of
 from tests.specs import dense_spec
@@ -230,14 +231,11 @@ def sampling_cases(bench: Bench, spec: ModelSpec) -> Iterator[Case]:
     """Greedy, temperature and filters."""
     vocab = spec.vocab
     sampler = Sampler(bench.device, vocab, max_rows=512)
-    words = -(-vocab // 32)
     for count in (1, 64, 512):
         rounds = rounds_for(count * vocab * 4)
         logits = [bench.random(count, vocab, dtype=np.float32, scale=3.0) for _ in range(rounds)]
-        numbers = bench.ints(np.arange(count))
-        out = bench.random(count, dtype=np.int32)
-        seen = bench.ints(np.zeros(count * words))
-        seeds = bench.device.upload(bench.rng.integers(0, 1 << 63, count, dtype=np.uint64))
+        everyone, out = np.arange(count, dtype=np.int32), bench.random(count, dtype=np.int32)
+        draws = bench.device.upload(make_draws(everyone, everyone, everyone))
         settings = {
             "greedy": (0.0, 0, 1.0, 0.0),
             "temperature 0.6": (0.6, 0, 1.0, 0.0),
@@ -246,26 +244,16 @@ def sampling_cases(bench: Bench, spec: ModelSpec) -> Iterator[Case]:
             "top_p 0.95": (0.6, 0, 0.95, 0.0),
             "top_k 50 top_p 0.95": (0.6, 50, 0.95, 0.0),
         }
-        for name, (temperature, top_k, top_p, min_p) in settings.items():
-
-            def full(value: float) -> int:
-                return bench.device.upload(np.full(count, value, dtype=np.float32))
-
-            slots = SimpleNamespace(
-                temperature=full(temperature),
-                top_k=bench.ints(np.full(count, top_k)),
-                top_p=full(top_p),
-                min_p=full(min_p),
-                penalty=full(1.0),
-                seeds=seeds,
-                last_token=bench.ints(np.zeros(count)),
-                seen=seen,
-                words=words,
-            )
+        for name, values in settings.items():
+            table = np.zeros(count, dtype=SLOT)
+            table["seed"] = bench.rng.integers(0, 1 << 63, count, dtype=np.uint64)
+            for field, value in zip(("temperature", "top_k", "top_p", "min_p"), values, strict=True):
+                table[field] = value
+            slots = bench.device.upload(table)
             yield Case(
                 "sample",
                 f"{count}x{vocab} {name}",
-                lambda i: sampler(logits[i], count, numbers, numbers, numbers, slots, out),
+                lambda i: sampler.sample(logits[i], count, draws, slots, out),
                 rounds,
                 count * vocab * 4,
             )

@@ -19,7 +19,7 @@ from nightmill.jobs.arithmetic import Arithmetic
 from nightmill.jobs.contract import GenerationParams
 from nightmill.worker.engine.engine import Engine
 from nightmill.worker.engine.request import Request
-from nightmill.worker.runners.base import SampledTokens, StepBatch
+from nightmill.worker.runners.base import Drawn, IntArray, StepBatch
 from tests.engines import NoText
 
 PROMPT, ANSWER, VOCAB = 256, 512, 32_000
@@ -36,13 +36,16 @@ class NoRunner:
     def __init__(self, slots: int) -> None:
         self.slots = slots
         self.kv_blocks = slots * (PROMPT + ANSWER) // self.block_size + slots
-        self._drawn: deque[SampledTokens] = deque()
+        self._drawn: deque[Drawn] = deque()
 
     def launch(self, batch: StepBatch) -> None:
-        """Remember which slots draw."""
-        self._drawn.append(SampledTokens(batch.sample_slots, np.full_like(batch.sample_slots, 65)))
+        """Draw as many as the step does."""
+        self._drawn.append(Drawn(np.full(len(batch.draws), 65, dtype=np.int32)))
 
-    def collect(self) -> SampledTokens | None:
+    def draw(self, masks: IntArray) -> None:
+        """Nothing is masked."""
+
+    def collect(self) -> Drawn | None:
         """The oldest launch's tokens."""
         return self._drawn.popleft() if self._drawn else None
 

@@ -14,7 +14,7 @@ from typing import Any
 from nightmill.jobs.settings import Settings
 from nightmill.worker.engine.engine import Engine
 from nightmill.worker.link.loading import OpenModel, build_engine
-from nightmill.worker.runners.base import SampledTokens, StepBatch
+from nightmill.worker.runners.base import Drawn, StepBatch
 from nightmill.worker.runners.gpu.device.graphs import Graph
 from nightmill.worker.runners.gpu.products.chooser import Product
 from nightmill.worker.runners.gpu.runner import CudaRunner
@@ -69,10 +69,10 @@ class StepTimes:
         self._counts["steps"] += 1
         self._tell()
 
-    def collect(self) -> SampledTokens | None:
+    def collect(self) -> Drawn | None:
         """As the runner's."""
         began = time.perf_counter()
-        drawn: SampledTokens | None = self._collect()
+        drawn: Drawn | None = self._collect()
         self._counts["wait_seconds"] += time.perf_counter() - began
         self._tell()
         return drawn

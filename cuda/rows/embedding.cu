@@ -1,7 +1,6 @@
-// Rows picked by index: token embeddings, tokens the host does not know yet, and the rows that sample.
+// Rows picked by index: token embeddings, and the rows that draw.
 //
 //   embed          tokens (T,), table (V, width) half -> out (T, width) float
-//   gather_tokens  out[i] = tokens[i], or where that is negative the token last sampled in slot slot_of_token[i]
 //   gather_rows    out[r] = x[rows[r]], rows of `chunks` 16-byte chunks
 //
 // width is a multiple of 8. A token outside the table or a row of -1 (padding) gives a row of zeros. Bytes: embed
@@ -24,21 +23,6 @@ extern "C" __global__ void __launch_bounds__(256)
     if (token >= 0 && token < vocab)
         unpack(*reinterpret_cast<const Half8*>(table + static_cast<int64_t>(token) * width + chunk * 8), values);
     store8(out + index * 8, values);
-}
-
-extern "C" __global__ void __launch_bounds__(256)
-    gather_tokens(const int* __restrict__ tokens, const int* __restrict__ slot_of_token,
-                  const int* __restrict__ last_token, int* __restrict__ out, int count) {
-    launch_next();
-    wait_for_previous(last_token);
-    const int index = blockIdx.x * 256 + threadIdx.x;
-    if (index >= count) return;
-    int token = tokens[index];
-    if (token < 0) {
-        const int slot = slot_of_token[index];
-        token = slot >= 0 ? last_token[slot] : 0;
-    }
-    out[index] = token;
 }
 
 extern "C" __global__ void __launch_bounds__(256)

@@ -1,7 +1,7 @@
 // Draws tokens of rows without top-k, top-p and min-p: greedy, or temperature and Gumbel-max, in one pass.
 //
-//   logits (R, V) float; sample_slots (R,), negative: row skipped; sample_rows (R,): the row's token in `positions`
-//   slot state: see sampling.cuh; out_tokens (R,): NOT_A_NUMBER where a row holds NaN or +inf, or nothing but -inf
+//   logits (R, V) float; draws (R,): a negative slot skips the row; slots: of the sequences (slots.cuh)
+//   out_tokens (R,): NOT_A_NUMBER where a row holds NaN or +inf, or nothing but -inf
 //   partial (R, gridDim.x) and counters (R,), zero before and after: where blocks of a row meet
 //
 // Rows that need a threshold are left to `sample_filtered`. 4 V bytes a row are read once, nothing is written: bound by
@@ -54,8 +54,7 @@ static __device__ __forceinline__ Best scored(float x, float temperature, float 
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
-    sample(const float* __restrict__ logits, int vocab, const int* __restrict__ sample_slots,
-           const int* __restrict__ sample_rows, const int* __restrict__ positions, SLOT_PARAMETERS,
+    sample(const float* __restrict__ logits, int vocab, const Draw* __restrict__ draws, Slot* slots,
            Best* __restrict__ partial, unsigned* __restrict__ counters, int* __restrict__ out_tokens) {
     __shared__ Best scratch[32];
     // By a thread of the block: a lower bound of the best score. Warps read and write it as they come, which `volatile`
@@ -65,11 +64,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     launch_next();
     wait_for_previous(logits);
     const int row = blockIdx.y;
-    const int slot = sample_slots[row];
-    if (slot < 0) return;
-    const float temperature = temperatures[slot], penalty = penalties[slot];
-    if (needs_filter(temperature, top_ks[slot], top_ps[slot], min_ps[slot], vocab)) return;
-    const Row source = row_of(logits, row, vocab, seen, words, slot, penalty);
+    const Draw draw = draws[row];
+    if (draw.slot < 0) return;
+    Slot& slot = slots[draw.slot];
+    if (needs_filter(slot, vocab)) return;
+    const float temperature = slot.temperature;
+    const Row source = row_of(logits, row, vocab, slot);
     const int blocks = (vocab + 3) / 4;
     const int share = (blocks + gridDim.x - 1) / gridDim.x;
     const int first = blockIdx.x * share, end = min(first + share, blocks);
@@ -77,8 +77,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     Best best{negative_infinity(), 0.0f, 0x7fffffff};
     bool bad = false;
     if (temperature > 0.0f) {
-        const unsigned position = static_cast<unsigned>(positions[sample_rows[row]] + 1);
-        const unsigned long long seed = seeds[slot];
+        const unsigned position = static_cast<unsigned>(draw.position);
+        const unsigned long long seed = slot.seed;
         const float inverse = 1.0f / temperature;
         float start = negative_infinity(), next[4];  // the logits that the loop takes next
         if (first + threadIdx.x < end) {
@@ -161,5 +161,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
         best = best_of_block(best, scratch);
         if (threadIdx.x == 0) counters[row] = 0;
     }
-    if (threadIdx.x == 0) finish_row(best, row, slot, penalty, vocab, last_token, seen, words, out_tokens);
+    if (threadIdx.x == 0) finish_row(best, row, slot, vocab, out_tokens);
 }

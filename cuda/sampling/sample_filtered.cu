@@ -322,15 +322,14 @@ static __device__ float find_threshold(const Scaled& source, Scratch& scratch, i
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-    sample_filtered(const float* __restrict__ logits, int vocab, const int* __restrict__ sample_slots,
-                    const int* __restrict__ sample_rows, const int* __restrict__ positions, SLOT_PARAMETERS,
+    sample_filtered(const float* __restrict__ logits, int vocab, const Draw* __restrict__ draws, Slot* slots,
                     int* __restrict__ out_tokens, int rows) {
     __shared__ Scratch scratch;
     launch_next();
     wait_for_previous(logits);
     const auto is_mine = [&](int number) {
-        const int slot = number < rows ? sample_slots[number] : -1;
-        return slot >= 0 && needs_filter(temperatures[slot], top_ks[slot], top_ps[slot], min_ps[slot], vocab);
+        const int slot = number < rows ? draws[number].slot : -1;
+        return slot >= 0 && needs_filter(slots[slot], vocab);
     };
     // Mostly there is nothing to do, which all rows of a block can say at once.
     if (!__syncthreads_or(is_mine(blockIdx.x + threadIdx.x * gridDim.x))) return;
@@ -338,9 +337,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     for (int number = blockIdx.x; number < rows; number += gridDim.x) {
         if (!is_mine(number)) continue;
         __syncthreads();  // what the row before had in `scratch` was read
-        const int slot = sample_slots[number];
-        const float temperature = temperatures[slot], penalty = penalties[slot], min_p = min_ps[slot];
-        const Row row = row_of(logits, number, vocab, seen, words, slot, penalty);
+        const Draw draw = draws[number];
+        Slot& slot = slots[draw.slot];
+        const float temperature = slot.temperature, min_p = slot.min_p;
+        const Row row = row_of(logits, number, vocab, slot);
         const int blocks = (vocab + 3) / 4;
 
         float maximum = negative_infinity();
@@ -358,19 +358,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         maximum = warp_max(scratch.maxima[threadIdx.x % 32]);
         bad = bad || maximum == negative_infinity();
         if (bad) {  // the same for all threads
-            if (threadIdx.x == 0)
-                finish_row(not_a_number(), number, slot, penalty, vocab, last_token, seen, words, out_tokens);
+            if (threadIdx.x == 0) finish_row(not_a_number(), number, slot, vocab, out_tokens);
             continue;
         }
 
         const Scaled source{row, maximum, temperature, blocks};
-        float threshold = find_threshold(source, scratch, top_ks[slot], top_ps[slot]);
+        float threshold = find_threshold(source, scratch, slot.top_k, slot.top_p);
         if (min_p > 0.0f) threshold = fmaxf(threshold, logf(min_p));
         // The best, at 0, gets no less noise than -3.
         threshold = fmaxf(threshold, -LARGEST_NOISE - 3.0f);
 
-        const unsigned position = static_cast<unsigned>(positions[sample_rows[number]] + 1);
-        const unsigned long long seed = seeds[slot];
+        const unsigned position = static_cast<unsigned>(draw.position);
+        const unsigned long long seed = slot.seed;
         Best best{negative_infinity(), 0.0f, 0x7fffffff};
 #pragma unroll 1
         for (int block = threadIdx.x; block < blocks; block += THREADS) {
@@ -388,7 +387,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             }
         }
         best = best_of_block(best, scratch.best);
-        if (threadIdx.x == 0)
-            finish_row(best, number, slot, penalty, vocab, last_token, seen, words, out_tokens);
+        if (threadIdx.x == 0) finish_row(best, number, slot, vocab, out_tokens);
     }
 }

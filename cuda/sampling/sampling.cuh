@@ -4,33 +4,25 @@
 #pragma once
 
 #include "common/common.cuh"
+#include "sampling/slots.cuh"
 
 static constexpr float LARGEST_NOISE = 22.88f;  // -ln(-ln(1 - 2^-33)) = 22.874, rounded up
 static constexpr float LARGEST_LOGIT = 1e30f;   // see `bounded`
 static constexpr int NOT_A_NUMBER = -1;         // in place of a token, as in worker/runners/base.py
 static constexpr float COLDEST_FAST = 0.01f;    // below it l / T is too coarse beside the noise: `sample_filtered`
 
-// Arrays over slots, and how they are passed to a kernel; `words` is the number of 32-bit words of a row of `seen`.
-#define SLOT_PARAMETERS                                                                                           \
-    const float *__restrict__ temperatures, const int *__restrict__ top_ks, const float *__restrict__ top_ps,     \
-        const float *__restrict__ min_ps, const float *__restrict__ penalties,                                    \
-        const unsigned long long *__restrict__ seeds, int *__restrict__ last_token, unsigned *__restrict__ seen,  \
-        int words
-
 // A row of logits has room for a multiple of 8: what is behind the vocabulary may be anything.
 struct Row {
     const float* logits;
-    const unsigned* seen;  // null: no penalty
+    const unsigned* seen;  // bit t % 32 of word t / 32 is set where the sequence has token t; null: no penalty
     float penalty;
     int vocab;
     bool whole;  // the vocabulary ends with a group of four
 };
 
-static __device__ __forceinline__ Row row_of(const float* logits, int row, int vocab, const unsigned* seen,
-                                             int words, int slot, float penalty) {
+static __device__ __forceinline__ Row row_of(const float* logits, int row, int vocab, const Slot& slot) {
     return Row{logits + static_cast<int64_t>(row) * ((vocab + 7) / 8 * 8),
-               penalty != 1.0f ? seen + static_cast<int64_t>(slot) * words : nullptr, penalty, vocab,
-               vocab % 4 == 0};
+               reinterpret_cast<const unsigned*>(slot.seen), slot.repetition_penalty, vocab, vocab % 4 == 0};
 }
 
 // Logits of tokens 4 * block .. 4 * block + 3; -inf past the vocabulary.
@@ -74,10 +66,9 @@ static __device__ __forceinline__ bool load_logits(const Row& row, int block, fl
     return bad;
 }
 
-static __device__ __forceinline__ bool needs_filter(float temperature, int top_k, float top_p, float min_p,
-                                                    int vocab) {
-    return temperature > 0.0f && ((top_k > 0 && top_k < vocab) || top_p < 1.0f || min_p > 0.0f ||
-                                  temperature < COLDEST_FAST);
+static __device__ __forceinline__ bool needs_filter(const Slot& slot, int vocab) {
+    return slot.temperature > 0.0f && ((slot.top_k > 0 && slot.top_k < vocab) || slot.top_p < 1.0f ||
+                                       slot.min_p > 0.0f || slot.temperature < COLDEST_FAST);
 }
 
 static __device__ __forceinline__ uint4 philox(unsigned block, unsigned position, unsigned long long seed) {
@@ -140,12 +131,12 @@ static __device__ __forceinline__ Best best_of_block(Best best, Best* scratch) {
 
 // Called by one thread a row. Where no token was found, since a logit was no number or none was above -inf, the slot goes
 // on with token 0, which is not marked as seen.
-static __device__ __forceinline__ void finish_row(const Best& best, int row, int slot, float penalty, int vocab,
-                                                  int* last_token, unsigned* seen, int words, int* out_tokens) {
+static __device__ __forceinline__ void finish_row(const Best& best, int row, Slot& slot, int vocab,
+                                                  int* out_tokens) {
     const bool found = best.token >= 0 && best.token < vocab;
     const int token = found ? best.token : 0;
     out_tokens[row] = found ? token : NOT_A_NUMBER;
-    last_token[slot] = token;
-    if (found && penalty != 1.0f)
-        atomicOr(seen + static_cast<int64_t>(slot) * words + token / 32, 1u << (token % 32));
+    slot.last_token = token;
+    if (found && slot.seen != 0)
+        atomicOr(reinterpret_cast<unsigned*>(slot.seen) + token / 32, 1u << (token % 32));
 }

@@ -25,7 +25,7 @@ from nightmill.jobs.arithmetic import Arithmetic
 from nightmill.jobs.settings import Settings
 from nightmill.worker.engine.engine import Engine
 from nightmill.worker.link.loading import OpenModel, max_sequences
-from nightmill.worker.runners.base import NOT_A_NUMBER, Admission, SampledTokens, StepBatch
+from nightmill.worker.runners.base import NOT_A_NUMBER, Admission, Drawn, IntArray, StepBatch
 from tests.campaign.texts import CONTEXT, SAMPLING, checksum, draw
 from tests.own_engine import engine_on, run_module
 
@@ -52,7 +52,7 @@ class ScriptedRunner:
         self.slots = slots
         self.kv_blocks = slots * CONTEXT // self.block_size * 2 // 3  # short, so that some are preempted
         self._step = float(os.environ.get("CAMPAIGN_STEP", "0"))
-        self._drawn: deque[SampledTokens] = deque()
+        self._drawn: deque[Drawn] = deque()
         self._slots: dict[int, tuple[int, int, list[float]]] = {}  # checksum so far, seed, parameters
         self._poisons: dict[int, list[Any]] = {}  # tokens left, and what follows
 
@@ -61,14 +61,17 @@ class ScriptedRunner:
             self._admit(admission)
         if self._step:
             time.sleep(self._step)
-        tokens = np.fromiter(map(self._draw, batch.sample_slots.tolist()), np.int32, len(batch.sample_slots))
-        self._drawn.append(self.sampled(batch, tokens))
+        slots = batch.draws["slot"].tolist()
+        self._drawn.append(self.sampled(batch, np.fromiter(map(self._draw, slots), np.int32, len(slots))))
 
-    def sampled(self, batch: StepBatch, tokens: Any) -> SampledTokens:
+    def draw(self, masks: IntArray) -> None:
+        """Nothing is masked."""
+
+    def sampled(self, batch: StepBatch, tokens: Any) -> Drawn:
         """What the engine collects."""
-        return SampledTokens(batch.sample_slots, tokens)
+        return Drawn(tokens)
 
-    def collect(self) -> SampledTokens | None:
+    def collect(self) -> Drawn | None:
         return self._drawn.popleft() if self._drawn else None
 
     def close(self) -> None:

@@ -12,7 +12,7 @@ from nightmill.worker.engine.engine import Engine
 from nightmill.worker.engine.request import Request
 from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.model.spec import ModelSpec
-from nightmill.worker.runners.base import Admission, Runner, StepBatch
+from nightmill.worker.runners.base import Admission, Runner, StepBatch, make_draws
 from nightmill.worker.runners.gpu.runner import CudaRunner
 from nightmill.worker.runners.reference import ReferenceRunner
 from tests.engines import NoText, complete
@@ -58,7 +58,7 @@ class Pages:
         contexts = np.array([chunk.start + chunk.length for chunk in chunks], dtype=np.int32)
         width = -(-int(contexts.max()) // BLOCK)
         rows = self.tables[row_slots, positions // BLOCK] * BLOCK + positions % BLOCK
-        sample_rows = np.concatenate(
+        drawing = np.concatenate(
             [np.arange(end - chunk.draws, end) for chunk, end in zip(chunks, starts[1:], strict=True)]
         )
         admissions = (Admission(c.slot, tuple(c.tokens), GREEDY, c.slot) for c in chunks)
@@ -70,8 +70,7 @@ class Pages:
             context_lengths=contexts,
             block_tables=self.tables[slots, :width],
             slots=slots,
-            sample_rows=sample_rows.astype(np.int32),
-            sample_slots=np.repeat(slots, [c.draws for c in chunks]).astype(np.int32),
+            draws=make_draws(drawing.astype(np.int32), row_slots[drawing], positions[drawing] + 1),
             drawn=sum(drawn),
             admissions=tuple(admissions) if admit else (),
         )
@@ -119,7 +118,7 @@ def logits_of(subject: HasLogits, pages: Pages, chunks: Sequence[Chunk], *, admi
     subject.runner.launch(batch)
     sampled = subject.runner.collect()
     assert sampled is not None
-    logits = subject.show(len(batch.sample_rows))
+    logits = subject.show(len(batch.draws))
     np.testing.assert_array_equal(sampled.tokens, logits.argmax(axis=1))
     return logits
 

@@ -26,7 +26,7 @@ def launch_and_fail(self: CudaRunner, batch: StepBatch) -> None:
     launch(self, batch)
     steps += 1
     if steps == STEPS:
-        self._model.shared.embedding.gather_tokens(WILD, WILD, WILD, WILD_BUFFER, 1)
+        self._model.shared.sampler.gather_tokens(WILD, WILD, WILD, WILD_BUFFER, 1)
 
 
 def build_faulty(settings: Settings, model: OpenModel) -> Engine:

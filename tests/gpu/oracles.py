@@ -85,16 +85,16 @@ def attention_oracle(q: Array, keys: Array, values: Array, visible: Array) -> Ar
 def noisy_scores(logits: Array, rows: SamplingRows, row: int) -> Array:
     """What the definition takes the maximum of, for one row of logits (R, V): float32 (V,)."""
     penalised = penalise(logits, rows)[row : row + 1].copy()
-    if rows.temperature[row] == 0:
+    parameters = rows.parameters[row : row + 1]
+    if parameters["temperature"] == 0:
         return penalised[0]
     penalised -= penalised.max()
     with np.errstate(over="ignore"):
-        penalised /= rows.temperature[row]
-    one = slice(row, row + 1)
-    filter_rows(penalised, rows.top_k[one], rows.top_p[one], rows.min_p[one])
+        penalised /= parameters["temperature"]
+    filter_rows(penalised, *(parameters[name] for name in ("top_k", "top_p", "min_p")))
     vocab = penalised.shape[1]
     blocks = np.arange(-(-vocab // 4), dtype=np.uint32)
-    seeds = np.full(len(blocks), rows.seeds[row])
+    seeds = np.full(len(blocks), parameters["seed"])
     positions = np.full(len(blocks), rows.positions[row], dtype=np.uint32)
     words = token_words(seeds, positions, blocks)
     return penalised[0] + gumbel(uniform(words)).reshape(-1)[:vocab]

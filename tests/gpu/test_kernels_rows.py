@@ -36,20 +36,6 @@ def test_embedding_rows_are_the_tables(device: Device) -> None:
         np.testing.assert_array_equal(fetched(device, out), expected)
 
 
-def test_unknown_tokens_come_from_their_slots(device: Device) -> None:
-    embedding = Embedding(device, 1000)
-    rng = np.random.default_rng(2)
-    last = rng.integers(0, 1000, 50, dtype=np.int32)
-    for count in ROWS:
-        tokens = rng.integers(-1, 3, count, dtype=np.int32)
-        slots = rng.integers(0, 50, count, dtype=np.int32)
-        out = buffer(device, np.full(count, -7, dtype=np.int32))
-        addresses = (device.upload(array) for array in (tokens, slots, last))
-        embedding.gather_tokens(*addresses, out, count)
-        expected = np.where(tokens < 0, last[slots], tokens)
-        np.testing.assert_array_equal(fetched(device, out), expected)
-
-
 @pytest.mark.parametrize("kind", [np.float32, np.float16])
 def test_gathered_rows_are_the_rows(device: Device, kind: type) -> None:
     embedding = Embedding(device, 1000)

@@ -5,98 +5,82 @@ Where a kernel's token differs, its noisy score must be within NEAR_TIE of the b
 
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 import pytest
 
-from nightmill.worker.runners.base import NOT_A_NUMBER
+from nightmill.worker.runners.base import DRAW, NOT_A_NUMBER, UNMASKED, mask_words
 from nightmill.worker.runners.gpu.device.device import Device
-from nightmill.worker.runners.gpu.sampling.sampler import Sampler
-from nightmill.worker.runners.sampling import SamplingRows, penalise, sample
+from nightmill.worker.runners.gpu.sampling.sampler import SLOT, Sampler
+from nightmill.worker.runners.sampling import PARAMETERS, SamplingRows, penalise, sample
 from tests.gpu.operands import buffer, fetched
 from tests.gpu.oracles import NEAR_TIE, noisy_scores
 
 Change = Callable[[np.random.Generator, SamplingRows], None]
-
-
-@dataclass
-class Slots:
-    """Per-slot arrays on the device."""
-
-    temperature: int
-    top_k: int
-    top_p: int
-    min_p: int
-    penalty: int
-    seeds: int
-    last_token: int
-    seen: int
-    words: int
+Masks = dict[int, np.ndarray] | None
 
 
 def make_rows(rng: np.random.Generator, count: int) -> SamplingRows:
     """Plain temperature 1; tests change what they are about."""
-    return SamplingRows(
-        temperature=np.ones(count, dtype=np.float32),
-        top_k=np.zeros(count, dtype=np.int32),
-        top_p=np.ones(count, dtype=np.float32),
-        min_p=np.zeros(count, dtype=np.float32),
-        penalty=np.ones(count, dtype=np.float32),
-        seeds=rng.integers(0, 1 << 64, count, dtype=np.uint64),
-        positions=rng.integers(1, 30_000, count),
-        seen=[None] * count,
-    )
+    parameters = np.zeros(count, dtype=PARAMETERS)
+    for name in ("temperature", "top_p", "repetition_penalty"):
+        parameters[name] = 1
+    parameters["seed"] = rng.integers(0, 1 << 64, count, dtype=np.uint64)
+    return SamplingRows(parameters, rng.integers(1, 30_000, count), [None] * count)
 
 
 def penalise_some(rng: np.random.Generator, rows: SamplingRows, vocab: int) -> None:
     for row in range(0, len(rows.seen), 2):
-        rows.penalty[row] = rng.uniform(1.05, 1.8)
+        rows.parameters["repetition_penalty"][row] = rng.uniform(1.05, 1.8)
         rows.seen[row] = rng.random(vocab) < 0.3
 
 
-def draw(device: Device, sampler: Sampler, logits: np.ndarray, rows: SamplingRows) -> np.ndarray:
-    """The kernels' tokens; checks what they leave in the slots."""
+def draw(
+    device: Device, sampler: Sampler, logits: np.ndarray, rows: SamplingRows, masks: Masks = None
+) -> np.ndarray:
+    """The kernels' tokens; checks what they leave in the slots.
+
+    masks  bool (V,) of what a row may draw, by row
+    """
     count, vocab = logits.shape
-    slots = count + 3
-    words = -(-vocab // 32)
+    slots, words = count + 3, mask_words(vocab)
     order = np.random.default_rng(count).permutation(slots)[:count].astype(np.int32)  # row r's slot
-
-    def spread(values: np.ndarray, poison: float) -> int:
-        array = np.full(slots, poison, dtype=values.dtype)
-        array[order] = values
-        return device.upload(array)
-
     seen = np.full((slots, words * 32), True)
     for row, mask in enumerate(rows.seen):
         if mask is not None:
             seen[order[row]] = False
             seen[order[row], :vocab] = mask
-    bits = np.packbits(seen, axis=1, bitorder="little").view(np.uint32)
-    state = Slots(
-        spread(rows.temperature, np.nan), spread(rows.top_k, -5), spread(rows.top_p, np.nan),
-        spread(rows.min_p, np.nan), spread(rows.penalty, np.nan), spread(rows.seeds, 0),
-        device.upload(np.full(slots, -9, dtype=np.int32)), device.upload(bits), words,
-    )  # fmt: skip
+    bitmaps = device.upload(np.packbits(seen, axis=1, bitorder="little").view(np.uint32))
+    table = np.frombuffer(b"\xff" * slots * SLOT.itemsize, dtype=SLOT).copy()  # other slots hold NaN
+    for name in PARAMETERS.names or ():
+        table[name][order] = rows.parameters[name]
+    table["last_token"] = -9
+    penalised = np.array([mask is not None for mask in rows.seen])
+    table["seen"][order] = np.where(penalised, bitmaps + 4 * words * order.astype(np.uint64), 0)
+    address = device.upload(table)
     # One row more, which pads: slot -1. Its logits do not exist.
-    positions = np.full(2 * count + 1, -100, dtype=np.int32)
-    sample_rows = np.random.default_rng(count + 1).permutation(2 * count + 1)[: count + 1].astype(np.int32)
-    positions[sample_rows[:count]] = rows.positions - 1
+    draws = np.zeros(count + 1, dtype=DRAW)
+    draws["slot"], draws["mask"], draws["position"] = np.append(order, -1), UNMASKED, -100
+    draws["position"][:count] = rows.positions
     out = buffer(device, np.full(count + 1, -7, dtype=np.int32))
     padded = np.full((count, -(-vocab // 8) * 8), np.nan, dtype=np.float32)  # what pads a row is not read
     padded[:, :vocab] = logits
-    sampler(
-        buffer(device, padded), count + 1, device.upload(np.append(order, -1).astype(np.int32)),
-        device.upload(sample_rows), device.upload(positions), state, out,
-    )  # fmt: skip
+    on_device = buffer(device, padded)
+    if masks:
+        draws["mask"][sorted(masks)] = np.arange(len(masks)) + 5  # numbers of an earlier part of the step
+        allowed = np.ones((len(masks), words * 32), dtype=np.bool_)  # behind the vocabulary all is allowed
+        allowed[:, :vocab] = [masks[row] for row in sorted(masks)]
+        bits = device.upload(np.packbits(allowed, axis=1, bitorder="little"))
+        sampler.apply_masks(on_device, count, device.upload(draws), bits, 5)
+    sampler.sample(on_device, count + 1, device.upload(draws), address, out)
     tokens = fetched(device, out)
     assert tokens[-1] == -7
-    last = device.download(state.last_token, slots, np.int32)
+    last = device.download(address, slots, SLOT)
     drawn = tokens[:-1]
-    np.testing.assert_array_equal(last[order], np.where(drawn == NOT_A_NUMBER, 0, drawn))
-    assert (np.delete(last, order) == -9).all()
+    table["last_token"][order] = np.where(drawn == NOT_A_NUMBER, 0, drawn)
+    assert last.tobytes() == table.tobytes()
     after = np.unpackbits(
-        device.download(state.seen, (slots, words), np.uint32).view(np.uint8), axis=1, bitorder="little"
+        device.download(bitmaps, (slots, words), np.uint32).view(np.uint8), axis=1, bitorder="little"
     ).astype(bool)
     for row, mask in enumerate(rows.seen):
         if mask is not None and tokens[row] != NOT_A_NUMBER:
@@ -105,9 +89,14 @@ def draw(device: Device, sampler: Sampler, logits: np.ndarray, rows: SamplingRow
     return drawn
 
 
-def check(device: Device, sampler: Sampler, logits: np.ndarray, rows: SamplingRows) -> int:
+def check(
+    device: Device, sampler: Sampler, logits: np.ndarray, rows: SamplingRows, masks: Masks = None
+) -> int:
     """Compare with the definition; returns the number of near-ties."""
-    tokens = draw(device, sampler, logits, rows)
+    tokens = draw(device, sampler, logits, rows, masks)
+    for row, allowed in (masks or {}).items():
+        logits = logits.copy()
+        logits[row, ~allowed] = -np.inf
     assert ((tokens >= 0) & (tokens < logits.shape[1])).all()
     expected = sample(logits, rows)
     ties = 0
@@ -140,7 +129,7 @@ SIZES = [(1, 1000), (7, 1003), (63, 513), (65, 4096), (1000, 1001), (1, 151_936)
 def test_greedy_and_temperature(device: Device, count: int, vocab: int, temperature: float) -> None:
     rng = np.random.default_rng(vocab + count)
     rows = make_rows(rng, count)
-    rows.temperature[:] = temperature
+    rows.parameters["temperature"] = temperature
     check(device, make_sampler(device, vocab), random_logits(rng, count, vocab), rows)
 
 
@@ -149,28 +138,28 @@ def test_equal_logits_are_drawn_fairly_and_greedily_the_first(device: Device) ->
     rng = np.random.default_rng(4)
     logits = np.full((64, 1000), 3.25, dtype=np.float32)
     rows = make_rows(rng, 64)
-    rows.temperature[:32] = 0
+    rows.parameters["temperature"][:32] = 0
     check(device, sampler, logits, rows)
 
 
 def _top_k(rng: np.random.Generator, rows: SamplingRows) -> None:
-    rows.top_k[:] = rng.choice([1, 2, 20, 50, 500, 999, 100_000], len(rows.top_k))
+    rows.parameters["top_k"] = rng.choice([1, 2, 20, 50, 500, 999, 100_000], len(rows.parameters))
 
 
 def _top_p(rng: np.random.Generator, rows: SamplingRows) -> None:
-    rows.top_p[:] = rng.choice([1e-6, 0.1, 0.5, 0.9, 0.95, 0.999], len(rows.top_p))
+    rows.parameters["top_p"] = rng.choice([1e-6, 0.1, 0.5, 0.9, 0.95, 0.999], len(rows.parameters))
 
 
 def _min_p(rng: np.random.Generator, rows: SamplingRows) -> None:
-    rows.min_p[:] = rng.choice([0.001, 0.05, 0.3, 1.0], len(rows.min_p))
+    rows.parameters["min_p"] = rng.choice([0.001, 0.05, 0.3, 1.0], len(rows.parameters))
 
 
 def _greedy(rng: np.random.Generator, rows: SamplingRows) -> None:
-    rows.temperature[:] = 0
+    rows.parameters["temperature"] = 0
 
 
 def _plain(rng: np.random.Generator, rows: SamplingRows) -> None:
-    rows.temperature[:] = 0.9
+    rows.parameters["temperature"] = 0.9
 
 
 def _all(rng: np.random.Generator, rows: SamplingRows) -> None:
@@ -183,9 +172,9 @@ def _all(rng: np.random.Generator, rows: SamplingRows) -> None:
 def test_filters(device: Device, count: int, vocab: int, change: Change) -> None:
     rng = np.random.default_rng(vocab + count)
     rows = make_rows(rng, count)
-    rows.temperature[:] = rng.choice([0.0, 0.3, 0.7, 1.0, 1.5], count)
+    rows.parameters["temperature"] = rng.choice([0.0, 0.3, 0.7, 1.0, 1.5], count)
     if count == 1:
-        rows.temperature[:] = 0.7
+        rows.parameters["temperature"] = 0.7
     change(rng, rows)
     check(device, make_sampler(device, vocab), random_logits(rng, count, vocab), rows)
 
@@ -197,7 +186,7 @@ def test_penalties_with_everything(device: Device, vocab: int) -> None:
     sampler = make_sampler(device, vocab)
     for change in (lambda *_: None, _all):
         rows = make_rows(rng, count)
-        rows.temperature[:] = rng.choice([0.0, 0.7, 1.0], count)
+        rows.parameters["temperature"] = rng.choice([0.0, 0.7, 1.0], count)
         change(rng, rows)
         penalise_some(rng, rows, vocab)
         check(device, sampler, random_logits(rng, count, vocab), rows)
@@ -226,8 +215,9 @@ def test_more_filtered_rows_than_blocks(device: Device) -> None:
     count = 3 * device.multiprocessors + 5
     rows = make_rows(rng, count)
     _all(rng, rows)
-    rows.temperature[:] = rng.choice([0.0, 0.7, 1.0], count)
-    rows.top_k[::3], rows.top_p[::3], rows.min_p[::3] = 0, 1.0, 0.0  # rows in between that have no filter
+    rows.parameters["temperature"] = rng.choice([0.0, 0.7, 1.0], count)
+    for name, off in (("top_k", 0), ("top_p", 1), ("min_p", 0)):
+        rows.parameters[name][::3] = off  # rows in between that have no filter
     check(device, make_sampler(device, 5003), random_logits(rng, count, 5003), rows)
 
 
@@ -235,10 +225,69 @@ def test_temperatures_near_zero(device: Device) -> None:
     rng = np.random.default_rng(9)
     sampler = make_sampler(device, 5000)
     rows = make_rows(rng, 20)
-    rows.temperature[:] = np.repeat(np.array([1e-30, 1e-6, 0.001, 0.00999, 0.0101], dtype=np.float32), 4)
+    rows.parameters["temperature"] = np.repeat(
+        np.array([1e-30, 1e-6, 0.001, 0.00999, 0.0101], dtype=np.float32), 4
+    )
     logits = random_logits(rng, 20, 5000)
     logits[::2] = np.round(logits[::2])  # several best
     check(device, sampler, logits, rows)
+
+
+@pytest.mark.parametrize(("count", "vocab"), [(1, 1003), (5, 151_936), (300, 4100), (700, 1000)])
+@pytest.mark.parametrize("change", [_greedy, _plain, _all])
+def test_masked_rows_draw_what_is_allowed_and_others_keep_their_bits(
+    device: Device, count: int, vocab: int, change: Change
+) -> None:
+    rng = np.random.default_rng(vocab + count)
+    sampler = make_sampler(device, vocab)
+    rows = make_rows(rng, count)
+    change(rng, rows)
+    penalise_some(rng, rows, vocab)
+    logits = random_logits(rng, count, vocab)
+    free = draw(device, sampler, logits, rows)
+    masks = {row: rng.random(vocab) < rng.choice([0.001, 0.5, 0.999]) for row in range(0, count, 3)}
+    for row, mask in masks.items():
+        mask[rng.integers(vocab)] = True
+        mask[: 5 * row % 200] = False
+        mask[vocab - 1] = row % 2
+        mask[vocab // 2] = True
+    check(device, sampler, logits, rows, masks)
+    masked = draw(device, sampler, logits, rows, masks)
+    assert all(mask[masked[row]] for row, mask in masks.items())
+    others = np.setdiff1d(np.arange(count), list(masks))
+    np.testing.assert_array_equal(masked[others], free[others])
+    everything = {row: np.full(vocab, True) for row in masks}
+    np.testing.assert_array_equal(draw(device, sampler, logits, rows, everything), free)
+    nothing = {row: np.full(vocab, False) for row in masks}
+    stuck = draw(device, sampler, logits, rows, nothing)
+    assert (stuck[list(masks)] == NOT_A_NUMBER).all()
+    np.testing.assert_array_equal(stuck[others], free[others])
+
+
+def test_sequences_that_take_slots_change_no_other_slot(device: Device) -> None:
+    sampler = make_sampler(device, 1000)
+    rng = np.random.default_rng(12)
+    table = np.frombuffer(rng.bytes(3000 * SLOT.itemsize), dtype=SLOT).copy()
+    address = device.upload(table)
+    for count in (1, 255, 257, 2500):
+        rows = np.frombuffer(rng.bytes(count * SLOT.itemsize), dtype=SLOT)
+        places = rng.permutation(3000)[:count].astype(np.int32)
+        sampler.admit(device.upload(rows), device.upload(places), address, count)
+        table[places] = rows
+        assert device.download(address, 3000, SLOT).tobytes() == table.tobytes()
+
+
+def test_unknown_tokens_come_from_their_slots(device: Device) -> None:
+    sampler = make_sampler(device, 1000)
+    rng = np.random.default_rng(2)
+    table = np.frombuffer(rng.bytes(50 * SLOT.itemsize), dtype=SLOT)
+    for count in (1, 2, 255, 257, 3000):
+        tokens = rng.integers(-1, 3, count, dtype=np.int32)
+        slots = rng.integers(0, 50, count, dtype=np.int32)
+        out = buffer(device, np.full(count, -7, dtype=np.int32))
+        sampler.gather_tokens(device.upload(tokens), device.upload(slots), device.upload(table), out, count)
+        expected = np.where(tokens < 0, table["last_token"][slots], tokens)
+        np.testing.assert_array_equal(fetched(device, out), expected)
 
 
 @pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
@@ -252,12 +301,12 @@ def test_a_row_that_is_not_a_number_is_told_and_changes_no_other(
     rng = np.random.default_rng(10)
     sampler = make_sampler(device, vocab)
     rows = make_rows(rng, count)
-    rows.temperature[:] = 0.9
+    rows.parameters["temperature"] = 0.9
     change(rng, rows)
     if penalties:
         penalise_some(rng, rows, vocab)
         rows.seen[0][:] = True  # type: ignore[index]  # also where all of a row are seen
-        rows.penalty[0] = 100.0
+        rows.parameters["repetition_penalty"][0] = 100.0
     logits = random_logits(rng, count, vocab)
     clean = draw(device, sampler, logits, rows)
     assert (clean >= 0).all()
@@ -294,15 +343,15 @@ _EXTREMES: dict[str, list[float]] = {
     "top_k": [0, 1, 2, 50, 2**31 - 1],
     "top_p": [5e-324, 1e-46, 1e-45, 1e-38, 1e-6, 0.5, 1.0],
     "min_p": [0.0, 5e-324, 1e-45, 1e-38, 0.5, 1.0],
-    "penalty": [0.01, 1.0, 100.0],
+    "repetition_penalty": [0.01, 1.0, 100.0],
 }
 
 
 def _extreme(rng: np.random.Generator, rows: SamplingRows, vocab: int) -> None:
     for name, values in _EXTREMES.items():
-        column = getattr(rows, name)
+        column = rows.parameters[name]
         column[:] = rng.choice(values, len(column)).astype(column.dtype)
-    for row, penalty in enumerate(rows.penalty):
+    for row, penalty in enumerate(rows.parameters["repetition_penalty"]):
         rows.seen[row] = rng.random(vocab) < 0.3 if penalty != 1.0 else None
 
 
@@ -342,13 +391,17 @@ def test_every_accepted_value_draws_a_possible_token_of_any_finite_logits(device
     for row, token in enumerate(tokens):
         assert 0 <= token < vocab, row
         assert logits[row, token] > -np.inf, row
-        if rows.temperature[row] == 0:
+        if rows.parameters["temperature"][row] == 0:
             assert token == expected[row], row
             continue
         with np.errstate(over="ignore"):
-            scaled = (penalised[row] - penalised[row].max()) / rows.temperature[row]
+            scaled = (penalised[row] - penalised[row].max()) / rows.parameters["temperature"][row]
         assert scaled[token] > -26.5, row
-        if rows.top_p[row] < 1e-6 or rows.min_p[row] == 1 or rows.top_k[row] == 1:
+        if (
+            rows.parameters["top_p"][row] < 1e-6
+            or rows.parameters["min_p"][row] == 1
+            or rows.parameters["top_k"][row] == 1
+        ):
             assert scaled[token] == 0, row
 
 

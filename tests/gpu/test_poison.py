@@ -17,8 +17,9 @@ from nightmill.worker.engine.engine import Engine
 from nightmill.worker.engine.request import Completion, Request
 from nightmill.worker.model.families import read_spec
 from nightmill.worker.model.gguf.file import GgufFile
-from nightmill.worker.runners.base import FROM_SLOT, NOT_A_NUMBER, Admission
+from nightmill.worker.runners.base import FROM_SLOT, NOT_A_NUMBER, Admission, mask_words
 from nightmill.worker.runners.gpu.runner import CudaRunner
+from nightmill.worker.runners.gpu.sampling.sampler import SLOT
 from tests.engines import NoText, complete
 from tests.ggufs import write_model
 from tests.gpu.driving import BLOCK, Chunk, Cuda, Pages, logits_of
@@ -178,12 +179,12 @@ def test_steps_that_run_ahead_of_a_poisoned_row_are_safe(
             for position in (4, 5, 6):
                 launch(runner, [Chunk(slot, fed_back, position, 1, drawn=True) for slot in (0, 1)], [])
             if spoilt:
-                last = runner.device.download(runner._slots.last_token, 2, np.int32)
-                assert last[1] == 0
-                words = runner._slots.words
-                seen = runner.device.download(runner._slots.seen, (3, words), np.uint32)[1]
-                bits = np.flatnonzero(np.unpackbits(seen.view(np.uint8), bitorder="little"))
-                if params.repetition_penalty != 1.0:
+                slot = runner.device.download(runner._slots.address, 2, SLOT)[1]
+                assert slot["last_token"] == 0
+                assert (slot["seen"] != 0) == (params.repetition_penalty != 1.0)
+                if slot["seen"]:
+                    seen = runner.device.download(int(slot["seen"]), mask_words(VOCAB), np.uint32)
+                    bits = np.flatnonzero(np.unpackbits(seen.view(np.uint8), bitorder="little"))
                     assert bits.tolist() == sorted(texts[1])
             launch(runner, [Chunk(slot, fresh, 0, 4) for slot in (0, 1)], [fresh, fresh])
             launch(runner, [Chunk(slot, fed_back, 4, 1, drawn=True) for slot in (0, 1)], [])

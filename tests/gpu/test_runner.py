@@ -18,8 +18,10 @@ from nightmill.worker.model.chat import ChatTemplate
 from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.model.spec import ModelSpec
 from nightmill.worker.model.tokenizer import Tokenizer
+from nightmill.worker.runners.base import mask_words
 from nightmill.worker.runners.gpu.device.device import DeviceMemoryError
 from nightmill.worker.runners.gpu.device.graphs import Graph
+from tests.constraints import EveryNth
 from tests.gpu.comparing import compare_logits, nmse
 from tests.gpu.conftest import Make
 from tests.gpu.driving import BLOCK, Chunk, Cuda, Pages, Reference, generate, logits_of
@@ -239,6 +241,66 @@ def test_preemption_changes_no_token(make: Make, prompts: list[tuple[int, ...]])
     roomy = generate(make(slots=12, kv_blocks=12 * 8), asked, context=CONTEXT, token_budget=256)
     tight = generate(make(slots=12, kv_blocks=30), asked, context=CONTEXT, token_budget=256)
     assert roomy == tight
+
+
+@pytest.mark.parametrize("change", [{"temperature": 0.0}, {"temperature": 0.8, "repetition_penalty": 1.1}])
+def test_masked_draws_are_of_what_is_allowed_and_change_nobody_else(
+    make: Make, spec: ModelSpec, prompts: list[tuple[int, ...]], change: dict[str, float]
+) -> None:
+    """Every third text is constrained, in steps of graphs, of kernels and where sequences give way."""
+    params = GenerationParams.parse({"max_tokens": 40, "ignore_eos": True} | change)
+    free = requests(prompts[:40], params)
+    options: dict[str, object] = {"slots": 16, "kv_blocks": 16 * 8}
+
+    def constrained(step: int) -> list[Request]:
+        return [
+            one if n % 3 else replace(one, constraint=EveryNth(spec.vocab, step))
+            for n, one in enumerate(free)
+        ]
+
+    clean = generate(make(**options), free, context=CONTEXT, token_budget=256)
+    masked = []
+    for other in ({}, {"graphs": False}, {"depth": 1}, {"depth": 3, "kv_blocks": 40}):
+        runner = make(**(options | other))
+        assert generate(runner, constrained(1), context=CONTEXT, token_budget=256) == clean
+        masked.append(generate(runner, constrained(7), context=CONTEXT, token_budget=256))
+    assert all(one == masked[0] for one in masked)
+    for n, request in enumerate(free):
+        tokens = masked[0][request.job_id]
+        if n % 3:
+            assert tokens == clean[request.job_id]
+        else:
+            assert all((token + place) % 7 == 0 for place, token in enumerate(tokens))
+
+
+def test_masked_draws_are_the_references(file: GgufFile, spec: ModelSpec) -> None:
+    """More rows than are drawn at once, of which some have masks: logits and tokens of one step."""
+    rng = np.random.default_rng(4)
+    count, rows = 24, 30  # tokens of each of so many prompts, all of which draw: 720 rows
+    pages = Pages(count, 4)
+    chunks = [Chunk(slot, random_tokens(spec, rows, slot), 0, rows, rows) for slot in range(count)]
+    batch = pages.batch(chunks, admit=True)
+    masked = np.flatnonzero(rng.random(count * rows) < 0.4)
+    batch.draws["mask"][masked] = np.arange(len(masked))
+    allowed = rng.random((len(masked), 32 * mask_words(spec.vocab))) < 0.01
+    masks = np.packbits(allowed, axis=1, bitorder="little").view(np.int32)
+    options = {"slots": count, "kv_blocks": count * 4}
+    drawn = []
+    cuda = Cuda(file, spec, tune=False, max_tokens=1024, max_draws=1024, context=64, **options)
+    reference = Reference(file, spec, **options)
+    with closing(cuda.runner):
+        for subject in (cuda, reference):
+            subject.runner.launch(batch)
+            subject.runner.draw(masks)
+            one = subject.runner.collect()
+            assert one is not None
+            drawn.append(one.tokens)
+    ours, theirs = drawn
+    assert all(allowed[mask, token] for mask, token in enumerate(ours[masked]))
+    logits = reference.show(len(ours))
+    parted = np.flatnonzero(ours != theirs)
+    assert all(logits[row, theirs[row]] - logits[row, ours[row]] < NEAR_TIE for row in parted)
+    assert len(parted) < len(ours) // 50
 
 
 def test_a_model_that_cannot_fit_is_refused_with_numbers(make: Make) -> None:

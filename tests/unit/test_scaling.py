@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks import plot, scaling
 from benchmarks.scaling import Point
-from nightmill.worker.runners.base import SampledTokens
+from nightmill.worker.runners.base import Drawn
 from tests.specs import dense_spec
 from tests.unit.engine.scripted import Clock, ScriptedRunner
 
@@ -22,7 +22,7 @@ class TimedRunner(ScriptedRunner):
         self._clock = clock
         self._collected = 0
 
-    def collect(self) -> SampledTokens | None:
+    def collect(self) -> Drawn | None:
         batch = self.batches[self._collected]
         self._collected += 1
         self._clock.now += 1 if len(batch.tokens) == len(batch.slots) else 100

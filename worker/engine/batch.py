@@ -6,11 +6,11 @@ import numpy as np
 
 from nightmill.worker.engine.request import Sequence
 from nightmill.worker.engine.scheduler import Chunk, StepPlan
-from nightmill.worker.runners.base import FROM_SLOT, Admission, IntArray, StepBatch
+from nightmill.worker.runners.base import FROM_SLOT, Admission, DrawArray, IntArray, StepBatch, make_draws
 
 
 class BatchBuilder:
-    """Keeps the block tables of all slots as one array, so that a step copies rows of it.
+    """Keeps what all slots have as arrays, so that a step takes rows of them: block tables, who is masked.
 
     slots: sequences at once; pages: the most pages a sequence may have; block_size: tokens in a page.
     """
@@ -18,14 +18,15 @@ class BatchBuilder:
     def __init__(self, *, slots: int, pages: int, block_size: int) -> None:
         self._block_size = block_size
         self._tables = np.full((slots, pages), -1, dtype=np.int32)
+        self._masked = np.zeros(slots, dtype=np.bool_)
 
     def build(self, plan: StepPlan) -> tuple[StepBatch, list[Sequence]]:
-        """Return the arrays of `plan` and the sequences that draw a token, in the order of `sample_slots`.
+        """Return the arrays of `plan` and the sequences that draw a token, in the order of `draws`.
 
         Sequences that decode come first; their tokens are left to the runner, which drew them. Then come the
         drawn tokens that are computed again, then the prompts.
         """
-        self._enter_pages(plan)
+        self._enter(plan)
         decodes = plan.decodes
         again = [(chunk.sequence, place) for chunk in plan.chunks for place in _drawn_places(chunk)]
         prompts = [chunk for chunk in plan.chunks if chunk.of_prompt]
@@ -68,21 +69,28 @@ class BatchBuilder:
             context_lengths=contexts,
             block_tables=self._tables[slots, :widest],
             slots=slots,
-            sample_rows=ends[draws] - 1,
-            sample_slots=slots[draws],
+            draws=self._draws(ends[draws] - 1, slots[draws], contexts[draws]),
             drawn=drawn,
             admissions=tuple(_admission(sequence) for sequence in plan.admitted),
         ), drawing
 
-    def _enter_pages(self, plan: StepPlan) -> None:
+    def _enter(self, plan: StepPlan) -> None:
         tables = self._tables
         for sequence in plan.admitted:
             pages = sequence.block_table
             tables[sequence.slot] = -1
             tables[sequence.slot, : len(pages)] = pages
+            self._masked[sequence.slot] = sequence.constraint is not None
         for sequence in plan.grown:
             pages = sequence.block_table
             tables[sequence.slot, len(pages) - 1] = pages[-1]
+
+    def _draws(self, rows: IntArray, slots: IntArray, positions: IntArray) -> DrawArray:
+        draws = make_draws(rows, slots, positions)
+        if self._masked.any():
+            masked = np.flatnonzero(self._masked[slots])
+            draws["mask"][masked] = np.arange(len(masked))
+        return draws
 
     def _cache_rows(self, slots: IntArray, positions: IntArray) -> IntArray:
         rows: IntArray = self._tables[slots, positions // self._block_size] * self._block_size

@@ -14,19 +14,21 @@ from nightmill.jobs.arithmetic import Arithmetic
 from nightmill.jobs.contract import StopReason
 from nightmill.jobs.errors import RunnerError
 from nightmill.worker.engine.batch import BatchBuilder
+from nightmill.worker.engine.constraints import make_masks
 from nightmill.worker.engine.kv_cache import BlockPool, CacheIntegrityError
 from nightmill.worker.engine.limits import Limits
 from nightmill.worker.engine.request import Completion, Partial, Progress, Request, Sequence, SequenceState
 from nightmill.worker.engine.scheduler import Scheduler, StepPlan
 from nightmill.worker.engine.sharing import PrefixGroups
 from nightmill.worker.engine.stops import NewTextStream, TextWatch, decode, reason_to_stop
-from nightmill.worker.runners.base import NOT_A_NUMBER, Runner, SampledTokens
+from nightmill.worker.runners.base import NOT_A_NUMBER, Drawn, Runner, masked_draws
 
 _NO_NUMBERS = (
     "the model's output for this prompt is not a number: what it computes is too large for half precision, "
     "or its file is damaged. Try another file or quantisation of the model, or a shorter or different "
     "prompt; if every prompt fails like this, the file is damaged: download it again"
 )
+_STUCK = "no token of this model can follow: what the answer has to obey allows none here"
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +54,7 @@ class _Launch:
     number: int
     plan: StepPlan
     drawing: list[Sequence | None]  # in the order of the tokens it will return; None: nobody wants that one
+    masked: list[tuple[int, Sequence]]  # those of `drawing` that have a constraint, with their places
 
 
 class Engine:
@@ -261,6 +264,7 @@ class Engine:
             self._finish_if_over(sequence)
             if sequence.state is SequenceState.FINISHED:
                 return
+            sequence.obey()
 
     def _end_unwanted(self) -> None:
         """Finish what was cancelled or is past its deadline, wherever it stands."""
@@ -280,15 +284,27 @@ class Engine:
         batch, drawing = self._builder.build(plan)
         self._failed = True  # unless the runner returns
         self._runner.launch(batch)
-        self._failed = False
         self._steps += 1
         self._scheduler.launched(plan, self._steps)
         for chunk in plan.chunks:
             end = min(chunk.start + chunk.length, chunk.sequence.prompt_length)
             self._prompt_tokens += max(0, end - chunk.start)
-        self._outstanding.append(_Launch(self._steps, plan, [*drawing]))
+        masked = [(place, drawing[place]) for place in masked_draws(batch.draws).tolist()]
+        self._outstanding.append(_Launch(self._steps, plan, [*drawing], masked))
+        if masked:
+            self._draw([sequence for _, sequence in masked])
+        self._failed = False
 
-    def _collect(self) -> SampledTokens:
+    def _draw(self, masked: list[Sequence]) -> None:
+        """Make the masks while the forward pass runs. A text that is stuck is over: nothing can follow."""
+        constraints = [one.constraint for one in masked if one.constraint is not None]
+        masks = make_masks(constraints, self._runner.vocab)
+        self._runner.draw(masks)
+        for sequence, mask in zip(masked, masks, strict=True):
+            if not mask.any():
+                self._finish(sequence, StopReason.ERROR, error=_STUCK)
+
+    def _collect(self) -> Drawn:
         self._failed = True  # unless the runner returns what it should
         drawn = self._runner.collect()
         if drawn is None or len(drawn.tokens) != len(self._outstanding[0].drawing):
@@ -296,12 +312,13 @@ class Engine:
         self._failed = False
         return drawn
 
-    def _apply(self, drawn: SampledTokens) -> None:
+    def _apply(self, drawn: Drawn) -> None:
         """Give each sequence its token; those that stopped in the meantime get none."""
         launch = self._outstanding.popleft()
         self._scheduler.collected = launch.number
         finished, eos_ids, not_a_number = SequenceState.FINISHED, self._eos_ids, NOT_A_NUMBER
-        for sequence, token in zip(launch.drawing, drawn.tokens.tolist(), strict=True):
+        ids = drawn.tokens.tolist()
+        for sequence, token in zip(launch.drawing, ids, strict=True):
             if sequence is None or sequence.state is finished:
                 continue
             if token == not_a_number:
@@ -312,6 +329,9 @@ class Engine:
             tokens.append(token)
             if sequence.watch is not None or len(tokens) >= sequence.length_limit or token in eos_ids:
                 self._finish_if_over(sequence)  # in other cases there is no reason to stop
+        for place, sequence in launch.masked:
+            if sequence.state is not finished and ids[place] != not_a_number:
+                sequence.obey()
 
     def _blame(self, sequence: Sequence) -> None:
         """A sequence's logits are not numbers: it fails, or is computed again without pages of others."""

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from nightmill.jobs.contract import GenerationParams, StopReason
+from nightmill.worker.engine.constraints import Constraint
 from nightmill.worker.engine.prefix_tree import PrefixNode
 from nightmill.worker.engine.stops import TextWatch
 
@@ -13,7 +14,8 @@ class Request:
     """One claimed job, tokenised. `deadline` is in seconds since the epoch; `seed` keys the sampler.
 
     `priority`: higher is admitted sooner; equal priorities in order of submission, but for equal prefixes,
-    which are kept together. `generated_ids`: what an earlier attempt had drawn, to go on from.
+    which are kept together. `generated_ids`: what an earlier attempt had drawn, to go on from. `constraint`:
+    what may be drawn, as it stands before the first of `generated_ids`; it is this request's alone.
     """
 
     job_id: str
@@ -24,6 +26,7 @@ class Request:
     deadline: float | None = None
     priority: int = 5
     generated_ids: tuple[int, ...] = ()
+    constraint: Constraint | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +80,9 @@ class Sequence:
     """A request in the engine: its tokens, and how far the launches have got with them.
 
     The host may be behind the runner: where `computed` is beyond the tokens that it knows, it has not seen
-    some that were drawn. Pages and slot outlive the RUNNING state until `last_launch` is collected, for
-    outstanding launches still write there.
+    some that were drawn. How far it may be behind is each sequence's own affair (`reach`): one with a
+    constraint draws again once its last token is known, others run ahead. Pages and slot outlive the RUNNING
+    state until `last_launch` is collected, for outstanding launches still write there.
     """
 
     request: Request
@@ -105,14 +109,25 @@ class Sequence:
     promise: tuple[PrefixNode, bytes] | None = None  # where in the tree the page is that it computes next
     follows: "tuple[Sequence, int] | None" = None  # waits until that one has computed so many pages
 
+    constraint: Constraint | None = field(init=False)
+    reach: int = field(init=False)
+    """No launch computes more than so many tokens of it, until this is raised."""
     prompt_length: int = field(init=False)
     rank: tuple[int, int, int] = field(init=False)
     """Sorts sequences by who goes first: higher priority, then the earlier group, then submission."""
 
     def __post_init__(self) -> None:
+        self.constraint = self.request.constraint
+        self.reach = self.length_limit - 1 if self.constraint is None else len(self.tokens)
         self.prompt_length = len(self.request.prompt_ids)
         group = self.order if self.group is None else self.group
         self.rank = (-self.request.priority, group, self.order)
+
+    def obey(self) -> None:
+        """Move the constraint, where there is one, past the token that was added last."""
+        if self.constraint is not None:
+            self.constraint.accept(self.tokens[-1])
+            self.reach = len(self.tokens)
 
     @property
     def generated(self) -> int:

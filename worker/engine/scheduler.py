@@ -1,8 +1,8 @@
 """Decides which tokens are computed next: admission, the token budget, and who gives way when pages run out.
 
-There are no phases. Each step takes one token of every sequence that is generating, then fills what is left
-of the budget with prompt tokens in as long chunks as fit. Sequences are ranked: higher priority first, then
-earlier submission.
+There are no phases. Each step takes one token of every sequence that is generating, but for those that wait
+for their last token (`Sequence.reach`), then fills what is left of the budget with prompt tokens in as long
+chunks as fit. Sequences are ranked: higher priority first, then earlier submission.
 
 Pages for all tokens that a sequence has are taken at admission, one more each time it grows past a page. When
 none is left, the lowest-ranked running sequence gives its pages back and waits to be admitted again; its
@@ -200,8 +200,8 @@ class Scheduler:
     def _grow(self, decodes: list[Sequence], grown: list[Sequence], preempted: list[Sequence]) -> None:
         """One token for each generating sequence, best rank first, preempting from the other end."""
         for sequence in self._running:  # which becomes shorter at its end where sequences give way
-            if not sequence.decoding or sequence.computed >= sequence.length_limit - 1:
-                continue  # of the latter the last token that it may have is being drawn
+            if not sequence.decoding or sequence.computed >= sequence.reach:
+                continue  # the latter waits for the token that is being drawn, or that is its last
             if sequence.computed == sequence.room:
                 if not self._pool.free and not self._make_room(sequence, preempted):
                     continue
@@ -313,6 +313,8 @@ class Scheduler:
                 raise CacheIntegrityError(
                     f"{sequence.request.job_id} has computed more tokens than it has pages for"
                 )
+            if sequence.computed > sequence.reach:
+                raise CacheIntegrityError(f"{sequence.request.job_id} runs further ahead than it may")
         if [s.rank for s in self._running] != sorted(s.rank for s in self._running):
             raise CacheIntegrityError("the running sequences are not in order of rank")
         queued = sum(s.state is SequenceState.WAITING for _, s in self._waiting)

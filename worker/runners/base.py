@@ -9,6 +9,10 @@ Running ahead: with `depth` > 1 the engine launches the next step before it has 
 last one. A token that was drawn in the sequence's slot is always written as FROM_SLOT, and the runner takes
 the one it last sampled there. Results of sequences that turn out to have stopped are simply dropped.
 
+Masks: a draw may be restricted to the tokens that a mask allows. A mask hangs on the sequence's last token,
+and takes time to make, so it is not part of the step: `launch` starts the forward pass, `draw` brings the
+masks while that runs. Until then nothing of the step is drawn; a step without masks needs no `draw`.
+
 Not a number: where a row's logits are none (`worker.runners.sampling` says when), NOT_A_NUMBER is returned
 in place of its token, and every other row draws as if that row were not there. The slot goes on as if token 0
 had been drawn, but does not count it among the tokens seen: launches that ran ahead compute something
@@ -30,6 +34,19 @@ from nightmill.jobs.arithmetic import Arithmetic
 from nightmill.jobs.contract import GenerationParams
 
 IntArray = npt.NDArray[np.int32]
+DrawArray = npt.NDArray[np.void]
+
+DRAW = np.dtype(
+    [("row", np.int32), ("slot", np.int32), ("position", np.int32), ("mask", np.int32)], align=True
+)
+"""A token that a step draws.
+
+row       index into the step's tokens of the one that it follows, the last of its chunk
+slot      of its sequence
+position  its place in the sequence, from 0: one more than that of the row
+mask      which of the step's masks it obeys, -1: none. Masks are numbered from 0 in the order of draws
+"""
+UNMASKED = -1
 
 FROM_SLOT = -1  # instead of a token id: the one last sampled in this sequence's slot
 NOT_A_NUMBER = -1  # instead of a drawn token: the row's logits were no numbers to draw from
@@ -47,7 +64,7 @@ class Admission:
 
 @dataclass(frozen=True, slots=True)
 class StepBatch:
-    """One step: T tokens in S chunks, R <= S of which draw their next token. All arrays are int32.
+    """One step: T tokens in S chunks, R <= S of which draw their next token. All but `draws` is int32.
 
     A chunk is some tokens of a sequence that follow each other. Those of the prompt are one chunk; of those
     that were drawn, each is a chunk of its own, also where several are computed again. So the attention of a
@@ -60,8 +77,7 @@ class StepBatch:
     context_lengths (S,)    tokens of its sequence up to its last one, all in the cache once this step has run
     block_tables    (S, B)  its pages in order, padded with -1; what lies past its context is never read
     slots           (S,)    the slot of its sequence
-    sample_rows     (R,)    indices into `tokens`: the last token of each chunk that draws, one of a sequence
-    sample_slots    (R,)    the slots of those
+    draws           (R,)    what is drawn (DRAW), in the order of rows; one of a sequence
     drawn           the first so many chunks are tokens that were drawn; the others are of prompts
     admissions      applied before the step
     """
@@ -73,21 +89,36 @@ class StepBatch:
     context_lengths: IntArray
     block_tables: IntArray
     slots: IntArray
-    sample_rows: IntArray
-    sample_slots: IntArray
+    draws: DrawArray
     drawn: int
     admissions: tuple[Admission, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class SampledTokens:
-    """The tokens one launch drew: `tokens[i]` for `slots[i]`, in the order of `StepBatch.sample_slots`.
+class Drawn:
+    """What one launch drew, in the order of `StepBatch.draws`.
 
-    NOT_A_NUMBER stands for a token that could not be drawn.
+    tokens  (R,) ids; NOT_A_NUMBER stands for a token that could not be drawn
     """
 
-    slots: IntArray
     tokens: IntArray
+
+
+def make_draws(rows: IntArray, slots: IntArray, positions: IntArray) -> DrawArray:
+    """Draws (R,) of these rows, slots and positions, each (R,), without masks."""
+    draws = np.empty(len(rows), dtype=DRAW)
+    draws["row"], draws["slot"], draws["position"], draws["mask"] = rows, slots, positions, UNMASKED
+    return draws
+
+
+def masked_draws(draws: DrawArray) -> npt.NDArray[np.intp]:
+    """Which of the draws (R,) have a mask."""
+    return np.flatnonzero(draws["mask"] != UNMASKED)
+
+
+def mask_words(vocab: int) -> int:
+    """Words of 32 tokens that a mask has."""
+    return -(-vocab // 32)
 
 
 class Runner(Protocol):
@@ -107,10 +138,18 @@ class Runner(Protocol):
     """Launches that may be outstanding before the oldest is collected; 1 means none runs ahead."""
 
     def launch(self, batch: StepBatch) -> None:
-        """Start a step; may return before it is done."""
+        """Start a step; may return before it is done. Where any draw has a mask, `draw` has to follow."""
         ...
 
-    def collect(self) -> SampledTokens | None:
+    def draw(self, masks: IntArray) -> None:
+        """Let the newest launch draw, some of whose draws are masked; may return before they are drawn.
+
+        masks  (M, mask_words(vocab)) int32: bit t % 32 of word t // 32 is set where token t is allowed. Where
+               that leaves nothing that can be drawn, NOT_A_NUMBER is. May be changed once this has returned
+        """
+        ...
+
+    def collect(self) -> Drawn | None:
         """Wait for the oldest uncollected launch and return what it drew; None where none is outstanding."""
         ...
 

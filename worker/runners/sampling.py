@@ -2,6 +2,7 @@
 
 For one row of logits l over the vocabulary, in this order:
 
+   mask         a token that the row's mask does not allow has l = -inf
 0. numbers      NaN or +inf anywhere, or -inf everywhere: NOT_A_NUMBER, and nothing below applies. -inf
                 beside finite logits is a token that is never drawn. Finite logits are taken as within -1e30
                 and 1e30: then nothing below overflows, whatever the parameters are
@@ -24,15 +25,16 @@ twice, and its choice hangs on the rounding of a running sum. v < 2**-24 keeps p
 large where v is near 0 (on a GPU: -logf(-log1pf(-v)) with v as in `philox.uniform`). As g <= 22.88, a token
 whose l is more than that below the best l + g cannot win: both runners may skip its random number.
 
-Row r depends on its logits, parameters, seed and position, and on nothing else.
+Row r depends on its logits, mask, parameters, seed and position, and on nothing else.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from nightmill.worker.runners.base import NOT_A_NUMBER
+from nightmill.worker.runners.base import NOT_A_NUMBER, Admission, DrawArray, masked_draws
 from nightmill.worker.runners.philox import token_words, uniform
 
 FloatArray = npt.NDArray[np.float32]
@@ -42,28 +44,52 @@ _LARGEST_LOGIT = np.float32(1e30)  # times 100, for the penalty, and by 0.01: st
 _LARGEST_NOISE = np.float32(22.88)  # -ln(-ln(1 - 2**-33)) = 22.874, rounded up
 
 
+PARAMETERS = np.dtype(
+    [
+        ("seed", np.uint64),
+        ("temperature", np.float32),
+        ("top_k", np.int32),
+        ("top_p", np.float32),
+        ("min_p", np.float32),
+        ("repetition_penalty", np.float32),
+    ]
+)
+"""What a sequence's draws depend on beside logits and tokens: its seed, and `GenerationParams` by name."""
+
+ParameterArray = npt.NDArray[np.void]
+
+
+def parameters_of(admission: Admission) -> tuple[Any, ...]:
+    """The parameters of an admitted sequence, as a row of PARAMETERS."""
+    _, *names = PARAMETERS.names or ()
+    return (admission.seed, *(getattr(admission.params, name) for name in names))
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingRows:
-    """Parameters of R rows: float32 (R,), but top_k int32 (0: off), seeds uint64, positions int64.
+    """What R rows are drawn with.
 
-    seen: one bool mask (V,) a row, None where the row has no penalty.
+    parameters  (R,) PARAMETERS
+    positions   (R,) int64, of the tokens that are drawn
+    seen        one bool mask (V,) a row: the tokens of prompt and answer; None where the row has no penalty
     """
 
-    temperature: FloatArray
-    top_k: IntArray
-    top_p: FloatArray
-    min_p: FloatArray
-    penalty: FloatArray
-    seeds: npt.NDArray[np.uint64]
+    parameters: ParameterArray
     positions: npt.NDArray[np.int64]
     seen: list[npt.NDArray[np.bool_] | None]
 
     def of(self, which: npt.NDArray[np.intp]) -> "SamplingRows":
         """Those of these rows."""
-        return SamplingRows(
-            self.temperature[which], self.top_k[which], self.top_p[which], self.min_p[which],
-            self.penalty[which], self.seeds[which], self.positions[which], [self.seen[row] for row in which],
-        )  # fmt: skip
+        return SamplingRows(self.parameters[which], self.positions[which], [self.seen[row] for row in which])
+
+
+def apply_masks(logits: FloatArray, draws: DrawArray, masks: IntArray) -> FloatArray:
+    """Logits (R, V) with -inf for what the masks (M, words) do not allow; see `Runner.draw`."""
+    which = masked_draws(draws)
+    bits = np.unpackbits(masks[draws["mask"][which]].view(np.uint8), axis=1, bitorder="little")
+    result = logits.copy()
+    result[which] = np.where(bits[:, : logits.shape[1]], logits[which], np.float32(-np.inf))
+    return result
 
 
 def sample(logits: FloatArray, rows: SamplingRows) -> IntArray:
@@ -84,14 +110,15 @@ def sample(logits: FloatArray, rows: SamplingRows) -> IntArray:
 def _draw(logits: FloatArray, rows: SamplingRows) -> IntArray:
     penalised = penalise(logits, rows)
     tokens: IntArray = penalised.argmax(axis=1).astype(np.int32)
-    warm = np.flatnonzero(rows.temperature > 0)
+    parameters = rows.parameters
+    warm = np.flatnonzero(parameters["temperature"] > 0)
     if warm.size:
         scaled = penalised[warm]
         scaled -= scaled.max(axis=1, keepdims=True)
         with np.errstate(over="ignore"):  # a tiny temperature sends all but the best to -inf, as it should
-            scaled /= rows.temperature[warm, None]
-        filter_rows(scaled, rows.top_k[warm], rows.top_p[warm], rows.min_p[warm])
-        tokens[warm] = _gumbel_argmax(scaled, rows.seeds[warm], rows.positions[warm])
+            scaled /= parameters["temperature"][warm, None]
+        filter_rows(scaled, *(parameters[name][warm] for name in ("top_k", "top_p", "min_p")))
+        tokens[warm] = _gumbel_argmax(scaled, parameters["seed"][warm], rows.positions[warm])
     return tokens
 
 
@@ -103,7 +130,7 @@ def penalise(logits: FloatArray, rows: SamplingRows) -> FloatArray:
     for row, seen in enumerate(rows.seen):
         if seen is not None:
             values = result[row, seen]
-            penalty = rows.penalty[row]
+            penalty = rows.parameters["repetition_penalty"][row]
             result[row, seen] = np.where(values > 0, values / penalty, values * penalty)
     return result
 

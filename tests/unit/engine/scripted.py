@@ -15,7 +15,7 @@ from nightmill.jobs.contract import GenerationParams, StopReason
 from nightmill.jobs.errors import RunnerError
 from nightmill.worker.engine.engine import Engine
 from nightmill.worker.engine.request import Completion, Request
-from nightmill.worker.runners.base import FROM_SLOT, NOT_A_NUMBER, SampledTokens, StepBatch
+from nightmill.worker.runners.base import FROM_SLOT, NOT_A_NUMBER, UNMASKED, Drawn, IntArray, StepBatch
 
 # Two bytes of "é", three of "€" and overlapping words, so that borders fall everywhere.
 PIECES = [
@@ -53,15 +53,49 @@ class PieceStream:
         return self._decoder.decode(b"", final=True)
 
 
-def next_token(seed: int, tokens: list[int]) -> int:
-    """A pseudo-random token that depends on every token before it; EOS about one time in twenty."""
-    digest = blake2b(bytes(tokens), key=seed.to_bytes(8, "little"), digest_size=4).digest()
-    number = int.from_bytes(digest, "little")
+def hashed(key: int, tokens: list[int]) -> int:
+    """A pseudo-random number of 32 bits that depends on every token."""
+    digest = blake2b(bytes(tokens), key=key.to_bytes(8, "little"), digest_size=4).digest()
+    return int.from_bytes(digest, "little")
+
+
+def next_token(seed: int, tokens: list[int], allowed: list[int] | None = None) -> int:
+    """A pseudo-random token that depends on every token before it; EOS about one time in twenty.
+
+    allowed: what a mask leaves, one of which it is
+    """
+    number = hashed(seed, tokens)
+    if allowed is not None:
+        return allowed[number % len(allowed)]
     return EOS if number % 20 == 0 else number // 20 % EOS
 
 
+class Rule:
+    """A constraint: about half of the tokens may be next, which hangs on all that were drawn.
+
+    Now and then none at all. Accepts nothing that it did not allow.
+    """
+
+    def __init__(self, key: int) -> None:
+        self.key = key
+        self.drawn: list[int] = []
+
+    def allowed(self, drawn: list[int]) -> list[int]:
+        """What may follow these."""
+        number = hashed(self.key, drawn)
+        return [] if number % 31 == 0 else [token for token in range(VOCAB) if number >> token & 1]
+
+    def mask(self, row: IntArray, /) -> None:
+        assert row.tolist() == [0]
+        row[0] = sum(1 << token for token in self.allowed(self.drawn))
+
+    def accept(self, token_id: int, /) -> None:
+        assert token_id in self.allowed(self.drawn)
+        self.drawn.append(token_id)
+
+
 class ScriptedRunner:
-    """Computes in `launch`; checks every batch it is given.
+    """Computes in `launch`, draws there or under masks in `draw`; checks every batch it is given.
 
     poison: a token of which no number can be computed. As with real attention, it spoils every place of the
     chunk that it is in, those before it too, and every later one that reads a spoilt place.
@@ -93,7 +127,8 @@ class ScriptedRunner:
         self.kinds: dict[tuple[int, bytes], bool] = {}
         self.last = np.zeros(slots, dtype=np.int64)
         self.admitted: list[tuple[int, int] | None] = [None] * slots  # seed, prompt and answer length
-        self.queue: deque[tuple[SampledTokens, set[int]]] = deque()
+        self.queue: deque[tuple[Drawn, set[int]]] = deque()
+        self.undrawn: tuple[StepBatch, list[tuple[int, list[int]] | None]] | None = None
         self.batches: list[StepBatch] = []
         self.fail_at: int | None = None
 
@@ -101,8 +136,9 @@ class ScriptedRunner:
         if self.fail_at is not None and len(self.batches) >= self.fail_at:
             raise RunnerError("scripted failure")
         assert len(self.queue) < self.depth
+        assert self.undrawn is None, "the masks of the launch before are missing"
         for field in fields(batch):
-            if field.name not in ("admissions", "drawn"):
+            if field.name not in ("admissions", "draws", "drawn"):
                 assert getattr(batch, field.name).dtype == np.int32
         self.batches.append(batch)
         busy = set().union(*(slots for _, slots in self.queue)) if self.queue else set()
@@ -119,7 +155,8 @@ class ScriptedRunner:
             batch.cache_rows
         )
         assert len(set(batch.cache_rows.tolist())) == len(batch.cache_rows), "two tokens share a cache row"
-        drawn = []
+        drawing: list[tuple[int, int]] = []
+        known: list[tuple[int, list[int]] | None] = []
         readers: dict[int, set[int]] = {}
         contexts = []
         for s, slot in enumerate(batch.slots):
@@ -145,21 +182,39 @@ class ScriptedRunner:
             own = rows[-length:]
             self.spoilt[own] = (self.cache[own] == self.poison).any() or self.spoilt[rows[:-length]].any()
         for s, (slot, rows) in enumerate(zip(batch.slots, contexts, strict=True)):
-            if starts[s + 1] - 1 in batch.sample_rows:
+            if starts[s + 1] - 1 in batch.draws["row"]:
                 admitted = self.admitted[slot]
                 assert admitted is not None
                 self.check_kinds(admitted[0], rows)
                 spoilt = self.spoilt[rows[-1]]
-                token = NOT_A_NUMBER if spoilt else self.draw(admitted[0], self.cache[rows].tolist())
-                drawn.append((slot, token))
+                known.append(None if spoilt else (admitted[0], self.cache[rows].tolist()))
+                drawing.append((slot, len(rows)))
         assert all(len(readers[row]) == 1 for row in batch.cache_rows.tolist()), (
             "a page is written that another sequence reads"
         )
-        assert [slot for slot, _ in drawn] == batch.sample_slots.tolist()
-        for slot, token in drawn:
-            self.last[slot] = 0 if token == NOT_A_NUMBER else token
-        tokens = np.array([token for _, token in drawn], dtype=np.int32)
-        self.queue.append((SampledTokens(batch.sample_slots, tokens), set(batch.slots.tolist())))
+        assert drawing == [(slot, place) for _, slot, place, _ in batch.draws.tolist()]
+        masks = batch.draws["mask"][batch.draws["mask"] != UNMASKED].tolist()
+        assert masks == list(range(len(masks)))
+        masked = set(batch.draws["slot"][batch.draws["mask"] != UNMASKED].tolist())
+        for ahead in self.batches[-1 - len(self.queue) : -1]:
+            assert masked.isdisjoint(ahead.draws["slot"].tolist()), "masked before its last token is known"
+        self.undrawn = batch, known
+        if not masks:
+            self.draw(np.zeros((0, 1), dtype=np.int32))
+
+    def draw(self, masks: IntArray) -> None:
+        assert self.undrawn is not None, "masks that nobody asked for"
+        (batch, known), self.undrawn = self.undrawn, None
+        assert masks.shape == (np.count_nonzero(batch.draws["mask"] != UNMASKED), 1)
+        tokens = np.full(len(known), NOT_A_NUMBER, dtype=np.int32)
+        for index, (slot, mask) in enumerate(batch.draws[["slot", "mask"]].tolist()):
+            allowed = None
+            if mask != UNMASKED:
+                allowed = [token for token in range(VOCAB) if masks[mask, 0] >> token & 1]
+            if (one := known[index]) is not None and allowed != []:
+                tokens[index] = self.choose(*one, allowed)
+            self.last[slot] = max(tokens[index], 0)
+        self.queue.append((Drawn(tokens), set(batch.slots.tolist())))
 
     def check_kinds(self, seed: int, rows: np.ndarray) -> None:
         """A position is computed in one way, whenever it is: those of a prompt first, then drawn ones."""
@@ -168,12 +223,12 @@ class ScriptedRunner:
         for place, kind in enumerate(kinds):
             assert self.kinds.setdefault((seed, tokens[: place + 1]), kind) == kind
 
-    def draw(self, seed: int, tokens: list[int]) -> int:
+    def choose(self, seed: int, tokens: list[int], allowed: list[int] | None) -> int:
         if self.script is not None:
             return self.script[len(tokens) - seed]  # seed doubles as prompt length
-        return next_token(seed, tokens)
+        return next_token(seed, tokens, allowed)
 
-    def collect(self) -> SampledTokens | None:
+    def collect(self) -> Drawn | None:
         return self.queue.popleft()[0] if self.queue else None
 
     def close(self) -> None:
@@ -199,10 +254,12 @@ def make_engine(runner: ScriptedRunner, clock: Clock | None = None, **limits: in
 
 def make_request(
     job_id: str = "j", prompt: tuple[int, ...] = (0, 1, 2), *, seed: int = 1, deadline: float | None = None,
-    priority: int = 5, attempt: int = 1, generated: tuple[int, ...] = (), **params: object,
+    priority: int = 5, attempt: int = 1, generated: tuple[int, ...] = (), rule: int | None = None,
+    **params: object,
 ) -> Request:  # fmt: skip
     parsed = GenerationParams.parse(params)
-    return Request(job_id, attempt, prompt, parsed, seed, deadline, priority, generated)
+    constraint = None if rule is None else Rule(rule)
+    return Request(job_id, attempt, prompt, parsed, seed, deadline, priority, generated, constraint)
 
 
 def run(engine: Engine, steps: int = 10_000) -> list[Completion]:
@@ -244,7 +301,11 @@ def expected(
         if poison in tokens:
             reason, visible = StopReason.ERROR, text_of(answer)
             break
-        token = next_token(request.seed, tokens)
+        allowed = None if request.constraint is None else request.constraint.allowed(answer)
+        if allowed == []:
+            reason, visible = StopReason.ERROR, text_of(answer)
+            break
+        token = next_token(request.seed, tokens, allowed)
         tokens.append(token)
         answer.append(token)
         if token == EOS and not params.ignore_eos:

@@ -2,7 +2,7 @@
 
 Many prompts begin alike, so that pages are shared, evicted and waited for; work is abandoned at any step and
 goes on from the tokens that it had. In some runs a token cannot be computed with: only requests that have it
-fail.
+fail. Some requests obey a constraint, which may leave them nothing to draw.
 """
 
 from dataclasses import replace
@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from nightmill.jobs.contract import StopReason
 from nightmill.worker.engine.request import Completion, Request
-from tests.unit.engine.scripted import VOCAB, Clock, ScriptedRunner, expected, make_engine, make_request
+from tests.unit.engine.scripted import VOCAB, Clock, Rule, ScriptedRunner, expected, make_engine, make_request
 
 CONTEXT = 24
 BEGINNINGS = [(), (1, 2, 3, 4, 5, 6, 7, 8), (1, 2, 3, 4), (1, 2, 9, 9, 9, 9)]
@@ -67,6 +67,7 @@ class EngineMachine(RuleBasedStateMachine):
         ignore_eos=st.booleans(),
         priority=st.integers(0, 2),
         patience=st.sampled_from([None, None, None, 0, 1, 5]),
+        obeys=st.sampled_from([None, None, 1, 2, 3]),
     )
     def submit(
         self,
@@ -75,13 +76,16 @@ class EngineMachine(RuleBasedStateMachine):
         rest: list[int],
         seed: int,
         patience: int | None,
+        obeys: int | None,
         **params: Any,
     ) -> None:
         job_id = f"j{job}"
         attempt = self.attempts[job_id] = self.attempts.get(job_id, 0) + 1
         deadline = None if patience is None else self.clock.now + patience
         prompt = (*beginning, *rest)
-        request = make_request(job_id, prompt, seed=seed, attempt=attempt, deadline=deadline, **params)
+        request = make_request(
+            job_id, prompt, seed=seed, attempt=attempt, deadline=deadline, rule=obeys, **params
+        )
         self.cancelled.discard(job_id)
         self.requests[job_id, attempt] = request
         self.engine.submit(request)
@@ -129,7 +133,10 @@ class EngineMachine(RuleBasedStateMachine):
             assert len(partial.token_ids) < len(tokens) or reason is StopReason.ERROR
             if keep is not None:
                 attempt = self.attempts[partial.job_id] = self.attempts[partial.job_id] + 1
-                again = replace(request, attempt=attempt, generated_ids=partial.token_ids[:keep])
+                rule = None if request.constraint is None else Rule(request.constraint.key)
+                again = replace(
+                    request, attempt=attempt, generated_ids=partial.token_ids[:keep], constraint=rule
+                )
                 self.cancelled.discard(again.job_id)
                 self.requests[again.job_id, attempt] = again
                 self.resumed += len(again.generated_ids)

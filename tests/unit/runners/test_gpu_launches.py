@@ -23,7 +23,7 @@ from nightmill.worker.engine.request import Request
 from nightmill.worker.model.families import read_spec
 from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.model.spec import ModelSpec
-from nightmill.worker.runners.base import FROM_SLOT, IntArray, StepBatch
+from nightmill.worker.runners.base import FROM_SLOT, IntArray, StepBatch, make_draws, mask_words
 from nightmill.worker.runners.gpu.activations import Activations
 from nightmill.worker.runners.gpu.attention.choice import decode_attention, prefill_attention
 from nightmill.worker.runners.gpu.catalogue import check_spec, sources_for
@@ -48,7 +48,8 @@ ROOT = Path(__file__).parents[3]
 MODEL = ROOT / "models" / "nightmill-demo.gguf"
 HOPPER, AMPERE = (9, 0), (8, 0)
 SLOTS, CONTEXT = 48, 128
-ANYWHERE = {"embed", "gather_tokens", "gather_rows", "rms_norm_1", "sample", "sample_filtered", "library"}
+SAMPLING = {"admit", "gather_tokens", "apply_masks", "sample", "sample_filtered"}
+ANYWHERE = SAMPLING | {"embed", "gather_rows", "rms_norm_1", "library"}
 ATTENTION = {"decode_attention_8_2", "decode_attention_8_4", "split_attention_8"}
 PER_KIND = {
     HOPPER: {"hopper_attention", "few_qkv_1", "few_residual", "few_swiglu_1"},
@@ -109,6 +110,16 @@ def test_steps_of_all_sizes_launch_kernels_as_they_were_compiled(driver: Recorde
         step = pages.batch([Chunk(slot, fed_back, 60, 1, 1, True) for slot in range(count)], admit=False)
         runner.launch(step)
         assert len(runner.collect().tokens) == count  # type: ignore[union-attr]
+    for masked in (step, pages.batch(mixed, admit=False)):
+        masked.draws["mask"][1:3] = 0, 1
+        runner.launch(masked)
+        for call in (runner.collect, lambda: runner.launch(step)):
+            with pytest.raises(RunnerError, match="waits for its masks"):
+                call()
+        runner.draw(np.zeros((2, mask_words(spec.vocab)), dtype=np.int32))
+        assert len(runner.collect().tokens) == len(masked.draws)  # type: ignore[union-attr]
+        with pytest.raises(RunnerError, match="no launch waits for masks"):
+            runner.draw(np.zeros((0, 1), dtype=np.int32))
     expected = ANYWHERE | ATTENTION | PER_KIND[driver.capability]
     assert expected <= driver.launches.keys()
     assert driver.launches.keys() - {"library"} <= driver.checked
@@ -154,20 +165,19 @@ def decode_all(slots: int, pages: IntArray) -> StepBatch:
     return StepBatch(
         tokens=np.full(slots, FROM_SLOT, dtype=np.int32), positions=at, cache_rows=pages[:, 1] * 16 + 4,
         sequence_starts=np.arange(slots + 1, dtype=np.int32), context_lengths=at + 1, block_tables=pages,
-        slots=everyone, sample_rows=everyone, sample_slots=everyone, drawn=slots,
+        slots=everyone, draws=make_draws(everyone, everyone, at + 1), drawn=slots,
     )  # fmt: skip
 
 
 def prefill_all(slots: int, pages: IntArray) -> StepBatch:
     """Two tokens of every second sequence: as many chunks as there can be in a step of `slots` tokens."""
     half = slots // 2
-    starts = np.arange(half + 1, dtype=np.int32) * 2
+    everyone, starts = np.arange(half, dtype=np.int32), np.arange(half + 1, dtype=np.int32) * 2
     return StepBatch(
         tokens=np.ones(slots, dtype=np.int32), positions=np.tile(np.arange(2, dtype=np.int32), half),
         cache_rows=(pages[:half, :1] * 16 + np.arange(2, dtype=np.int32)).reshape(-1), sequence_starts=starts,
         context_lengths=np.full(half, 2, dtype=np.int32), block_tables=pages[:half, :1],
-        slots=np.arange(half, dtype=np.int32), sample_rows=starts[1:] - 1,
-        sample_slots=np.arange(half, dtype=np.int32), drawn=0,
+        slots=everyone, draws=make_draws(starts[1:] - 1, everyone, np.full_like(everyone, 2)), drawn=0,
     )  # fmt: skip
 
 

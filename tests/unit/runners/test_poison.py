@@ -11,7 +11,7 @@ from nightmill.worker.engine.engine import Engine, EngineStats
 from nightmill.worker.engine.request import Completion, Request
 from nightmill.worker.model.families import read_spec
 from nightmill.worker.model.gguf.file import GgufFile
-from nightmill.worker.runners.base import FROM_SLOT, NOT_A_NUMBER, Admission, StepBatch
+from nightmill.worker.runners.base import FROM_SLOT, NOT_A_NUMBER, Admission, StepBatch, make_draws
 from nightmill.worker.runners.reference import ReferenceRunner
 from tests.engines import complete
 from tests.ggufs import write_model
@@ -121,7 +121,7 @@ def decoding(tokens: tuple[int, ...], position: int, admitted: tuple[Admission, 
     return StepBatch(
         tokens=ints(*tokens), positions=places, cache_rows=slots * 16 + places,
         sequence_starts=np.arange(len(tokens) + 1, dtype=np.int32), context_lengths=places + 1,
-        block_tables=slots[:, None], slots=slots, sample_rows=slots, sample_slots=slots,
+        block_tables=slots[:, None], slots=slots, draws=make_draws(slots, slots, places + 1),
         drawn=len(tokens) if position else 0, admissions=admitted,
     )  # fmt: skip
 

@@ -16,10 +16,11 @@ from nightmill.worker.engine.request import Completion, Request
 from nightmill.worker.model.families import read_spec
 from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.model.spec import ModelSpec
-from nightmill.worker.runners.base import Admission, StepBatch
+from nightmill.worker.runners.base import NOT_A_NUMBER, Admission, StepBatch, make_draws, mask_words
 from nightmill.worker.runners.philox import token_words, uniform
 from nightmill.worker.runners.reference import ReferenceRunner, choose_kv_blocks
 from nightmill.worker.runners.sampling import gumbel
+from tests.constraints import EveryNth
 from tests.engines import NoText, complete
 from tests.ggufs import byte_vocabulary, write_model, write_spec
 from tests.specs import PLAIN, VARIANTS
@@ -185,6 +186,53 @@ def test_preemption_and_running_ahead_change_no_token(depth: int, make_bench: Ma
     assert {job: c.token_ids for job, c in tight.items()} == {job: c.token_ids for job, c in roomy.items()}
 
 
+@pytest.mark.parametrize("depth", [1, 2])
+def test_masked_draws_are_of_what_is_allowed_and_change_nobody_else(
+    depth: int, make_bench: MakeBench
+) -> None:
+    """Every third text is constrained; a constraint that allows everything changes no text either."""
+    bench = make_bench()
+    free = mixed_requests(18, max_tokens=30)
+    clean = bench.generate(free, slots=18, kv_blocks=300)
+    for step, pages in ((1, 300), (5, 300), (5, 26)):  # with 26, sequences give way
+        asked = [
+            replace(one, constraint=None if n % 3 else EveryNth(VOCAB, step)) for n, one in enumerate(free)
+        ]
+        done = bench.generate(asked, slots=18, kv_blocks=pages, depth=depth)
+        assert (bench.stats.preemptions > 0) == (pages == 26)
+        for n, one in enumerate(free):
+            tokens = done[one.job_id].token_ids
+            if n % 3 or step == 1:
+                assert tokens == clean[one.job_id].token_ids
+            else:
+                assert all((token + place) % step == 0 for place, token in enumerate(tokens))
+                assert len(tokens) == 30
+
+
+def test_masks_come_between_launch_and_collect(make_bench: MakeBench) -> None:
+    runner = make_bench().runner(depth=2)
+    batch = one_token_batch([1])
+    runner.launch(batch)
+    masks = np.zeros((1, mask_words(VOCAB)), dtype=np.int32)
+    with pytest.raises(RunnerError, match="no launch waits for masks"):
+        runner.draw(masks)
+    free = runner.collect()
+    draws = batch.draws.copy()
+    draws["mask"] = 0
+    runner.launch(replace(batch, draws=draws))
+    for call in (runner.collect, lambda: runner.launch(batch)):
+        with pytest.raises(RunnerError, match="waits for its masks"):
+            call()
+    runner.draw(masks)
+    drawn = runner.collect()
+    runner.launch(replace(batch, draws=draws))
+    runner.draw(~masks)
+    everything = runner.collect()
+    assert drawn is not None and everything is not None and free is not None
+    assert drawn.tokens.tolist() == [NOT_A_NUMBER]
+    assert everything.tokens.tolist() == free.tokens.tolist()
+
+
 def test_what_must_not_be_read_is_not_read(make_bench: MakeBench) -> None:
     bench = make_bench()
     requests = mixed_requests(6)
@@ -252,8 +300,9 @@ def one_token_batch(tokens: list[int]) -> StepBatch:
 
     return StepBatch(
         tokens=ints(*tokens), positions=ints(0), cache_rows=ints(0), sequence_starts=ints(0, 1),
-        context_lengths=ints(1), block_tables=ints(0)[None], slots=ints(0), sample_rows=ints(0),
-        sample_slots=ints(0), drawn=0, admissions=(Admission(0, tuple(tokens), GenerationParams(), 0),),
+        context_lengths=ints(1), block_tables=ints(0)[None], slots=ints(0),
+        draws=make_draws(ints(0), ints(0), ints(1)), drawn=0,
+        admissions=(Admission(0, tuple(tokens), GenerationParams(), 0),),
     )  # fmt: skip
 
 
@@ -283,7 +332,7 @@ def test_results_queue_up_to_the_depth(make_bench: MakeBench) -> None:
     for _ in range(2):
         drawn = runner.collect()
         assert drawn is not None
-        assert drawn.slots.tolist() == [0]
+        assert drawn.tokens.shape == (1,)
     assert runner.collect() is None
     runner.close()
     runner.close()

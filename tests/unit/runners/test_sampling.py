@@ -9,15 +9,24 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nightmill.worker.runners.base import NOT_A_NUMBER, IntArray, make_draws, mask_words
 from nightmill.worker.runners.philox import token_words, uniform
-from nightmill.worker.runners.sampling import SamplingRows, filter_rows, gumbel, penalise, sample
+from nightmill.worker.runners.sampling import (
+    PARAMETERS,
+    SamplingRows,
+    apply_masks,
+    filter_rows,
+    gumbel,
+    penalise,
+    sample,
+)
 
 NEUTRAL = {
     "temperature": 1.0,
     "top_k": 0,
     "top_p": 1.0,
     "min_p": 0.0,
-    "penalty": 1.0,
+    "repetition_penalty": 1.0,
     "seed": 0,
     "position": 5,
 }
@@ -25,27 +34,23 @@ NEUTRAL = {
 
 def rows(*params: dict[str, Any], vocab: int) -> SamplingRows:
     filled = [NEUTRAL | {"seen": ()} | one for one in params]
-
-    def column(name: str, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-        return np.array([one[name] for one in filled], dtype=dtype)
-
     masks: list[npt.NDArray[np.bool_] | None] = []
     for one in filled:
         mask = np.zeros(vocab, dtype=np.bool_)
         mask[list(one["seen"])] = True
-        masks.append(mask if one["penalty"] != 1.0 else None)
-    return SamplingRows(
-        temperature=column("temperature", np.float32), top_k=column("top_k", np.int32),
-        top_p=column("top_p", np.float32), min_p=column("min_p", np.float32),
-        penalty=column("penalty", np.float32), seeds=column("seed", np.uint64),
-        positions=column("position", np.int64), seen=masks,
-    )  # fmt: skip
+        masks.append(mask if one["repetition_penalty"] != 1.0 else None)
+    parameters = np.zeros(len(filled), dtype=PARAMETERS)
+    for name in PARAMETERS.names or ():
+        parameters[name] = [one[name] for one in filled]
+    return SamplingRows(parameters, np.array([one["position"] for one in filled], dtype=np.int64), masks)
 
 
 def survivors(logits: list[float], p: dict[str, Any]) -> dict[int, float]:
     """The filtered distribution by definition, in float64: probabilities of the tokens that are left."""
     values = [
-        (value / p["penalty"] if value > 0 else value * p["penalty"]) if token in p["seen"] else value
+        (value / p["repetition_penalty"] if value > 0 else value * p["repetition_penalty"])
+        if token in p["seen"]
+        else value
         for token, value in enumerate(logits)
     ]
     values = [(value - max(values)) / p["temperature"] for value in values]
@@ -72,7 +77,7 @@ params_strategy = st.fixed_dictionaries(
         "top_k": st.sampled_from([0, 1, 2, 3, 7, 100]),
         "top_p": st.sampled_from([0.05, 0.3, 0.62, 0.9, 1.0]),
         "min_p": st.sampled_from([0.0, 0.013, 0.21, 1.0]),
-        "penalty": st.sampled_from([0.5, 1.0, 1.25, 2.0]),
+        "repetition_penalty": st.sampled_from([0.5, 1.0, 1.25, 2.0]),
         "seen": st.sets(st.integers(0, 6), max_size=4),
         "seed": st.integers(0, 2**63 - 1),
         "position": st.integers(0, 2**31),
@@ -101,8 +106,8 @@ def test_filters_keep_what_their_definition_keeps_and_the_draw_is_among_it(
     made = rows(*(params for _, params in cases), vocab=logits.shape[1])
     scaled = penalise(logits, made).copy()
     scaled -= scaled.max(axis=1, keepdims=True)
-    scaled /= made.temperature[:, None]
-    filter_rows(scaled, made.top_k, made.top_p, made.min_p)
+    scaled /= made.parameters["temperature"][:, None]
+    filter_rows(scaled, *(made.parameters[name] for name in ("top_k", "top_p", "min_p")))
     drawn = sample(logits, made)
     for row, (values, params) in enumerate(cases):
         left = survivors(values, params)
@@ -131,7 +136,14 @@ def draw_by_definition(scaled: npt.NDArray[np.float32], params: dict[str, Any]) 
         {"temperature": 1.5, "top_k": 5},
         {"top_p": 0.8},
         {"min_p": 0.1},
-        {"temperature": 1.3, "top_k": 6, "top_p": 0.9, "min_p": 0.02, "penalty": 1.5, "seen": {0, 3}},
+        {
+            "temperature": 1.3,
+            "top_k": 6,
+            "top_p": 0.9,
+            "min_p": 0.02,
+            "repetition_penalty": 1.5,
+            "seen": {0, 3},
+        },
     ],
     ids=str,
 )
@@ -177,7 +189,7 @@ def test_a_huge_temperature_draws_evenly() -> None:
 
 def test_penalty_pushes_seen_tokens_down_whatever_their_sign() -> None:
     logits = np.array([[2.0, -2.0, 1.0, 0.0]], dtype=np.float32)
-    made = rows({"penalty": 2.0, "seen": {0, 1, 3}}, vocab=4)
+    made = rows({"repetition_penalty": 2.0, "seen": {0, 1, 3}}, vocab=4)
     assert penalise(logits, made).tolist() == [[1.0, -4.0, 1.0, 0.0]]
     assert logits.tolist() == [[2.0, -2.0, 1.0, 0.0]]
 
@@ -197,8 +209,8 @@ def test_a_row_depends_on_nothing_but_itself() -> None:
         {
             "temperature": float(rng.choice([0.0, 0.7, 1.0, 1.6])), "top_k": int(rng.choice([0, 5, 50])),
             "top_p": float(rng.choice([0.7, 1.0])), "min_p": float(rng.choice([0.0, 0.05])),
-            "penalty": float(rng.choice([1.0, 1.3])), "seen": set(rng.integers(0, vocab, 20).tolist()),
-            "seed": n * 7919, "position": n + 3,
+            "repetition_penalty": float(rng.choice([1.0, 1.3])),
+            "seen": set(rng.integers(0, vocab, 20).tolist()), "seed": n * 7919, "position": n + 3,
         }
         for n in range(24)
     ]  # fmt: skip
@@ -218,3 +230,43 @@ def test_seed_and_position_change_the_draw() -> None:
     by_position = sample(flat, rows(*({"position": place} for place in range(64)), vocab=1000))
     assert len(set(by_seed.tolist())) > 55
     assert len(set(by_position.tolist())) > 55
+
+
+def masks_of(allowed: list[set[int]], vocab: int) -> IntArray:
+    """Masks as runners take them; what lies behind the vocabulary is set, which must not matter."""
+    bits = np.ones((len(allowed), 32 * mask_words(vocab)), dtype=np.bool_)
+    for row, tokens in enumerate(allowed):
+        bits[row, sorted(set(range(vocab)) - tokens)] = False
+    return np.packbits(bits, axis=1, bitorder="little").view(np.int32)
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.lists(st.tuples(st.none() | st.sets(st.integers(0, 69)), params_strategy), min_size=1, max_size=6))
+def test_a_mask_leaves_what_it_allows_and_touches_no_other_row(
+    cases: list[tuple[set[int] | None, dict[str, Any]]],
+) -> None:
+    """Each draws as if the logits of what is not allowed were -inf: by hand here, by its mask there."""
+    vocab, count = 70, len(cases)
+    logits = np.random.default_rng(count).standard_normal((count, vocab)).astype(np.float32) * 3
+    logits[0, 3] = np.nan
+    before = logits.copy()
+    draws = make_draws(*(np.arange(count, dtype=np.int32),) * 3)
+    masked = [row for row, (allowed, _) in enumerate(cases) if allowed is not None]
+    draws["mask"][masked] = np.arange(len(masked))
+    masks = masks_of([allowed for allowed, _ in cases if allowed is not None], vocab)
+    by_hand = logits.copy()
+    for row, (allowed, _) in enumerate(cases):
+        if allowed is not None:
+            by_hand[row, sorted(set(range(vocab)) - allowed)] = -np.inf
+    left = apply_masks(logits, draws, masks)
+    np.testing.assert_array_equal(left, by_hand)
+    np.testing.assert_array_equal(logits, before)
+    made = rows(*(params for _, params in cases), vocab=vocab)
+    tokens = sample(left, made)
+    for row, (allowed, _) in enumerate(cases):
+        if (allowed is not None and not allowed) or (row == 0 and (allowed is None or 3 in allowed)):
+            assert tokens[row] == NOT_A_NUMBER
+        else:
+            assert allowed is None or int(tokens[row]) in allowed
+    free = [row for row, (allowed, _) in enumerate(cases) if allowed is None]
+    np.testing.assert_array_equal(tokens[free], sample(before, made)[free])

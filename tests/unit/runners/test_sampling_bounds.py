@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from nightmill.jobs.contract import GenerationParams
 from nightmill.worker.runners.base import NOT_A_NUMBER
-from nightmill.worker.runners.sampling import penalise, sample
+from nightmill.worker.runners.sampling import PARAMETERS, penalise, sample
 from tests.unit.runners.test_sampling import rows
 
 VOCAB = 13
@@ -42,9 +42,8 @@ def made(*drawn: tuple[dict[str, Any], set[int], int]) -> Any:
     filled = []
     for params, seen, position in drawn:
         checked = GenerationParams.parse(params)
-        names = ("temperature", "top_k", "top_p", "min_p", "seed")
-        one = {name: getattr(checked, name) for name in names}
-        filled.append(one | {"penalty": checked.repetition_penalty, "seen": seen, "position": position})
+        one = {name: getattr(checked, name) for name in PARAMETERS.names or ()}
+        filled.append(one | {"seen": seen, "position": position})
     return rows(*filled, vocab=VOCAB)
 
 
@@ -64,14 +63,18 @@ def test_every_accepted_value_draws_a_possible_token_of_any_finite_logits(drawn:
     assert not np.isnan(penalised).any()
     assert not (penalised == np.inf).any()
     for row, token in enumerate(tokens):
-        if params.temperature[row] == 0:
+        if params.parameters["temperature"][row] == 0:
             assert token == penalised[row].argmax()
             continue
         with np.errstate(over="ignore"):
-            scaled = (penalised[row] - penalised[row].max()) / params.temperature[row]
-        if params.top_p[row] < 1e-6 or params.min_p[row] == 1 or params.top_k[row] == 1:
+            scaled = (penalised[row] - penalised[row].max()) / params.parameters["temperature"][row]
+        if (
+            params.parameters["top_p"][row] < 1e-6
+            or params.parameters["min_p"][row] == 1
+            or params.parameters["top_k"][row] == 1
+        ):
             assert scaled[token] == 0
-        assert scaled[token] >= np.sort(scaled)[-max(1, min(params.top_k[row] or VOCAB, VOCAB))]
+        assert scaled[token] >= np.sort(scaled)[-max(1, min(params.parameters["top_k"][row] or VOCAB, VOCAB))]
         assert scaled[token] > -26  # what the largest noise lifts above the best with the smallest
 
 

@@ -11,6 +11,7 @@ attention, the last layer goes on with the rows that draw alone.
 from dataclasses import dataclass
 
 from nightmill.worker.model.spec import ModelSpec
+from nightmill.worker.runners.base import DRAW
 from nightmill.worker.runners.gpu.activations import LOGIT_ROWS, Activations
 from nightmill.worker.runners.gpu.attention.choice import Decode, Prefill
 from nightmill.worker.runners.gpu.device.operands import Buffer
@@ -20,8 +21,8 @@ from nightmill.worker.runners.gpu.products.few_rows import MAX_ROWS
 from nightmill.worker.runners.gpu.products.shapes import Kind
 from nightmill.worker.runners.gpu.rows.embedding import Embedding
 from nightmill.worker.runners.gpu.rows.norms import RmsNorm
+from nightmill.worker.runners.gpu.sampling.masks import StagedMasks
 from nightmill.worker.runners.gpu.sampling.sampler import Sampler
-from nightmill.worker.runners.gpu.slots import SlotState
 from nightmill.worker.runners.gpu.steps import StepInputs, StepShape
 from nightmill.worker.runners.gpu.weights.layout import Weights
 
@@ -43,11 +44,11 @@ class Shared:
 
 
 class Model:
-    """Queues whole steps."""
+    """Queues whole steps; `slots`: the address of the table of slots."""
 
     def __init__(
         self, spec: ModelSpec, weights: Weights, shared: Shared, layers: tuple[Layer, ...],
-        products: Products, slots: SlotState, at: Activations,
+        products: Products, slots: int, at: Activations,
     ) -> None:  # fmt: skip
         self.shared = shared
         self.layers = layers
@@ -92,14 +93,29 @@ class Model:
                 kernels.down.tune(own.activated, [w.ffn_down for w in weights], at.x, rows, norm)
 
     def forward(self, inputs: StepInputs, shape: StepShape) -> None:
-        """Queue a step: all layers over all tokens, then a token drawn for each of the rows that sample."""
-        at, tokens, embedding = self._at, shape.tokens, self.shared.embedding
-        embedding.gather_tokens(inputs.tokens, inputs.token_slots, self._slots.last_token, at.tokens, tokens)
-        embedding.embed(at.tokens, self._weights.embedding, at.x, tokens)
+        """Queue a step's layers, up to the norm of the rows that draw."""
+        at, tokens = self._at, shape.tokens
+        self.shared.sampler.gather_tokens(inputs.tokens, inputs.token_slots, self._slots, at.tokens, tokens)
+        self.shared.embedding.embed(at.tokens, self._weights.embedding, at.x, tokens)
         few = self._has_few and shape.decodes and tokens <= MAX_ROWS
         x = self._few_rows(inputs, shape) if few else self._any_rows(inputs, shape)
         self.shared.norm(x, self._weights.output_norm, at.normed, shape.draws)
-        self._draw(inputs, shape)
+
+    def draw(self, inputs: StepInputs, shape: StepShape, masks: StagedMasks | None = None) -> None:
+        """Queue LM head and sampling of the step whose layers were queued last.
+
+        So many rows at a time that their logits fit.
+        """
+        at, sampler = self._at, self.shared.sampler
+        for first in range(0, shape.draws, LOGIT_ROWS):
+            rows = min(LOGIT_ROWS, shape.draws - first)
+            draws = inputs.draws + DRAW.itemsize * first
+            self.head(at.normed.from_row(first), self._weights.head, at.logits, rows)
+            if masks is not None:
+                address, number, count = masks.send(first, rows)
+                if count:
+                    sampler.apply_masks(at.logits, rows, draws, address, number)
+            sampler.sample(at.logits, rows, draws, self._slots, at.drawn.from_row(first))
 
     def _any_rows(self, inputs: StepInputs, shape: StepShape) -> Buffer:
         """All layers; where the residual stream of the rows that draw is then, in their order.
@@ -118,7 +134,7 @@ class Model:
             mixed = own.mixed
             if layer is last and shape.gathers:
                 rows, mixed = shape.draws, own.mixed_drawing
-                self.shared.embedding.gather_rows(own.mixed, inputs.sample_rows, mixed, rows)
+                self.shared.embedding.gather_rows(own.mixed, inputs.rows, mixed, rows)
                 x = self._gathered(inputs, shape)
             kernels.output(mixed, weights.attn_output, x, rows)
             norm(x, weights.ffn_norm, normed, rows)
@@ -150,16 +166,5 @@ class Model:
     def _gathered(self, inputs: StepInputs, shape: StepShape) -> Buffer:
         """The residual stream of the rows that draw."""
         at = self._at
-        self.shared.embedding.gather_rows(at.x, inputs.sample_rows, at.x_drawing, shape.draws)
+        self.shared.embedding.gather_rows(at.x, inputs.rows, at.x_drawing, shape.draws)
         return at.x_drawing
-
-    def _draw(self, inputs: StepInputs, shape: StepShape) -> None:
-        """LM head and sampling of the rows that draw, so many at a time that their logits fit."""
-        at = self._at
-        for first in range(0, shape.draws, LOGIT_ROWS):
-            rows = min(LOGIT_ROWS, shape.draws - first)
-            self.head(at.normed.from_row(first), self._weights.head, at.logits, rows)
-            self.shared.sampler(
-                at.logits, rows, inputs.sample_slots + 4 * first, inputs.sample_rows + 4 * first,
-                inputs.positions, self._slots, at.drawn.from_row(first),
-            )  # fmt: skip

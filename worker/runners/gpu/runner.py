@@ -19,7 +19,7 @@ from nightmill.jobs.arithmetic import DIGITS, Arithmetic
 from nightmill.jobs.errors import RunnerError
 from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.model.spec import ModelSpec
-from nightmill.worker.runners.base import IntArray, SampledTokens, StepBatch
+from nightmill.worker.runners.base import DrawArray, Drawn, IntArray, StepBatch, masked_draws
 from nightmill.worker.runners.gpu.activations import LOGIT_ROWS, Activations
 from nightmill.worker.runners.gpu.attention.choice import decode_attention, prefill_attention
 from nightmill.worker.runners.gpu.attention.pieces import whole_pieces
@@ -37,9 +37,10 @@ from nightmill.worker.runners.gpu.products.shapes import MANY_ROWS
 from nightmill.worker.runners.gpu.rows.embedding import Embedding
 from nightmill.worker.runners.gpu.rows.norms import RmsNorm
 from nightmill.worker.runners.gpu.rows.swiglu import SwiGlu
+from nightmill.worker.runners.gpu.sampling.masks import MaskBuffers
 from nightmill.worker.runners.gpu.sampling.sampler import Sampler
-from nightmill.worker.runners.gpu.slots import SlotState
-from nightmill.worker.runners.gpu.steps import PADDING, StepBuffers, StepShape, padded_lengths
+from nightmill.worker.runners.gpu.sampling.slots import SlotTable
+from nightmill.worker.runners.gpu.steps import PADDING, StepBuffers, StepInputs, StepShape, padded_lengths
 from nightmill.worker.runners.gpu.weights.layout import padded_vocab
 from nightmill.worker.runners.gpu.weights.loading import load_weights
 
@@ -55,7 +56,9 @@ class _Launch:
     """A launch that was not collected yet."""
 
     turn: int
-    slots: IntArray
+    draws: DrawArray
+    inputs: StepInputs
+    shape: StepShape
 
 
 class CudaRunner:
@@ -97,7 +100,10 @@ class CudaRunner:
         self._report = report
         self._pending: deque[_Launch] = deque()
         self._graphs: dict[tuple[int, int], Graph] = {}
-        """By sequences, and pieces of their contexts."""
+        """Whole decode steps, by sequences, and pieces of their contexts."""
+        self._undrawn_graphs: dict[tuple[int, int], Graph] = {}
+        """The same up to the draws, where these wait for masks; captured when such a step first comes."""
+        self._waits_for_masks = False
         self._tune = tune
         self._turn = 0
         self._products: Products | None = None
@@ -137,7 +143,8 @@ class CudaRunner:
             spec, free=free, gpu_memory=gpu_memory, slots=slots, context=context, kv_blocks=kv_blocks,
             max_tokens=self._max_tokens,
             workspace=workspace_bytes(spec, device.multiprocessors, max_context=context, **draws)
-            + SlotState.bytes(slots, spec.vocab) + StepBuffers.bytes(**step),
+            + StepBuffers.bytes(**step) + SlotTable.bytes(slots, spec.vocab)
+            + MaskBuffers.bytes(spec.vocab, LOGIT_ROWS),
         )  # fmt: skip
         self._report(f"memory of {device.name}: {self.memory}")
         self.kv_blocks = self.memory.kv_blocks
@@ -146,13 +153,12 @@ class CudaRunner:
         weights = load_weights(device, file, spec, report=self._report)
         cache = KvCache.allocate(device, spec, self.kv_blocks + 1)  # one more for rows of padding
         layers = bind_layers(device, spec, weights, cache, at, products, max_context=context)
-        self._slots = SlotState(device, slots=slots, vocab=spec.vocab, depth=self.depth)
+        sampler = Sampler(device, spec.vocab, max_rows=LOGIT_ROWS)
+        self._slots = SlotTable(device, sampler, slots=slots, vocab=spec.vocab, depth=self.depth)
+        self._masks = MaskBuffers(device, vocab=spec.vocab, rows=LOGIT_ROWS, depth=self.depth)
         self._steps = StepBuffers(device, padding_page=self.kv_blocks, depth=self.depth, **step)
-        shared = Shared(
-            Embedding(device, spec.vocab), RmsNorm(device), decode, self._prefill,
-            Sampler(device, spec.vocab, max_rows=LOGIT_ROWS),
-        )  # fmt: skip
-        self._model = Model(spec, weights, shared, layers, products, self._slots, at)
+        shared = Shared(Embedding(device, spec.vocab), RmsNorm(device), decode, self._prefill, sampler)
+        self._model = Model(spec, weights, shared, layers, products, self._slots.address, at)
         self._drawn = [device.pinned(self._max_draws, np.int32) for _ in range(self.depth)]
         self._done: list[Any] = [device.event() for _ in range(self.depth)]
         if self._tune:
@@ -162,39 +168,52 @@ class CudaRunner:
         """Queue a step. Raises RunnerError where it is too large or the GPU refuses."""
         if len(self._pending) >= self.depth:
             raise RunnerError(f"{self.depth} launches are outstanding already: collect one first")
+        if self._waits_for_masks:
+            raise RunnerError("the newest launch waits for its masks")
         if len(batch.tokens) > self._max_tokens:
             raise RunnerError(
                 f"a step of {len(batch.tokens)} tokens is more than the {self._max_tokens} that the GPU's "
                 "workspace was planned for"
             )
-        if len(batch.slots) > self.slots or len(batch.sample_rows) > self._max_draws:
+        if len(batch.slots) > self.slots or len(batch.draws) > self._max_draws:
             raise RunnerError(
-                f"{len(batch.slots)} sequences, of which {len(batch.sample_rows)} draw, are more than the "
+                f"{len(batch.slots)} sequences, of which {len(batch.draws)} draw, are more than the "
                 f"runner's {self.slots} slots"
             )
         turn, self._turn = self._turn, (self._turn + 1) % self.depth
         self._slots.admit(batch.admissions, turn)
-        count, draws = len(batch.slots), len(batch.sample_rows)
-        if self._graphs and count == batch.drawn == draws:
-            size = min(bucket_of(count), self.slots)
-            pieces = self._decode_pieces(batch, size)
-            room = self._decode.room(size, len(pieces))
-            self._steps.write_padded(turn, batch, size, pieces, room)
-            self._graphs[size, room].launch()
-        else:
-            self._launch_kernels(turn, batch)
-        if draws:
-            self.device.copy_out(self._drawn[turn][:draws], self._model.drawn.address)
-        self._done[turn].record(self.device.stream)
-        self._pending.append(_Launch(turn, batch.sample_slots))
+        self._waits_for_masks = len(masked_draws(batch.draws)) > 0
+        replays = self._graphs and len(batch.slots) == batch.drawn == len(batch.draws)
+        launch = self._replay(turn, batch) if replays else self._launch_kernels(turn, batch)
+        self._pending.append(launch)
+        if not self._waits_for_masks:
+            self._return_tokens(launch)
 
-    def collect(self) -> SampledTokens | None:
+    def draw(self, masks: IntArray) -> None:
+        """Queue the draws of the newest launch. Raises RunnerError where it does not wait for masks."""
+        if not self._waits_for_masks:
+            raise RunnerError("no launch waits for masks")
+        self._waits_for_masks = False
+        launch = self._pending[-1]
+        self._model.draw(launch.inputs, launch.shape, self._masks.stage(launch.turn, launch.draws, masks))
+        self._return_tokens(launch)
+
+    def collect(self) -> Drawn | None:
         """Wait for the oldest launch. Raises RunnerError where the GPU failed."""
         if not self._pending:
             return None
+        if self._waits_for_masks and len(self._pending) == 1:
+            raise RunnerError("the oldest launch waits for its masks")
         launch = self._pending.popleft()
-        self.device.wait(self._done[launch.turn], f"a step that draws {len(launch.slots)} tokens")
-        return SampledTokens(launch.slots, self._drawn[launch.turn][: len(launch.slots)].copy())
+        count = len(launch.draws)
+        self.device.wait(self._done[launch.turn], f"a step that draws {count} tokens")
+        return Drawn(self._drawn[launch.turn][:count].copy())
+
+    def _return_tokens(self, launch: _Launch) -> None:
+        """Queue the copy of what is drawn."""
+        if count := len(launch.draws):
+            self.device.copy_out(self._drawn[launch.turn][:count], self._model.drawn.address)
+        self._done[launch.turn].record(self.device.stream)
 
     def logits(self, rows: int) -> np.ndarray:
         """The logits of the `rows` rows that the last launch drew from, float32 (rows, vocab); for tests.
@@ -207,13 +226,13 @@ class CudaRunner:
 
     def close(self) -> None:
         """Release the GPU; safe to call twice."""
-        if self.device.lost:
-            self._graphs.clear()
-        elif self._graphs:
+        graphs = [*self._graphs.values(), *self._undrawn_graphs.values()]
+        if graphs and not self.device.lost:
             self.device.synchronize()
-        for graph in self._graphs.values():
-            graph.close()
+            for graph in graphs:
+                graph.close()
         self._graphs.clear()
+        self._undrawn_graphs.clear()
         self._pending.clear()
         if self._products is not None:
             self._products.close()
@@ -254,13 +273,32 @@ class CudaRunner:
         ones = np.ones(size if room else 0, dtype=np.int32)
         pieces = whole_pieces(ones, np.arange(len(ones), dtype=np.int32), segment=PAGE)
         self.device.synchronize()  # the host's copy of the inputs is still those of the run before
-        inputs = self._steps.write_padded(0, PADDING, size, pieces, room)
-        shape = StepShape(tokens=size, sequences=size, drawn=size, draws=size, tiles=0, pieces=room)
-        self._model.forward(inputs, shape)
-        return Graph(self.device, lambda: self._model.forward(inputs, shape))
+        inputs = self._steps.write_padded(self._turn, PADDING, size, pieces, room)
+        shape = _decode_shape(size, room)
+        self._queue(inputs, shape)
+        return Graph(self.device, lambda: self._queue(inputs, shape))
 
-    def _launch_kernels(self, turn: int, batch: StepBatch) -> None:
-        """Queue a step of any composition, kernel by kernel."""
+    def _queue(self, inputs: StepInputs, shape: StepShape) -> None:
+        """A step, kernel by kernel; its draws too, unless they wait for masks."""
+        self._model.forward(inputs, shape)
+        if not self._waits_for_masks:
+            self._model.draw(inputs, shape)
+
+    def _replay(self, turn: int, batch: StepBatch) -> _Launch:
+        """Queue a step in which all sequences decode one token."""
+        size = min(bucket_of(len(batch.slots)), self.slots)
+        pieces = self._decode_pieces(batch, size)
+        room = self._decode.room(size, len(pieces))
+        graphs = self._undrawn_graphs if self._waits_for_masks else self._graphs
+        if (size, room) not in graphs:
+            graphs[size, room] = self._capture(size, room)
+            self.device.synchronize()
+        inputs = self._steps.write_padded(turn, batch, size, pieces, room)
+        graphs[size, room].launch()
+        return _Launch(turn, batch.draws, inputs, _decode_shape(size, room))
+
+    def _launch_kernels(self, turn: int, batch: StepBatch) -> _Launch:
+        """Queue a step of any composition."""
         drawn = batch.drawn
         tiles = self._prefill.tiles(batch.sequence_starts, batch.context_lengths, drawn)
         pieces = self._decode.pieces(batch.context_lengths[:drawn], np.arange(drawn, dtype=np.int32))
@@ -268,12 +306,19 @@ class CudaRunner:
             tokens=len(batch.tokens),
             sequences=len(batch.slots),
             drawn=drawn,
-            draws=len(batch.sample_rows),
+            draws=len(batch.draws),
             tiles=len(tiles),
             pieces=len(pieces),
             again=drawn > 0 and len(np.unique(batch.slots)) < len(batch.slots),
         )
-        self._model.forward(self._steps.write(turn, batch, shape, tiles, pieces), shape)
+        inputs = self._steps.write(turn, batch, shape, tiles, pieces)
+        self._queue(inputs, shape)
+        return _Launch(turn, batch.draws, inputs, shape)
+
+
+def _decode_shape(size: int, room: int) -> StepShape:
+    """Of a decode step that is replayed."""
+    return StepShape(tokens=size, sequences=size, drawn=size, draws=size, tiles=0, pieces=room)
 
 
 def _arithmetic(file: GgufFile, device: Device) -> Arithmetic:

@@ -10,17 +10,18 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from nightmill.worker.runners.base import IntArray, StepBatch
+from nightmill.worker.runners.base import DRAW, UNMASKED, IntArray, StepBatch
 from nightmill.worker.runners.gpu.device.device import Device
 from nightmill.worker.runners.gpu.kv_cache import PAGE
 
 __all__ = ["PADDING", "StepBuffers", "StepInputs", "StepShape", "padded_lengths"]
 
 _ALIGN = 64  # int32 words
-
+_DRAW_WORDS = DRAW.itemsize // 4
 
 _NO_INTS = np.zeros(0, dtype=np.int32)
-PADDING = StepBatch(*(_NO_INTS,) * 5, np.zeros((0, 1), dtype=np.int32), *(_NO_INTS,) * 3, drawn=0)
+_NO_DRAWS = np.zeros(0, dtype=DRAW)
+PADDING = StepBatch(*(_NO_INTS,) * 5, np.zeros((0, 1), dtype=np.int32), _NO_INTS, _NO_DRAWS, drawn=0)
 """A batch of no sequences, for `StepBuffers.write_padded`."""
 
 
@@ -59,8 +60,8 @@ class StepInputs:
     cache_rows: int  # (T,)
     sequence_starts: int  # (S + 1,)
     context_lengths: int  # (S,)
-    sample_rows: int  # (R,)
-    sample_slots: int  # (R,)
+    rows: int  # (R,) those of the draws; not there where they are all rows, in order
+    draws: int  # (R,) DRAW
     tiles: int  # (tiles, 2) the pieces of prompts that prefill attention computes
     pieces: int  # (pieces, 4) the pieces of contexts that decode attention computes
 
@@ -110,8 +111,8 @@ class StepBuffers:
             batch.cache_rows,
             batch.sequence_starts,
             batch.context_lengths,
-            batch.sample_rows,
-            batch.sample_slots,
+            batch.draws["row"],
+            batch.draws.view(np.int32),
             tiles.reshape(-1),
             pieces.reshape(-1),
         )
@@ -137,13 +138,14 @@ class StepBuffers:
             (batch.cache_rows, self._padding_row),
             (self._numbers[: size + 1], 0),
             (batch.context_lengths, 1),
-            (self._numbers[:size], 0),
-            (batch.sample_slots, self._slots),
         )
         for offset, (array, padding) in zip(offsets, arrays, strict=False):
             used = len(array)
             host[offset : offset + used] = array
             host[offset + used : offset + size] = padding
+        draws = host[offsets[7] : offsets[7] + _DRAW_WORDS * size].view(DRAW)
+        draws[:count] = batch.draws
+        draws[count:] = (0, self._slots, 0, UNMASKED)
         host[offsets[-1] : offsets[-1] + 4 * room] = -1
         host[offsets[-1] : offsets[-1] + pieces.size] = pieces.reshape(-1)
         tables = self._host_tables[turn]
@@ -169,7 +171,7 @@ def padded_lengths(batch: StepBatch, size: int) -> IntArray:
 
 def _layout(tokens: int, sequences: int, draws: int, tiles: int, pieces: int) -> tuple[list[int], int]:
     """Offsets of the arrays in `StepInputs`' order, but for the tables, and the words in all."""
-    sizes = (tokens,) * 4 + (sequences + 1, sequences, draws, draws, 2 * tiles, 4 * pieces)
+    sizes = (tokens,) * 4 + (sequences + 1, sequences, draws, _DRAW_WORDS * draws, 2 * tiles, 4 * pieces)
     offsets, end = [], 0
     for size in sizes:
         offsets.append(end)

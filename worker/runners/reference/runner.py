@@ -11,16 +11,27 @@ from nightmill.jobs.arithmetic import DIGITS, Arithmetic
 from nightmill.jobs.errors import RunnerError
 from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.model.spec import ModelSpec
-from nightmill.worker.runners.base import FROM_SLOT, NOT_A_NUMBER, Admission, SampledTokens, StepBatch
+from nightmill.worker.runners.base import (
+    FROM_SLOT,
+    NOT_A_NUMBER,
+    Admission,
+    DrawArray,
+    Drawn,
+    IntArray,
+    StepBatch,
+    masked_draws,
+)
 from nightmill.worker.runners.reference.kv_cache import KvCache
 from nightmill.worker.runners.reference.model import Model, Trace
-from nightmill.worker.runners.sampling import SamplingRows, sample
+from nightmill.worker.runners.sampling import PARAMETERS, SamplingRows, apply_masks, parameters_of, sample
 
 __all__ = ["ReferenceRunner"]
 
+FloatArray = npt.NDArray[np.float32]
+
 
 class ReferenceRunner:
-    """Runs steps on the CPU; `launch` computes, `collect` hands out the result.
+    """Runs steps on the CPU; `launch` or `draw` computes, `collect` hands out the result.
 
     file, spec       the model; weights are kept as float32
     kv_blocks        pages of `block_size` tokens; the memory is only touched as pages are used
@@ -42,33 +53,45 @@ class ReferenceRunner:
         self._cache = KvCache(spec, pages=kv_blocks, block_size=block_size)
         self._model = Model(file, spec, self._cache, trace)
         self._last_token = np.zeros(slots, dtype=np.int32)
-        self._temperature = np.zeros(slots, dtype=np.float32)
-        self._top_k = np.zeros(slots, dtype=np.int32)
-        self._top_p = np.ones(slots, dtype=np.float32)
-        self._min_p = np.zeros(slots, dtype=np.float32)
-        self._penalty = np.ones(slots, dtype=np.float32)
-        self._seeds = np.zeros(slots, dtype=np.uint64)
+        self._parameters = np.zeros(slots, dtype=PARAMETERS)
         self._seen: list[npt.NDArray[np.bool_] | None] = [None] * slots
-        self._results: deque[SampledTokens] = deque()
+        self._undrawn: tuple[DrawArray, FloatArray] | None = None  # of the newest launch, and its logits
+        self._results: deque[Drawn] = deque()
 
     def launch(self, batch: StepBatch) -> None:
-        """Compute a step and queue its tokens.
+        """Compute a step and, unless it waits for masks, queue its tokens.
 
         Raises RunnerError where memory runs out.
         """
         if len(self._results) >= self.depth:
             raise RunnerError(f"{self.depth} launches are outstanding already: collect one first")
+        if self._undrawn is not None:
+            raise RunnerError("the newest launch waits for its masks")
         for admission in batch.admissions:
             self._admit(admission)
         try:
             with np.errstate(invalid="ignore", over="ignore"):  # what is not a number is told by its token
                 hidden = self._model.forward(self._tokens(batch), self._cache.places(batch))
-                self._results.append(self._draw(batch, hidden[batch.sample_rows]))
+                logits = self._logits(hidden[batch.draws["row"]])
+                if len(masked_draws(batch.draws)):
+                    self._undrawn = batch.draws, logits
+                else:
+                    self._results.append(self._sample(batch.draws, logits))
         except MemoryError as error:
             raise RunnerError(f"out of memory in a step of {len(batch.tokens)} tokens: {error}") from error
 
-    def collect(self) -> SampledTokens | None:
+    def draw(self, masks: IntArray) -> None:
+        """Queue the tokens of the newest launch. Raises RunnerError where it does not wait for masks."""
+        if self._undrawn is None:
+            raise RunnerError("no launch waits for masks")
+        (draws, logits), self._undrawn = self._undrawn, None
+        with np.errstate(invalid="ignore", over="ignore"):
+            self._results.append(self._sample(draws, apply_masks(logits, draws, masks)))
+
+    def collect(self) -> Drawn | None:
         """Return the tokens of the oldest launch that was not yet collected."""
+        if self._undrawn is not None and not self._results:
+            raise RunnerError("the oldest launch waits for its masks")
         return self._results.popleft() if self._results else None
 
     def close(self) -> None:
@@ -80,12 +103,7 @@ class ReferenceRunner:
     def _admit(self, admission: Admission) -> None:
         slot, params = admission.slot, admission.params
         self._last_token[slot] = admission.token_ids[-1]
-        self._temperature[slot] = params.temperature
-        self._top_k[slot] = params.top_k
-        self._top_p[slot] = params.top_p
-        self._min_p[slot] = params.min_p
-        self._penalty[slot] = params.repetition_penalty
-        self._seeds[slot] = admission.seed
+        self._parameters[slot] = parameters_of(admission)
         self._seen[slot] = None
         if params.repetition_penalty != 1.0:
             seen = np.zeros(self.vocab, dtype=np.bool_)
@@ -97,28 +115,20 @@ class ReferenceRunner:
         slots = np.repeat(batch.slots, np.diff(batch.sequence_starts))
         return np.where(batch.tokens == FROM_SLOT, self._last_token[slots], batch.tokens)
 
-    def _draw(self, batch: StepBatch, hidden: npt.NDArray[Any]) -> SampledTokens:
-        slots = batch.sample_slots
-        if not slots.size:
-            return SampledTokens(slots, np.zeros(0, dtype=np.int32))
-        tokens = sample(
-            self._model.logits(hidden),
-            SamplingRows(
-                temperature=self._temperature[slots],
-                top_k=self._top_k[slots],
-                top_p=self._top_p[slots],
-                min_p=self._min_p[slots],
-                penalty=self._penalty[slots],
-                seeds=self._seeds[slots],
-                positions=batch.positions[batch.sample_rows].astype(np.int64) + 1,
-                seen=[self._seen[slot] for slot in slots],
-            ),
-        )
+    def _logits(self, hidden: npt.NDArray[Any]) -> FloatArray:
+        """Of the rows that draw (R, V)."""
+        return self._model.logits(hidden) if len(hidden) else np.zeros((0, self.vocab), dtype=np.float32)
+
+    def _sample(self, draws: DrawArray, logits: FloatArray) -> Drawn:
+        slots = draws["slot"]
+        seen = [self._seen[slot] for slot in slots]
+        positions = draws["position"].astype(np.int64)
+        tokens = sample(logits, SamplingRows(self._parameters[slots], positions, seen))
         self._last_token[slots] = np.where(tokens == NOT_A_NUMBER, 0, tokens)
-        for slot, token in zip(slots, tokens, strict=True):
-            if (seen := self._seen[slot]) is not None and token != NOT_A_NUMBER:
-                seen[token] = True
-        return SampledTokens(slots, tokens)
+        for tokens_seen, token in zip(seen, tokens, strict=True):
+            if tokens_seen is not None and token != NOT_A_NUMBER:
+                tokens_seen[token] = True
+        return Drawn(tokens)
 
 
 def _arithmetic(file: GgufFile) -> Arithmetic:

@@ -2,12 +2,15 @@
 
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from nightmill.worker.model.rope import RopeStyle
 from nightmill.worker.model.spec import Attention
 from nightmill.worker.runners.gpu.device.compiler import kernel_directory
 
-__all__ = ["TENSOR_CORE_HEADS", "Source", "by_head", "instances", "rotated", "source_of"]
+__all__ = ["TENSOR_CORE_HEADS", "Source", "by_head", "instances", "members", "rotated", "source_of"]
 
 TENSOR_CORE_HEADS = (64, 128)  # head sizes that fast attention and fused QKV are compiled for
 
@@ -35,3 +38,12 @@ def instances(macro: str, arguments: Iterable[Iterable[object]]) -> str:
     """The option with which a file has a kernel for each of these arguments of a template."""
     calls = "".join(f"{macro}({','.join(map(str, one))})" for one in arguments)
     return "-DKERNELS=" + calls.replace(",", "\\,")  # nvcc takes a plain comma for the end of a definition
+
+
+def members(macro: str, record: np.dtype[Any]) -> str:
+    """The option with which a file has the members of a struct laid out as `record`, an aligned dtype."""
+    if not record.isalignedstruct or record.fields is None:
+        raise ValueError(f"{macro}: {record} is not laid out as a struct of C")
+    names = {"<i4": "int", "<f4": "float", "<u8": "unsigned long long"}
+    declared = (f"{names[kind.str]} {name};" for name, (kind, *_) in record.fields.items())
+    return f"-D{macro}={' '.join(declared)}"

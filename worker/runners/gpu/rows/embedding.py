@@ -1,4 +1,4 @@
-"""Where rows come from: token ids that only the GPU knows, the embedding table, rows picked from others."""
+"""Where rows come from: the embedding table, and rows picked from others."""
 
 from nightmill.worker.model.spec import ModelSpec
 from nightmill.worker.runners.gpu.device.device import Device
@@ -18,19 +18,12 @@ class Embedding:
         self._vocab = vocab
         kernels = KernelPairs(device, source_of("embedding"))
         self._embed = kernels.function("embed", "PPPiii")
-        self._gather_tokens = kernels.function("gather_tokens", "PPPPi")
         self._gather_rows = kernels.function("gather_rows", "PPPii")
 
     @staticmethod
     def sources(spec: ModelSpec, *, hopper: bool) -> list[Source]:
         """What it is compiled from."""
         return [source_of("embedding")]
-
-    def gather_tokens(self, tokens: int, slots: int, last_tokens: int, out: Buffer, rows: int) -> None:
-        """out[i] = tokens[i], or where that is negative the token last drawn in slot slots[i]."""
-        if rows:
-            grid = blocks_for(rows)
-            self._gather_tokens.of(rows)(grid, _BLOCK, tokens, slots, last_tokens, out.address, rows)
 
     def embed(self, tokens: Buffer, table: Matrix, out: Buffer, rows: int) -> None:
         """The table's rows (vocab, width) half for tokens (rows,) -> out (rows, width) float."""

@@ -1,1 +1,1 @@
-"""Drawing tokens from logits."""
+"""Drawing tokens: the table of slots, masks, and the kernels that read them."""

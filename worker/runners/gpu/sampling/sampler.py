@@ -1,38 +1,30 @@
-"""Draws a token for each row of logits: launches `sample.cu`, and `sample_filtered.cu` after it."""
+"""Launches the kernels of `cuda/sampling/`: draws, masks, and what touches the table of slots."""
 
-from typing import Protocol
+import numpy as np
 
 from nightmill.jobs.errors import RunnerError
 from nightmill.worker.model.spec import ModelSpec
+from nightmill.worker.runners.base import DRAW, mask_words
 from nightmill.worker.runners.gpu.device.device import Device
-from nightmill.worker.runners.gpu.device.functions import KernelPairs
+from nightmill.worker.runners.gpu.device.functions import KernelPairs, blocks_for
 from nightmill.worker.runners.gpu.device.operands import Buffer
-from nightmill.worker.runners.gpu.device.sources import Source, source_of
+from nightmill.worker.runners.gpu.device.sources import Source, members, source_of
+from nightmill.worker.runners.sampling import PARAMETERS
 
-__all__ = ["Sampler", "Slots"]
+__all__ = ["SLOT", "Sampler"]
 
+SLOT = np.dtype([*PARAMETERS.descr, ("last_token", np.int32), ("seen", np.uint64)], align=True)
+"""A running sequence: PARAMETERS, its last token, and the address of its bitmap of tokens, 0 for none."""
+
+_BLOCK = (256, 1, 1)
 _BLOCKS = 4  # of `sample` that a multiprocessor holds
 _BEST_BYTES = 12
 
 
-class Slots(Protocol):
-    """Addresses of the per-slot arrays that sampling reads and writes, and the words of a row of `seen`."""
-
-    temperature: int
-    top_k: int
-    top_p: int
-    min_p: int
-    penalty: int
-    seeds: int
-    last_token: int
-    seen: int
-    words: int
-
-
 class Sampler:
-    """Draws as `worker.runners.sampling` defines it.
+    """Draws as `worker.runners.sampling` defines it. What is no Buffer is a device address.
 
-    max_rows  most rows of one call
+    max_rows  the most that are drawn at once
     """
 
     def __init__(self, device: Device, vocab: int, *, max_rows: int) -> None:
@@ -40,10 +32,12 @@ class Sampler:
         self._vocab = vocab
         self._max_rows = max_rows
         self._blocks = _BLOCKS * device.multiprocessors
-        slots = "PPPPPPPPi"
-        sample, filtered = (KernelPairs(device, source) for source in _sources())
-        self._sample = sample.function("sample", "PiPPP" + slots + "PPP")
-        self._sample_filtered = filtered.function("sample_filtered", "PiPPP" + slots + "Pi")
+        sample, filtered, masks, slots = (KernelPairs(device, source) for source in _sources())
+        self._sample = sample.function("sample", "PiPPPPP")
+        self._sample_filtered = filtered.function("sample_filtered", "PiPPPi")
+        self._apply_masks = masks.function("apply_masks", "PiPPii")
+        self._admit = slots.function("admit", "PPPi")
+        self._gather_tokens = slots.function("gather_tokens", "PPPPi")
         best, counters = _scratch(max_rows, device.multiprocessors)
         self._partial_best = device.allocate(best, "sampling")
         self._counters = device.allocate(counters, "sampling")
@@ -59,37 +53,47 @@ class Sampler:
         """Bytes of device memory that it takes."""
         return sum(_scratch(max_rows, multiprocessors))
 
-    def __call__(
-        self, logits: Buffer, count: int, sample_slots: int, sample_rows: int, positions: int, slots: Slots,
-        out_tokens: Buffer,
-    ) -> None:  # fmt: skip
-        """Queue it for logits (R, V) float, whose rows have room for a multiple of 8.
+    def admit(self, rows: int, places: int, slots: int, count: int) -> None:
+        """slots[places[i]] = rows[i], records of SLOT."""
+        self._admit.of(count)(blocks_for(count), _BLOCK, rows, places, slots, count)
 
-        sample_slots  (R,) int32, negative: the row is skipped
-        sample_rows   (R,) indices into `positions` of the rows' last tokens; the token drawn is the one after
-        out_tokens    (R,) int32; the slots' last_token is set too, and with a penalty the bit in `seen`;
-                      NOT_A_NUMBER where the logits are none, and 0 in last_token
+    def gather_tokens(self, tokens: int, slot_of_token: int, slots: int, out: Buffer, rows: int) -> None:
+        """out[i] = tokens[i], or where that is negative the token last drawn in slot slot_of_token[i]."""
+        if rows:
+            inputs = (tokens, slot_of_token, slots, out.address, rows)
+            self._gather_tokens.of(rows)(blocks_for(rows), _BLOCK, *inputs)
+
+    def apply_masks(self, logits: Buffer, count: int, draws: int, masks: int, first: int) -> None:
+        """Set logits (R, V) that the draws' masks do not allow to -inf; `masks`: from number `first` on."""
+        words = mask_words(self._vocab)
+        blocks = min(-(-self._blocks // count), -(-words // 32))
+        self._apply_masks.of(count)(
+            (blocks, count), _BLOCK, logits.address, self._vocab, draws, masks, words, first
+        )
+
+    def sample(self, logits: Buffer, count: int, draws: int, slots: int, out_tokens: Buffer) -> None:
+        """Draw a token for each row of logits (R, V) float, whose rows have room for a multiple of 8.
+
+        draws       (R,) DRAW; where the slot is negative, the row is skipped
+        slots       the table of slots: last_token is set, and with a penalty the bit in the bitmap
+        out_tokens  (R,) int32; NOT_A_NUMBER where the logits are none, and 0 in last_token
         """
         if count > self._max_rows:
             raise RunnerError(f"{count} rows to sample at once, but room for {self._max_rows}")
-        if not count:
-            return
-        vocab = self._vocab
-        inputs = (
-            logits.address, vocab, sample_slots, sample_rows, positions, slots.temperature, slots.top_k,
-            slots.top_p, slots.min_p, slots.penalty, slots.seeds, slots.last_token, slots.seen, slots.words,
-        )  # fmt: skip
+        inputs = (logits.address, self._vocab, draws, slots)
         # A block has 512 threads of 4 tokens: more blocks than that have nothing to do.
-        blocks = min(-(-self._blocks // count), -(-vocab // 2048))
+        blocks = min(-(-self._blocks // count), -(-self._vocab // 2048))
         self._sample.of(count)(
-            (blocks, count, 1), (512, 1, 1), *inputs, self._partial_best, self._counters, out_tokens.address,
-        )  # fmt: skip
-        grid = (min(count, self._device.multiprocessors), 1, 1)  # each at most 1,024 rows
+            (blocks, count), (512, 1, 1), *inputs, self._partial_best, self._counters, out_tokens.address
+        )
+        grid = (min(count, self._device.multiprocessors), 1)  # each at most 1,024 rows
         self._sample_filtered.of(count)(grid, (1024, 1, 1), *inputs, out_tokens.address, count)
 
 
 def _sources() -> list[Source]:
-    return [source_of("sample"), source_of("sample_filtered")]
+    """The files, which are told of the records by the types that the host has."""
+    records = (members("SLOT_MEMBERS", SLOT), members("DRAW_MEMBERS", DRAW))
+    return [source_of(name, *records) for name in ("sample", "sample_filtered", "apply_masks", "slots")]
 
 
 def _scratch(max_rows: int, multiprocessors: int) -> tuple[int, int]:

@@ -1,0 +1,164 @@
+"""Sequences under constraints: they draw what is allowed, and cost those beside them nothing."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nightmill.jobs.contract import StopReason
+from nightmill.jobs.errors import RunnerError
+from nightmill.worker.engine.request import Completion, Request
+from nightmill.worker.runners.base import IntArray, StepBatch
+from tests.unit.engine.scripted import Rule, ScriptedRunner, expected, make_engine, make_request, run
+
+BEGINNINGS = [(), (1, 2, 3, 4, 5, 6, 7, 8), (1, 2, 3, 4)]
+
+texts = st.lists(
+    st.tuples(
+        st.sampled_from(BEGINNINGS),
+        st.lists(st.integers(0, 14), min_size=1, max_size=6),
+        st.sampled_from([None, 1, 2, 3]),
+        st.fixed_dictionaries(
+            {
+                "seed": st.integers(0, 2**63 - 1),
+                "max_tokens": st.integers(1, 25),
+                "stop": st.sampled_from([(), ("ab",), ("é", "ST")]),
+                "ignore_eos": st.booleans(),
+                "priority": st.integers(0, 2),
+            }
+        ),
+    ),
+    min_size=1,
+    max_size=12,
+)
+
+
+def outcome(one: Completion) -> tuple[tuple[int, ...], str, StopReason]:
+    return one.token_ids, one.text, one.stop_reason
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    texts,
+    st.sampled_from([1, 2, 3]),
+    st.sampled_from([12, 60]),  # pages; with 12 sequences give way to each other
+    st.integers(1, 6),
+    st.booleans(),
+)
+def test_in_any_company_each_draws_what_it_draws_alone(
+    drawn: list[Any], depth: int, pages: int, slots: int, sharing: bool
+) -> None:
+    def requests(constrained: bool) -> list[Request]:
+        return [
+            make_request(f"j{n}", (*beginning, *rest), rule=rule, **params)
+            for n, (beginning, rest, rule, params) in enumerate(drawn)
+            if constrained or rule is None
+        ]
+
+    def complete(asked: list[Request]) -> dict[str, Completion]:
+        runner = ScriptedRunner(kv_blocks=pages, slots=slots, depth=depth)
+        engine = make_engine(runner, context_length=40, prefix_sharing=sharing)
+        for request in asked:
+            engine.submit(request)
+        return {one.job_id: one for one in run(engine)}
+
+    mixed = complete(requests(True))
+    for request in requests(True):
+        one = mixed[request.job_id]
+        assert outcome(one) == expected(request, 40)
+        if isinstance(request.constraint, Rule):
+            for place, token in enumerate(one.token_ids):
+                assert token in request.constraint.allowed([*one.token_ids[:place]])
+    for job_id, free in complete(requests(False)).items():
+        assert outcome(mixed[job_id]) == outcome(free)
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_others_run_ahead_of_one_that_waits_for_its_last_token(depth: int) -> None:
+    """A free text takes as many steps beside constrained ones as alone."""
+    steps = []
+    for company in (0, 3):
+        engine = make_engine(ScriptedRunner(depth=depth))
+        engine.submit(make_request("free", seed=5, max_tokens=25, ignore_eos=True))
+        for n in range(company):
+            engine.submit(make_request(f"j{n}", seed=n, rule=n, max_tokens=25, ignore_eos=True))
+        count, done = 0, set[str]()
+        while "free" not in done:
+            count += 1
+            done |= {one.job_id for one in engine.step()}
+        steps.append(count)
+    assert steps[0] == steps[1] == 25 + depth - 1
+
+
+class Noting(ScriptedRunner):
+    """Notes what is called, in order."""
+
+    def __init__(self, calls: list[str]) -> None:
+        super().__init__()
+        self.calls = calls
+
+    def launch(self, batch: StepBatch) -> None:
+        self.calls.append("launch")
+        super().launch(batch)
+
+    def draw(self, masks: IntArray) -> None:
+        if len(masks):
+            self.calls.append("draw")
+        super().draw(masks)
+
+
+def test_masks_are_made_after_the_forward_pass_was_launched() -> None:
+    calls: list[str] = []
+
+    class NotingRule(Rule):
+        def mask(self, row: IntArray, /) -> None:
+            calls.append("mask")
+            super().mask(row)
+
+    engine = make_engine(Noting(calls))
+    request = make_request(rule=2, seed=3, max_tokens=1)
+    engine.submit(Request("j", 1, request.prompt_ids, request.params, 3, constraint=NotingRule(2)))
+    run(engine)
+    assert calls == ["launch", "mask", "draw"]
+
+
+class Nothing(Rule):
+    """Allows everything for some tokens, then nothing."""
+
+    def __init__(self, tokens: int) -> None:
+        super().__init__(0)
+        self.tokens = tokens
+
+    def allowed(self, drawn: list[int]) -> list[int]:
+        return [0, 1, 2] if len(drawn) < self.tokens else []
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+def test_a_text_that_nothing_can_follow_fails_alone_and_says_so(depth: int) -> None:
+    engine = make_engine(ScriptedRunner(depth=depth))
+    params = make_request(max_tokens=20).params
+    engine.submit(Request("stuck", 1, (0, 1, 2), params, 1, constraint=Nothing(4)))
+    engine.submit(make_request("free", seed=1, max_tokens=20, ignore_eos=True))
+    done = {one.job_id: one for one in run(engine)}
+    assert done["free"].stop_reason is StopReason.LENGTH
+    assert done["stuck"].stop_reason is StopReason.ERROR
+    assert len(done["stuck"].token_ids) == 4
+    assert "allows none" in (done["stuck"].error or "")
+    assert engine.stats.free_pages == engine.stats.pages
+
+
+def test_work_is_abandoned_in_order_where_the_draw_fails() -> None:
+    class Failing(ScriptedRunner):
+        def draw(self, masks: IntArray) -> None:
+            if len(masks):
+                raise RunnerError("scripted failure")
+            super().draw(masks)
+
+    engine = make_engine(Failing(depth=2))
+    engine.submit(make_request("masked", rule=1))
+    with pytest.raises(RunnerError, match="scripted failure"):
+        run(engine)
+    assert [one.job_id for one in engine.abandon()] == ["masked"]
+    assert engine.stats.free_pages == engine.stats.pages
+    engine.check_integrity()
