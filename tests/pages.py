@@ -6,14 +6,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-PAGES = (
+TYPED_IN = (
     ROOT / "README.md",
-    ROOT / "docs" / "first-night.md",
-    ROOT / "docs" / "running-for-months.md",
-    ROOT / "docs" / "reading-results-with-sql.md",
+    *(
+        ROOT / "docs" / f"{name}.md"
+        for name in ("first-night", "python", "verifying", "running-for-months", "reading-results-with-sql")
+    ),
+)
+"""Pages whose commands people type in, in the order in which a newcomer meets them."""
+PAGES = (
+    *TYPED_IN,
     *(ROOT / "docs" / f"{name}.md" for name in ("file-formats", "settings", "models", "architecture")),
 )
-"""In the order in which a newcomer meets them; every page of docs/ is one of these."""
+"""Every page of docs/ is one of these."""
 _BLOCK = re.compile(
     r"^(?:<!-- not run: (?P<reason>.+) -->\n)?```(?P<kind>.*)\n(?P<text>(?:.*\n)*?)```$", re.M
 )

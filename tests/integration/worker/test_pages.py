@@ -24,7 +24,7 @@ from nightmill.jobs.commands.main import main
 from nightmill.jobs.settings import Settings
 from nightmill.worker.commands.process import running_worker
 from nightmill.worker.link.loading import demo_model
-from tests.pages import ALL, PAGES, ROOT
+from tests.pages import ALL, PAGES, ROOT, TYPED_IN
 from tests.servers import start_redis, worker_env
 
 RUN = {"sh", "python", "sql"}
@@ -34,12 +34,13 @@ tests/unit/batchfile/test_docs.py, the lines for cron by tests/integration/jobs/
 NOT_RUN = [
     "make demo                      # installs into .venv, then writes haiku through the whole path",
     "pip install -e '.[worker,embedded,cuda]'       # takes minutes",
-    "nightmill worker --model qwen2.5-0.5b-instruct-q8_0.gguf",
-    "export NIGHTMILL_BROKER_URL=redis://redis.example:6379/0",
+    "nightmill worker --model qwen2.5-0.5b-instruct-q8_0.gguf    "
+    "# or celery -A nightmill.worker.app worker --pool=threads --model FILE",
     "nightmill worker --model qwen2.5-0.5b-instruct-q8_0.gguf            # on the machine with the GPU",
     "nightmill batch watch tonight                     # follows it; exits like `nightmill run`",
     "celery -A nightly beat & celery -A nightly worker",
     'pg_dump --format=custom --file=nightmill.dump "$DATABASE_URL"',
+    "export NIGHTMILL_BROKER_URL=redis://redis.example:6379/0",
 ]
 ROWS = (
     '{"custom_id": "q-1", "prompt": "1", "max_tokens": 4}\n{"prompt": 2}\n{"prompt": "3", "max_tokens": 4}\n'
@@ -136,7 +137,7 @@ def served(folder: Path, session_directory: Path, sqlite_template: Path) -> Iter
             yield settings.model_copy(update={"model": None}), client
 
 
-@pytest.mark.parametrize("path", PAGES[:4], ids=lambda path: path.name)
+@pytest.mark.parametrize("path", TYPED_IN, ids=lambda path: path.name)
 def test_a_page_does_what_it_says(
     path: Path, folder: Path, served: tuple[Settings, Client], monkeypatch: pytest.MonkeyPatch
 ) -> None:
