@@ -1,7 +1,7 @@
 """The engine's own process: takes commands from a pipe, runs steps, sends completions back.
 
 Python runs one thread of a process at a time, and a thread that wants its turn may wait for 5 ms. An engine
-step takes about as long, and the GPU stands still where the next one is late: so claiming, tokenising and
+step takes about as long, and the GPU stands still if the next one is late: so claiming, tokenising and
 SQL live in another process (`worker.link.link` is the pipe's other end).
 """
 
@@ -45,7 +45,7 @@ _PR_SET_PDEATHSIG = 1
 def serve(connection: Connection, build: Callable[[], Engine]) -> int:
     """Build an engine and run it until told to stop, or until nobody is at the other end.
 
-    Returns the exit code: 0 where it was told to stop.
+    Returns the exit code: 0 if it was told to stop.
     """
     try:
         engine = build()
@@ -89,7 +89,7 @@ class _Loop:
         self._report_at = 0.0
 
     def run(self) -> None:
-        """Until Stop. Raises what the engine raises, EOFError where the other end is closed."""
+        """Until Stop. Raises what the engine raises, EOFError if the other end is closed."""
         engine = self._engine
         while not self._stopping:
             self._take_commands()
@@ -97,7 +97,7 @@ class _Loop:
             self._collector.look(idle=not engine.has_work)
 
     def _take_commands(self) -> None:
-        """Carry out what was sent; sleep only where there is nothing to generate."""
+        """Carry out what was sent; sleep only if there is nothing to generate."""
         connection = self._connection
         while not self._stopping and connection.poll(0 if self._engine.has_work else None):
             self._carry_out(connection.recv())

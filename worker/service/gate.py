@@ -81,7 +81,7 @@ def _message(job_ids: list[str], queue: str, priority: int) -> bytes:
 
 
 class _GatedClient(redis.Redis):
-    """A connection whose BRPOP answers with what the gate admits; as after its time-out where it does not."""
+    """A connection whose BRPOP answers with what the gate admits; as after its time-out if it does not."""
 
     def __init__(self, *args: Any, gate: Gate, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

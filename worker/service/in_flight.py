@@ -40,7 +40,7 @@ class InFlight:
     def fill(self, reserved: int, claims: Sequence[Claim]) -> bool:
         """Turn reserved places into claimed jobs; the places of jobs that could not be claimed are free.
 
-        False where it is too late: then the jobs have been handed back.
+        False if it is too late: then the jobs have been handed back.
         """
         keys = [(claim.job_id, claim.attempt) for claim in claims]
         with self._changed:
@@ -63,7 +63,7 @@ class InFlight:
                 self._jobs[key] = fingerprint
 
     def fingerprint(self, key: JobKey) -> str:
-        """What `mark` noted; empty where the job is not in flight."""
+        """What `mark` noted; empty if the job is not in flight."""
         with self._changed:
             return self._jobs.get(key, "")
 
@@ -80,7 +80,7 @@ class InFlight:
             self._changed.wait_for(lambda: not any(key in self._jobs for key in keys))
 
     def pause(self, *, even_if_busy: bool = True) -> bool:
-        """Let nobody `reserve` until `resume`. Unless `even_if_busy`: False, where jobs are in flight."""
+        """Let nobody `reserve` until `resume`. Unless `even_if_busy`: False, if jobs are in flight."""
         with self._changed:
             if not even_if_busy and not self.idle:
                 return False
@@ -121,13 +121,13 @@ class InFlight:
             return list(self._jobs)
 
     def wait_for_claims(self, seconds: float) -> bool:
-        """Return when no claim is under way any more; False where one still is after `seconds`."""
+        """Return when no claim is under way any more; False if one still is after `seconds`."""
         with self._changed:
             return self._changed.wait_for(lambda: self._reserved == 0, seconds)
 
     @property
     def idle(self) -> bool:
-        """True where no job is in flight and no claim under way."""
+        """True if no job is in flight and no claim under way."""
         with self._changed:
             return self._reserved == 0 and not self._jobs
 

@@ -57,7 +57,7 @@ class SuspectsTurn:
         return self._claims.suspects_wait(self._models)
 
     def _run_one(self) -> bool:
-        """Run one group to its end, or what there is room for; False where there is none (any more)."""
+        """Run one group to its end, or what there is room for; False if there is none (any more)."""
         while (places := self._in_flight.reserve_all(LOOK_SECONDS)) == 0:
             if self._in_flight.closed or not self._wait():
                 return False

@@ -28,7 +28,7 @@ from nightmill.jobs.errors import ChatTemplateError, RunnerError
 
 PROGRAM: Final = Path(__file__).with_name("renderer_process.py")
 MAX_SOURCE: Final = 1 << 20  # characters of a template
-_GROUP_BYTES: Final = 1 << 20  # sent at once, and more only where a single chat has more
+_GROUP_BYTES: Final = 1 << 20  # sent at once, and more only if a single chat has more
 _MAX_ERROR: Final = 1000  # characters of an error's text: it is stored with the job
 _TRIES: Final = 2  # for what ends without an answer, and nothing says that it was to blame
 _PAUSE: Final = 0.2  # seconds before a process that could not be started is tried again
@@ -38,7 +38,7 @@ _FIRST_CHAT: Final = {"messages": [{"role": "user", "content": "Hello"}], "add_g
 _LENGTH = struct.Struct("<I")
 _ANSWER = struct.Struct("<cI")
 _TEXT, _REFUSED, _EXHAUSTED = b"T", b"R", b"X"
-# Anybody may kill a process (the kernel, where memory is short); these a process brings upon itself.
+# Anybody may kill a process (the kernel, if memory is short); these a process brings upon itself.
 _CRASHES: Final = {signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.SIGFPE}
 
 
@@ -60,8 +60,8 @@ class Renderer:
     def __init__(self, source: str, variables: Mapping[str, Any], limits: Limits, label: str) -> None:
         """Start the process, compile the template and try it on a chat that every model understands.
 
-        `variables`: for every chat. `label`: what errors call the template. Raises ChatTemplateError where
-        the template cannot be compiled, or ends its process even so; RunnerError where none can be started.
+        `variables`: for every chat. `label`: what errors call the template. Raises ChatTemplateError if
+        the template cannot be compiled, or ends its process even so; RunnerError if none can be started.
         """
         self._limits = limits
         self._label = label
@@ -85,7 +85,7 @@ class Renderer:
     def render_all(self, chats: Sequence[Mapping[str, Any]]) -> list[str | ChatTemplateError]:
         """The text of each chat (the template's variables), or why it has none.
 
-        Raises RunnerError where the process cannot be started.
+        Raises RunnerError if the process cannot be started.
         """
         lines: list[bytes | ChatTemplateError] = [self._line(chat) for chat in chats]
         answers = iter(self._answers([line for line in lines if isinstance(line, bytes)]))
@@ -98,7 +98,7 @@ class Renderer:
 
     @property
     def pid(self) -> int | None:
-        """The process, where it runs."""
+        """The process, if it runs."""
         return None if self._child is None else self._child.pid
 
     def _line(self, chat: Mapping[str, Any]) -> bytes | ChatTemplateError:
@@ -187,7 +187,7 @@ class _Child:
     """The process and our end of its socket."""
 
     def __init__(self) -> None:
-        """Start it; raises RunnerError where that fails."""
+        """Start it; raises RunnerError if that fails."""
         self._socket, theirs = socket.socketpair()
         libraries = {str(Path(str(module.__file__)).parents[1]) for module in (jinja2, markupsafe)}
         try:

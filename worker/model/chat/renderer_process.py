@@ -129,7 +129,7 @@ def failure(error: Exception) -> tuple[bytes, bytes]:
 
 
 def read(source: BinaryIO) -> bytes:
-    """The next frame; empty where the parent is gone."""
+    """The next frame; empty if the parent is gone."""
     head = source.read(LENGTH.size)
     return source.read(LENGTH.unpack(head)[0]) if len(head) == LENGTH.size else b""
 

@@ -83,7 +83,7 @@ def strings(value: Any) -> Iterator[str]:
 
 
 def unused_character(texts: Sequence[str]) -> str:
-    """A Unicode noncharacter (or, where all are taken, a private one) that is in none of the texts."""
+    """A Unicode noncharacter (or, if all are taken, a private one) that is in none of the texts."""
     if not any(_USUAL_MARK in text for text in texts):
         return _USUAL_MARK
     used = set().union(*texts)
