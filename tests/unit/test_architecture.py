@@ -21,3 +21,20 @@ def test_every_room_has_a_line_and_every_line_a_room() -> None:
         for path in ROOT.glob(f"{top}/*/*.py")
     }
     assert rooms - named == set()
+
+
+def test_a_parameter_of_sampling_is_named_in_five_files() -> None:
+    """`top_p` as an example: all else follows from the field, its type, its definition and its kernel."""
+    files = (
+        path
+        for top in ("jobs", "worker", "cuda")
+        for path in (ROOT / top).rglob("*.*")
+        if path.suffix in {".py", ".cu", ".cuh"}
+    )
+    assert {str(path.relative_to(ROOT)) for path in files if "top_p" in path.read_text()} == {
+        "jobs/contract.py",
+        "jobs/spec.py",
+        "worker/runners/sampling.py",
+        "cuda/sampling/sampling.cuh",
+        "cuda/sampling/sample_filtered.cu",
+    }
