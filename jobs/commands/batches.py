@@ -9,7 +9,8 @@ import click
 
 from nightmill.jobs.batch_status import BatchState, BatchStatus
 from nightmill.jobs.client import Client
-from nightmill.jobs.commands.options import AT, BATCH_OPTIONS, Group, given, job_options, json_option
+from nightmill.jobs.commands.job_options import AT, BATCH_OPTIONS, given, job_options
+from nightmill.jobs.commands.options import Group, json_option
 from nightmill.jobs.commands.printing import counted, describe_status, status_json
 from nightmill.jobs.commands.progress import BatchProgress
 from nightmill.jobs.commands.terminal import Line, LiveLine, confirm, echo, echo_json, table

@@ -7,7 +7,8 @@ from typing import Any
 import click
 
 from nightmill.jobs.client import Client
-from nightmill.jobs.commands.options import given, job_options, json_option
+from nightmill.jobs.commands.job_options import given, job_options
+from nightmill.jobs.commands.options import json_option
 from nightmill.jobs.commands.printing import follow, job_values, print_all_of, print_job, prompt_line
 from nightmill.jobs.commands.terminal import echo, echo_json, table
 from nightmill.jobs.contract import JobState

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from nightmill.jobs.client import Client
-from nightmill.jobs.commands.options import AT, PARAMETER_OPTIONS, given, job_options, json_option
+from nightmill.jobs.commands.job_options import AT, PARAMETER_OPTIONS, given, job_options
+from nightmill.jobs.commands.options import json_option
 from nightmill.jobs.commands.terminal import Line, LiveLine, echo, echo_json
 from nightmill.jobs.errors import DatabaseError, RunnerError, SettingsError
 from nightmill.jobs.formats import InputFile

@@ -15,7 +15,8 @@ from nightmill.jobs.batches.result_files import destinations, errors_path
 from nightmill.jobs.batches.streaming import ResultStream
 from nightmill.jobs.client import Client
 from nightmill.jobs.commands.batches import EXIT_CODES, say_times, submitting
-from nightmill.jobs.commands.options import AT, BATCH_OPTIONS, given, job_options, json_option
+from nightmill.jobs.commands.job_options import AT, BATCH_OPTIONS, given, job_options
+from nightmill.jobs.commands.options import json_option
 from nightmill.jobs.commands.printing import describe_status, status_json
 from nightmill.jobs.commands.progress import BatchProgress
 from nightmill.jobs.commands.terminal import echo, echo_json

@@ -86,11 +86,22 @@ def test_every_command_prints_hostile_text_harmlessly(
         commands += [["retry", job_id], ["cancel", job_id], ["cancel", "--batch", name]]
         commands += [["batch", "results", name, "-o", output], ["batch", "errors", name, "-o", output]]
         commands += [["batch", "retry-failed", name], ["batch", "cancel", name]]
-        commands += [["batch", "watch", name], ["batch", "delete", name, "--yes"]]
+        commands += [
+            ["verify", name, "--timeout", "0.1s"],
+            ["batch", "watch", name],
+            ["batch", "delete", name, "--yes"],
+        ]
     for text in HOSTILE:
         short = text[:100]
-        commands += [["show", text], ["cancel", text], ["retry", text], ["batch", "status", text]]
+        commands += [
+            ["show", text],
+            ["cancel", text],
+            ["retry", text],
+            ["batch", "status", text],
+            ["verify", text],
+        ]
         commands += [["batch", "watch", text], ["batch", "delete", text], ["batch", "submit", short]]
+        commands += [["verify", text, "--timeout", "0.1s"]]
         commands += [
             ["enqueue", "x", "--model", text],
             ["enqueue", "x", "--batch", text],
@@ -182,5 +193,5 @@ def test_every_command_was_tried() -> None:
     """A new command belongs into the test above."""
     assert set(main.list_commands(click.Context(main))) == {
         *("batch", "cancel", "check", "demo", "enqueue", "list", "migrate", "plan", "prune"),
-        *("retry", "run", "show", "stats", "stop", "worker"),
+        *("retry", "run", "show", "stats", "stop", "verify", "worker"),
     }

@@ -16,7 +16,7 @@ from nightmill.jobs.arithmetic import Arithmetic
 from nightmill.jobs.batches.verifying import Verdict, Verification
 from nightmill.jobs.client import Client
 from nightmill.jobs.commands.main import main
-from nightmill.jobs.contract import Job, StopReason, WorkerState
+from nightmill.jobs.contract import Job, StopReason, Worker, WorkerState
 from nightmill.jobs.errors import (
     BatchNotFoundError,
     InvalidParameterError,
@@ -25,10 +25,11 @@ from nightmill.jobs.errors import (
     WaitTimeoutError,
 )
 from nightmill.jobs.settings import Settings
-from nightmill.jobs.sql.batches import BATCHES, BatchStore
+from nightmill.jobs.sql.batches import BATCHES
 from nightmill.jobs.sql.claims import Claims, Outcome
 from nightmill.jobs.sql.jobs import JOBS
 from nightmill.jobs.sql.tables import JobRow
+from nightmill.jobs.sql.workers import WorkerStore
 from tests.servers import wait_until, worker_env
 
 H100 = Arithmetic(runner="cuda", device="NVIDIA H100", weights="f16", kernels="1", model="2")
@@ -245,13 +246,13 @@ def test_rows_that_are_deleted_meanwhile_are_said_to_be_gone(
 def test_a_batch_that_is_deleted_before_it_is_copied_has_nothing_to_verify(
     client: Client, claims: Claims, night: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    served = BatchStore.served
+    serving = WorkerStore.serving
 
-    def deleted(store: BatchStore, model: str | None) -> bool:
+    def deleted(store: WorkerStore, model: str | None) -> list[Worker]:
         client.get_batch(night).delete()
-        return served(store, model)
+        return serving(store, model)
 
-    monkeypatch.setattr(BatchStore, "served", deleted)
+    monkeypatch.setattr(WorkerStore, "serving", deleted)
     with pytest.raises(InvalidTransitionError, match="'night' has no row that has succeeded"):
         client.verify(night)
     assert client.list_batches() == [] and client.list_jobs() == []
@@ -278,7 +279,7 @@ def test_what_cannot_be_verified_is_refused_before_anything_is_queued(
         client.verify("nights")
     with pytest.raises(InvalidParameterError, match="sample: must be at least 1"):
         client.verify(night, sample=0)
-    with pytest.raises(InvalidParameterError, match="priority: must be 0 to 9"):
+    with pytest.raises(InvalidParameterError, match="priority: must be a whole number from 0 to 9"):
         client.verify(night, priority=10)
     claims.sign_off()
     with pytest.raises(
