@@ -23,13 +23,14 @@ NightmillError
 ├── BrokerError
 │   ├── BrokerUnreachableError
 │   └── MessageError                 a message in the broker that announces no jobs of ours
+├── ModelFetchError                  a model that its name does not find, or that cannot be fetched
 ├── ModelFileError                   a model file that is broken, hostile or unsupported
 ├── ChatTemplateError                the model's chat template is missing or failed on these messages
 └── RunnerError                      the arithmetic failed; the jobs in flight are handed back
 
 Foreign errors are mapped at one border each: SQLAlchemy's in `jobs.sql.database`, redis's and kombu's in
-`jobs.messages.broker`, `gguf`'s in `worker.model.gguf.file`, Jinja's in `worker.model.chat`. The docstring of
-a class is its default message.
+`jobs.messages.broker`, the Hub's in `worker.model.hub`, `gguf`'s in `worker.model.gguf.file`, Jinja's in
+`worker.model.chat`. The docstring of a class is its default message.
 """
 
 import inspect
@@ -161,6 +162,10 @@ class BrokerUnreachableError(BrokerError):
 
 class MessageError(BrokerError):
     """A message in the broker is not one that Nightmill could have sent."""
+
+
+class ModelFetchError(NightmillError):
+    """The model's name finds nothing, or what it finds cannot be fetched."""
 
 
 class ModelFileError(NightmillError):

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 PREFIX = "NIGHTMILL_"
 # Variables that the test-suite and container images read; they are no settings of a client or a worker.
 FOREIGN_PREFIXES = ("NIGHTMILL_TEST_",)
+MODEL_SCHEMES = ("hf:", "https://", "http://")
+"""How the name of a model starts that is fetched first; anything else is a path."""
 
 
 def default_data_dir() -> Path:
@@ -65,8 +67,8 @@ class Settings(BaseModel):
     max_attempts: int = Field(default=3, ge=1, le=100)
     """Deaths of a worker that ran a job alone, after which the job is failed."""
 
-    model: Path | None = None
-    """The worker's GGUF file."""
+    model: Path | str | None = None
+    """The worker's GGUF file: a path, or as a string a name that starts with one of MODEL_SCHEMES."""
     model_name: str | None = Field(default=None, min_length=1, max_length=200)
     """What jobs call it; by default the file's name without its ending."""
     reference: bool = False
@@ -93,6 +95,11 @@ class Settings(BaseModel):
     """Silence after which a worker's jobs are taken from it."""
     resend_seconds: float = Field(default=60.0, gt=0.0)
     """Age at which a queued job whose message seems lost is sent again."""
+
+    @field_validator("model", mode="before")
+    @classmethod
+    def _model_is_named_or_a_path(cls, value: Any) -> Any:
+        return Path(value) if isinstance(value, str) and not value.startswith(MODEL_SCHEMES) else value
 
     @field_validator("database_url")
     @classmethod

@@ -24,6 +24,7 @@ from nightmill.jobs.printable import PrintableRecords
 from nightmill.jobs.settings import Settings
 from nightmill.jobs.sql.claims import Claims
 from nightmill.jobs.sql.database import Database
+from nightmill.worker.fetching import with_model_file
 from nightmill.worker.link.link import ENGINE_COMMAND, EngineLink, launch_engine
 from nightmill.worker.link.loading import (
     LoadedModel,
@@ -112,7 +113,9 @@ class EngineStep(bootsteps.StartStopStep):
     def _start(self, parent: Any) -> None:
         for chatter in ("celery.worker.strategy", "celery.app.trace"):  # two lines for every message
             logging.getLogger(chatter).setLevel(logging.WARNING)
-        settings = merge_options(Settings.from_env(), self.options)
+        settings = with_model_file(
+            merge_options(Settings.from_env(), self.options), tell=lambda _: celery_state.maybe_shutdown()
+        )
         # It loads the model while this process goes on.
         engine = launch_engine(settings, ENGINE_COMMAND, hang_seconds=hang_seconds(settings))
         LastResort(_told_to_end, settings.drain_seconds + END_SECONDS, engine.kill).start()

@@ -10,11 +10,16 @@ from nightmill.jobs.errors import MissingExtraError, SettingsError
 from nightmill.jobs.sentences import sentence
 from nightmill.jobs.settings import Settings
 
+MODEL_HELP = (
+    "GGUF file, or what is fetched once: hf:OWNER/REPO[:QUANT], hf:OWNER/REPO/FILE.gguf or a URL "
+    "[NIGHTMILL_MODEL]."
+)
+
 
 def worker_options() -> list[click.Option]:
     """Fresh options; each overrides the setting that its help names."""
     return [
-        click.Option(["--model"], metavar="FILE", help="GGUF file to serve [NIGHTMILL_MODEL]."),
+        click.Option(["--model"], metavar="MODEL", help=MODEL_HELP),
         click.Option(
             ["--name", "model_name"],
             help="What jobs call the model; by default the file's name without .gguf [NIGHTMILL_MODEL_NAME].",

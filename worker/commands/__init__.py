@@ -12,9 +12,17 @@ COMMANDS = {
         "nightmill.worker.commands.serving:demo",
         "Write haiku with the bundled model, through the whole path, on this machine.",
     ),
+    "models": (
+        "nightmill.worker.commands.models:models",
+        "Say which models are in the cache, what they are, and whether they fit this machine's GPU.",
+    ),
     "plan": (
         "nightmill.worker.commands.plan:plan",
         "Say what a batch file asks for, which rows are bad, and when it will be done.",
+    ),
+    "pull": (
+        "nightmill.worker.commands.models:pull",
+        "Fetch the model NAME into the cache, and print where it lies.",
     ),
     "run": (
         "nightmill.worker.commands.run:run",

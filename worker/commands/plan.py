@@ -15,6 +15,7 @@ from nightmill.jobs.errors import DatabaseError, RunnerError, SettingsError
 from nightmill.jobs.formats import InputFile
 from nightmill.jobs.settings import Settings
 from nightmill.jobs.spec import JobSpec
+from nightmill.worker.fetching import with_model_file
 from nightmill.worker.options import merge_options, require_worker_extra, worker_options
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ def _plan(
                 4  the rows do not fit before the deadline (whether or not some are bad)
     """
     require_worker_extra("plan")
-    settings = merge_options(Settings.from_env(), options)
+    settings = with_model_file(merge_options(Settings.from_env(), options), show=not as_json)
     said = given({name: options.pop(name) for name in (*PARAMETER_OPTIONS, AT, "deadline")})
     starts_at, deadline_at = said.pop(AT, None), said.pop("deadline", None)
     if deadline_at is not None and not measure:

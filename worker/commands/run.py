@@ -25,6 +25,7 @@ from nightmill.jobs.formats import InputFile
 from nightmill.jobs.printable import printable
 from nightmill.jobs.settings import Settings
 from nightmill.worker.commands.keeper import WorkerKeeper
+from nightmill.worker.fetching import with_model_file
 from nightmill.worker.options import WORKER_SETTINGS, merge_options, worker_options
 
 POLL_SECONDS = 0.5
@@ -88,15 +89,16 @@ def run(
     from nightmill.worker.options import require_worker_extra
 
     require_worker_extra("run")
-    from nightmill.worker.link.loading import name_of
+    from nightmill.worker.link.loading import model_path, served_name
     from nightmill.worker.model.gguf.file import GgufFile
 
     worker_settings = {key: options.pop(key, None) for key in WORKER_SETTINGS}
     settings = merge_options(Settings.from_env(), worker_settings)
     if settings.model is None:
         raise SettingsError("no model file is named: give --model FILE or set NIGHTMILL_MODEL")
-    GgufFile.open(settings.model)  # refuses a bad file before anything is queued
-    model = settings.model_name or name_of(settings.model)
+    settings = with_model_file(settings)
+    GgufFile.open(model_path(settings))  # refuses a bad file before anything is queued
+    model = served_name(settings)
     rows = given(options) | {"model": model}
     source = InputFile(file)
     errors = errors or errors_path(output)

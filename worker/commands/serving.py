@@ -25,7 +25,9 @@ from nightmill.jobs.messages.embedded import EmbeddedRedis
 from nightmill.jobs.printable import printable
 from nightmill.jobs.settings import Settings
 from nightmill.worker.commands.process import END_WITH_STDIN, end_with_stdin, running_worker
+from nightmill.worker.fetching import with_model_file
 from nightmill.worker.options import (
+    MODEL_HELP,
     as_arguments,
     merge_options,
     missing_worker_packages,
@@ -62,14 +64,17 @@ def _worker(log_level: str, end_with_parent: bool, worker_id: str | None, **opti
 
     \b
       nightmill worker --model qwen2.5-0.5b-instruct-q8_0.gguf
+      nightmill worker --model hf:Qwen/Qwen2.5-0.5B-Instruct-GGUF:Q8_0
       nightmill worker --model big.gguf --name big --max-sequences 64
 
     It is the same worker as `celery -A nightmill.worker.app worker --pool=threads --model FILE`.
     """
     require_worker_extra("worker")
-    merge_options(Settings.from_env(), options)  # refuses bad settings before anything is loaded
+    settings = merge_options(Settings.from_env(), options)  # refuses bad settings before anything is loaded
     if end_with_parent:
         end_with_stdin()
+    if isinstance(settings.model, str):  # a name: fetched here, where there is a terminal for the progress
+        options["model"] = with_model_file(settings).model
     # The `celery` command would import the working folder's modules first, and a shell for its users, which
     # takes as long as the rest of Celery.
     from celery.bin.base import CLIContext
@@ -112,12 +117,12 @@ worker = click.Command(
 
 
 @click.command()
-@click.option("--model", metavar="FILE", help="GGUF file to look at [NIGHTMILL_MODEL].")
+@click.option("--model", metavar="MODEL", help=MODEL_HELP)
 @json_option
 def check(model: str | None, as_json: bool) -> None:
     """Test the database, the broker, the model file and the GPU, and say what to do about each."""
     settings = merge_options(Settings.from_env(), {"model": model})
-    findings = list(_findings(settings))
+    findings = list(_findings(settings, quiet=as_json))
     if as_json:
         echo_json([{"part": part, "ok": ok, "found": found} for part, ok, found in findings])
     else:
@@ -127,7 +132,7 @@ def check(model: str | None, as_json: bool) -> None:
         raise SystemExit(1)
 
 
-def _findings(settings: Settings) -> Iterator[tuple[str, bool | None, str]]:
+def _findings(settings: Settings, *, quiet: bool) -> Iterator[tuple[str, bool | None, str]]:
     """(part, True for fine, False for broken, None for a note; what was found and what to do)."""
     try:
         with Client(settings) as client:
@@ -138,7 +143,7 @@ def _findings(settings: Settings) -> Iterator[tuple[str, bool | None, str]]:
         yield "model", None, "none named: give --model FILE or set NIGHTMILL_MODEL"
     else:
         try:
-            yield "model", True, _look_at_model(settings)
+            yield "model", True, _look_at_model(settings, quiet=quiet)
         except NightmillError as error:
             yield "model", False, str(error)
     yield "gpu", None, _look_at_gpu()
@@ -167,11 +172,11 @@ def _serving(worker: Worker) -> str:
     return f"{worker.model} ({worker.detail})" if worker.detail else worker.model
 
 
-def _look_at_model(settings: Settings) -> str:
+def _look_at_model(settings: Settings, *, quiet: bool) -> str:
     require_worker_extra("check --model")
     from nightmill.worker.link.loading import load_model
 
-    model = load_model(settings)
+    model = load_model(with_model_file(settings, show=not quiet))
     spec, layer = model.spec, model.spec.layers[0]
     attention = layer.attention
     model.close()

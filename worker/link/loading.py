@@ -138,14 +138,14 @@ def open_model(settings: Settings, *, report: Callable[[str], None] | None = Non
 
     `report` is told how much of the weights a runner has read.
     """
-    file = ReportingFile.open(_model_path(settings))
+    file = ReportingFile.open(model_path(settings))
     file.report = report
     return OpenModel(file, read_spec(file), Vocabulary.from_gguf(file))
 
 
 def load_model(settings: Settings) -> LoadedModel:
     """Open the model file and build its tokenizer, which takes a second; raises as `open_model` does."""
-    path = _model_path(settings)
+    path = model_path(settings)
     file = GgufFile.open(path)
     tokenizer = Tokenizer.from_gguf(file)
     spec = read_spec(file)
@@ -168,16 +168,17 @@ def load_model(settings: Settings) -> LoadedModel:
 
 def served_name(settings: Settings) -> str:
     """What jobs call the model of these settings; raises SettingsError where none is named."""
-    return settings.model_name or name_of(_model_path(settings))
+    return settings.model_name or name_of(model_path(settings))
 
 
-def _model_path(settings: Settings) -> Path:
+def model_path(settings: Settings) -> Path:
+    """The model's file; raises SettingsError where none is named."""
     if settings.model is None:
         raise SettingsError(
             "no model file is named: give --model FILE or set NIGHTMILL_MODEL (`nightmill demo` uses the "
             "bundled one)"
         )
-    return settings.model
+    return Path(settings.model)  # names have been replaced by paths: see worker.fetching
 
 
 def name_of(path: Path) -> str:
