@@ -112,14 +112,16 @@ def write_model(
     seed: int = 0,
     metadata: Mapping[str, Any] | None = None,
     tensors: Mapping[str, npt.NDArray[Any] | None] | None = None,
+    split: int = 0,
 ) -> Path:
-    """Write a random model and return `path`.
+    """Write a random model and return `path`, or the path of its first part.
 
     architecture: qwen2 (QKV bias), llama or qwen3 (QK norm). head_dim: None is width / heads, and then the
     file has no key_length. kind: of the matrices; quantised ones need width and ffn in multiples of 32.
     padding_rows: embedding rows past the vocabulary. rope_scaling: e.g. {"type": "yarn", "factor": 4.0}.
     metadata: further keys, or other values for the usual ones; None leaves a key out.
     tensors: further F32 tensors, or other values for the usual ones; None leaves a tensor out.
+    split: the most tensors of a part; 0: one file.
     """
     rng = np.random.default_rng(seed)
     vocabulary = vocabulary or byte_vocabulary()
@@ -180,7 +182,7 @@ def write_model(
         keys["tokenizer.chat_template"] = chat_template
     keys |= metadata or {}
 
-    writer = GGUFWriter(path, keys.pop("general.architecture", architecture))
+    writer = GGUFWriter(path, keys.pop("general.architecture", architecture), split_max_tensors=split)
     for key, value in keys.items():
         _add(writer, key, value)
     for name, tensor in weights.items():
@@ -194,7 +196,7 @@ def write_model(
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return path
+    return min(path.parent.glob(f"{path.stem}-00001-of-*.gguf")) if split else path
 
 
 def write_spec(path: Path, spec: ModelSpec, *, seed: int = 0) -> Path:

@@ -19,6 +19,7 @@ from nightmill.worker.engine.probing import probe
 from nightmill.worker.model.chat import ChatTemplate, Limits
 from nightmill.worker.model.families import read_spec
 from nightmill.worker.model.gguf.file import GgufFile
+from nightmill.worker.model.gguf.parts import whole_name
 from nightmill.worker.model.spec import ModelSpec
 from nightmill.worker.model.tokenizer import TextStream, Tokenizer
 from nightmill.worker.model.tokenizer.vocabulary import Vocabulary
@@ -182,8 +183,8 @@ def model_path(settings: Settings) -> Path:
 
 
 def name_of(path: Path) -> str:
-    """What jobs call a model file: its name without ending, in the characters that model names may have."""
-    name = re.sub(r"[^A-Za-z0-9._:+@-]", "-", path.name.removesuffix(".gguf"))
+    """What jobs call a model file: its name but for ending and part, in characters that names may have."""
+    name = re.sub(r"[^A-Za-z0-9._:+@-]", "-", whole_name(path.name.removesuffix(".gguf")))
     return name.lstrip("._:+@-")[:200] or "model"
 
 

@@ -121,7 +121,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"metadata": {"general.architecture": "gemma3"}},
         "general.architecture: 'gemma3' is not supported; supported are llama, qwen2, qwen3",
     ),
-    "split": ({"metadata": {"split.count": 3}}, "split.count: is one of 3 parts; join them"),
     "no block count": ({"metadata": {"qwen2.block_count": None}}, "qwen2.block_count: the key is missing"),
     "no context": ({"metadata": {"qwen2.context_length": None}}, "qwen2.context_length: the key is missing"),
     "context 0": ({"metadata": {"qwen2.context_length": 0}}, "qwen2.context_length: is 0, expected 1"),

@@ -27,8 +27,6 @@ def read_spec(file: GgufFile) -> ModelSpec:
     family = FAMILIES.get(name)
     if family is None:
         file.fail(f"general.architecture: {name!r} is not supported; supported are {', '.join(FAMILIES)}")
-    if (parts := file.integer("split.count", default=0)) > 1:
-        file.fail(f"split.count: is one of {parts} parts; join them with `llama-gguf-split --merge`")
     if not file.tensors:
         file.fail("holds no tensors, only a vocabulary; give a file with the model's weights")
     spec = family(Keys(file, name))

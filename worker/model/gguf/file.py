@@ -22,6 +22,7 @@ from gguf.quants import dequantize
 
 from nightmill.jobs.errors import ModelFileError
 from nightmill.worker.model.gguf.header import SCALAR_FORMATS, HeaderWalk, TensorInfo, Value
+from nightmill.worker.model.gguf.parts import MAX_PARTS, part_paths
 
 __all__ = ["GgufFile", "TensorInfo"]
 
@@ -35,7 +36,7 @@ _SAMPLE_BYTES = 4096  # of each end and the middle of a tensor, for `digest`
 
 
 class GgufFile:
-    """A GGUF file, mapped read-only. Use as a context manager, or call `close`.
+    """A GGUF file, mapped read-only, with all its parts if it is split. A context manager, or call `close`.
 
     The getters raise ModelFileError, naming the file and the key, where the key is absent (and no `default`
     is given), has another type, or lies outside its bounds.
@@ -43,19 +44,30 @@ class GgufFile:
 
     path: Path
     tensors: Mapping[str, TensorInfo]
-    """By name, in the order of the file."""
+    """By name, in the order of the file, and of its further parts."""
 
     def __init__(self, path: Path, data: npt.NDArray[np.uint8]) -> None:
         self.path = path
         self._data: npt.NDArray[np.uint8] | None = data
         header = HeaderWalk(data.data, str(path)).read()
         self._values = header.values
+        self._own_tensors = header.tensors
+        self._parts: list[GgufFile] = []
+        self._elsewhere: dict[str, GgufFile] = {}  # which part has a tensor that is not in this file
         self.tensors = MappingProxyType(header.tensors)
 
     @classmethod
     def open(cls, path: str | PathLike[str]) -> Self:
-        """Map the file and check its whole header. Raises ModelFileError for anything but a sound GGUF."""
-        path = Path(path)
+        """Map the file and check its whole header. Raises ModelFileError for anything but a sound GGUF.
+
+        A split model is opened by its first part, which says all but where the other parts' tensors are.
+        """
+        file = cls._map(Path(path))
+        file._open_parts()
+        return file
+
+    @classmethod
+    def _map(cls, path: Path) -> Self:
         try:
             if path.is_dir():
                 raise ModelFileError(f"{path}: is a directory; give the path of a .gguf file in it")
@@ -72,6 +84,8 @@ class GgufFile:
     def close(self) -> None:
         """Let go of the file. Arrays handed out before stay valid; safe to call twice."""
         self._data = None
+        for part in self._parts:
+            part.close()
 
     def __enter__(self) -> Self:
         return self
@@ -181,7 +195,7 @@ class GgufFile:
         info = self.tensors.get(name)
         if info is None:
             self.fail(f"tensor {name}: is missing")
-        return self._bytes()[info.offset : info.offset + info.nbytes]
+        return self._elsewhere.get(name, self)._bytes()[info.offset : info.offset + info.nbytes]
 
     def digest(self) -> str:
         """Tells this model from others, whatever the file is called: 64 hexadecimal digits.
@@ -190,14 +204,16 @@ class GgufFile:
         trainings of a model differ everywhere, and reading 15 GB would delay a worker for long.
         """
         data = self._bytes().data
-        first = min((info.offset for info in self.tensors.values()), default=len(data))
+        first = min((info.offset for info in self._own_tensors.values()), default=len(data))
         seen = hashlib.sha256(len(data).to_bytes(8, "little"))
         seen.update(data[:first])
-        for info in self.tensors.values():
+        for info in self._own_tensors.values():
             last = max(info.nbytes - _SAMPLE_BYTES, 0)
             for start in (0, last // 2, last):
                 place = info.offset + start
                 seen.update(data[place : min(place + _SAMPLE_BYTES, info.offset + info.nbytes)])
+        for part in self._parts:
+            seen.update(part.digest().encode())
         return seen.hexdigest()
 
     def array(self, name: str) -> npt.NDArray[np.float32]:
@@ -224,6 +240,36 @@ class GgufFile:
     def fail(self, fault: str) -> NoReturn:
         """Raise a ModelFileError about this file; `fault` starts with the key or tensor."""
         raise ModelFileError(f"{self.path}: {fault}")
+
+    def _open_parts(self) -> None:
+        count = self.integer("split.count", default=0, maximum=MAX_PARTS)
+        if count < 2:
+            return
+        if (number := self.integer("split.no", maximum=count - 1)) != 0:
+            self.fail(
+                f"is part {number + 1} of the {count} of a split model; give the path of its first part"
+            )
+        paths = part_paths(self.path, count)
+        if paths is None:
+            self.fail(
+                f"split.count: the other {count - 1} parts cannot be found, since this one is not called "
+                f"NAME-00001-of-{count:05}.gguf; give all parts the names that they had"
+            )
+        tensors = dict(self._own_tensors)
+        for number, path in enumerate(paths[1:], start=1):
+            part = GgufFile._map(path)
+            self._parts.append(part)
+            place = (part.integer("split.no", default=-1), part.integer("split.count", default=0))
+            if place != (number, count):
+                part.fail(f"is not part {number + 1} of the {count} of {self.path}")
+            for name, info in part.tensors.items():
+                if name in tensors:
+                    part.fail(f"tensor {name}: is in another part, too")
+                tensors[name] = info
+                self._elsewhere[name] = part
+        if (total := self.integer("split.tensors.count", default=len(tensors))) != len(tensors):
+            self.fail(f"split.tensors.count: is {total}, but the parts have {len(tensors)} tensors")
+        self.tensors = MappingProxyType(tensors)
 
     def _scalar(self, key: str, kinds: set[GGUFValueType], wanted: str, default: Any) -> Value | None:
         value = self._values.get(key)

@@ -1,0 +1,24 @@
+"""How the parts of a split model are called: `NAME-00001-of-00003.gguf` and so on, as in llama.cpp."""
+
+import re
+from pathlib import Path
+from typing import Final
+
+MAX_PARTS: Final = 256  # each is an open file; the largest models on the Hub have some 50
+
+_PART = re.compile(r"(?P<stem>.+)-(?P<part>\d{5})-of-(?P<parts>\d{5})", re.DOTALL)
+
+
+def part_paths(path: Path, count: int) -> list[Path] | None:
+    """Where all parts of the model lie, the first of which is `path`; None if its name does not say so."""
+    match = _PART.fullmatch(path.stem)
+    if match is None or (int(match["part"]), int(match["parts"])) != (1, count):
+        return None
+    names = (f"{match['stem']}-{part:05}-of-{count:05}{path.suffix}" for part in range(1, count + 1))
+    return [path.with_name(name) for name in names]
+
+
+def whole_name(stem: str) -> str:
+    """What the model is called whose part, or only file, has this name without its ending."""
+    match = _PART.fullmatch(stem)
+    return stem if match is None else match["stem"]
