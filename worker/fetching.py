@@ -36,7 +36,7 @@ def fetched(
     name: str, *, show: bool = True, tell: Callable[[str], object] = lambda progress: None
 ) -> "Fetched":
     """The model of this name, from the cache or from where it is; raises as `with_model_file` does."""
-    require_hub_extra(f"the model {printable(name)}")
+    require_hub_extra(f"the model {printable(name.partition('?')[0])}")
     from nightmill.worker.model.hub.fetch import fetch
 
     with FetchProgress(show=show) as progress:

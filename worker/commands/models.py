@@ -93,7 +93,7 @@ class Look:
         if self.problem is not None:
             return f"no: {self.problem}"
         if self.cache_tokens is None:
-            return "no GPU here"
+            return "no GPU to ask"
         return f"yes, about {self.cache_tokens:,} tokens of cache"
 
 
@@ -106,13 +106,14 @@ class GpuRoom:
 
 
 def _gpu_room(index: int | None) -> GpuRoom | None:
-    """Of the GPU of this index, by default the first; None if there is none."""
-    from nightmill.worker.runners.gpu.device.device import Device, device_count
+    """Of the GPU of this index, by default the first; None if there is none that can be used."""
+    from nightmill.worker.runners.gpu.device.device import Device, NoDeviceError
 
-    if not device_count():
+    try:
+        with Device(index or 0) as device:
+            return GpuRoom(device.free_memory(), device.multiprocessors)
+    except NoDeviceError:
         return None
-    with Device(index or 0) as device:
-        return GpuRoom(device.free_memory(), device.multiprocessors)
 
 
 def _look_at(model: "CachedModel", room: GpuRoom | None, settings: Settings) -> Look:

@@ -204,6 +204,12 @@ def test_a_hub_that_is_not_there_is_named(hub: SmallHub, monkeypatch: pytest.Mon
     assert "http://127.0.0.1:1 cannot be reached" in failing()
 
 
+def test_a_hub_cannot_choose_where_a_file_goes(hub: SmallHub, cache: Path) -> None:
+    hub.digests[FILE] = "../../../outside"
+    assert "does not answer as a Hub does" in failing()
+    assert not list(cache.parent.rglob("*outside*"))
+
+
 def test_what_is_no_hub_is_named(hub: SmallHub) -> None:
     hub.refuses["/api/"] = (200, {"Content-Type": "text/html"})
     assert "does not answer as a Hub does" in failing()
@@ -294,3 +300,13 @@ def test_the_cache_lists_models_by_the_names_that_find_them(hub: SmallHub) -> No
         name: (path,) for name, path in paths.items()
     }
     assert found["hf:owner/repo/sub/model-Q8_0.gguf"].size == 2
+
+
+def test_a_split_model_is_listed_once_all_of_it_is_here(hub: SmallHub) -> None:
+    parts = [f"model-Q6_K-0000{part}-of-00002.gguf" for part in (1, 2)]
+    hub.repos["owner/repo"] |= dict.fromkeys(parts, b"content")
+    _, second = fetch("hf:owner/repo:Q6_K", lambda progress: None).files
+    get()
+    assert [model.name for model in cached_models()] == ["hf:owner/repo:Q6_K", "hf:owner/repo:Q8_0"]
+    second.unlink()
+    assert [model.name for model in cached_models()] == ["hf:owner/repo:Q8_0"]

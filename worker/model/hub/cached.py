@@ -1,6 +1,7 @@
 """What of the Hub's models is on this machine: reads the cache as all programs share it, and asks nobody."""
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -52,12 +53,13 @@ def cached_models() -> Iterator[CachedModel]:
     for folder in sorted(Path(constants.HF_HUB_CACHE).glob(f"{_REPO}*")):
         repo = folder.name.removeprefix(_REPO).replace("--", "/")
         files = cached_files(repo, "main")
+        whole: dict[str, tuple[str, ...]] = {}
         for file in sorted(filter(is_model, files)):
-            try:
-                parts = parts_of(file, files)
-            except ModelFetchError:  # not all of its parts are here yet
-                continue
-            yield CachedModel(_shortest_name(repo, file, sorted(files)), tuple(files[part] for part in parts))
+            with suppress(ModelFetchError):  # not all of its parts are here yet
+                whole[file] = parts_of(file, files)
+        known = [part for parts in whole.values() for part in parts]
+        for file, parts in whole.items():
+            yield CachedModel(_shortest_name(repo, file, known), tuple(files[part] for part in parts))
     for path in sorted(Path(constants.HF_ASSETS_CACHE).glob("nightmill/urls/*/*.gguf")):
         yield CachedModel(str(path), (path,))
 

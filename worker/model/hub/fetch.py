@@ -38,6 +38,7 @@ from nightmill.worker.model.hub.names import FileUrl, HubName, parse_name
 from nightmill.worker.model.hub.transfer import Progress, Report, Source, transfer
 
 _SHA256 = re.compile("[0-9a-f]{64}")
+_PLAIN = re.compile("[0-9A-Za-z_-]{1,128}")  # an identifier that becomes the name of a file here
 _HEAD_REFUSED = (403, 405, 501)  # a signed URL for GET alone, a server without HEAD
 
 
@@ -90,8 +91,9 @@ def _fetch_from_hub(name: HubName, report: Report) -> Fetched:
 def _fetch_file(name: HubName, file: str, report: Report) -> Path:
     url = hf_hub_url(name.repo, file, revision=name.revision)
     metadata = get_hf_file_metadata(url)
-    if metadata.commit_hash is None or metadata.etag is None:
+    if not all(_PLAIN.fullmatch(word or "") for word in (metadata.commit_hash, metadata.etag)):
         raise FileMetadataError
+    assert metadata.etag is not None  # it has been matched
     known = try_to_load_from_cache(name.repo, file, revision=metadata.commit_hash)
     if not isinstance(known, str):
         folder = repo_folder_name(repo_id=name.repo, repo_type="model")
