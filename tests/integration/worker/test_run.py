@@ -21,6 +21,7 @@ from nightmill.jobs.settings import Settings
 from nightmill.worker.link.loading import demo_model
 from tests.integration.worker.conftest import StartWorker, on_postgresql, on_sqlite
 from tests.servers import RedisServer, wait_until, worker_env
+from tests.small_hub import SmallHub, serving
 
 PATIENCE = 120.0
 MODEL = "nightmill-demo"
@@ -289,3 +290,20 @@ def test_the_deadline_ends_a_run_with_partial_texts_and_a_code_of_its_own(
     codes = [row["error"]["code"] for row in rows(tmp_path / "out.errors.jsonl")]
     assert set(codes) == {"deadline"}
     assert any(row.get("text") for row in rows(tmp_path / "out.errors.jsonl"))
+
+
+def test_a_model_may_be_named_and_is_fetched_before_anything_is_queued(
+    quick: Settings, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = tmp_path / "few.jsonl"
+    prompts.write_text('{"prompt": "Write a haiku about rain", "max_tokens": 4}\n' * 3)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+    with serving(SmallHub(repos={"owner/repo": {"haiku-Q8_0.gguf": demo_model().read_bytes()}})) as hub:
+        monkeypatch.setenv("HF_ENDPOINT", hub.url)
+        misspelt = run(prompts, settings=quick.model_copy(update={"model": "hf:owner/repo:q4_0"}))
+        assert "owner/repo has no q4_0; there is Q8_0" in misspelt.communicate(timeout=PATIENCE)[1]
+        done = run(prompts, settings=quick.model_copy(update={"model": "hf:owner/repo:q8_0"}))
+        said, progress = done.communicate(timeout=PATIENCE)
+    assert done.returncode == 0, progress
+    assert "model haiku-Q8_0" in said and "3 succeeded" in said
+    assert "fetching owner/repo/haiku-Q8_0.gguf" in progress
