@@ -11,7 +11,7 @@ from nightmill.jobs.sentences import sentence
 from nightmill.jobs.settings import Settings
 
 MODEL_HELP = (
-    "GGUF file, or what is fetched once: hf:OWNER/REPO[:QUANT], hf:OWNER/REPO/FILE.gguf or a URL "
+    "GGUF file to serve, or what is fetched once: hf:OWNER/REPO[:QUANT], hf:OWNER/REPO/FILE.gguf or a URL "
     "[NIGHTMILL_MODEL]."
 )
 

@@ -114,7 +114,8 @@ def test_every_command_prints_hostile_text_harmlessly(
             ["plan", short],
             ["run", short, "-o", short],
         ]
-        commands += [["check", "--model", short]]
+        commands += [["check", "--model", short], ["check", "--model", f"hf:{short}"]]
+        commands += [["pull", short], ["pull", f"hf:{short}"], ["models", "--gpu", text]]
     for command in commands:
         result = run(*command)
         assert result.exception is None or isinstance(result.exception, SystemExit), (command, result)
@@ -192,6 +193,6 @@ def test_a_screen_without_unicode_gets_escapes_and_no_error(
 def test_every_command_was_tried() -> None:
     """A new command belongs into the test above."""
     assert set(main.list_commands(click.Context(main))) == {
-        *("batch", "cancel", "check", "demo", "enqueue", "list", "migrate", "plan", "prune"),
-        *("retry", "run", "show", "stats", "stop", "verify", "worker"),
+        *("batch", "cancel", "check", "demo", "enqueue", "list", "migrate", "models", "plan", "prune"),
+        *("pull", "retry", "run", "show", "stats", "stop", "verify", "worker"),
     }

@@ -71,6 +71,14 @@ def test_pull_prints_the_path_and_models_what_it_is(demo_hub: SmallHub, env: dic
     assert second.startswith("hf:owner/demo:Q8_0")
 
 
+def test_what_a_hub_calls_its_files_does_not_steer_a_terminal(hub: SmallHub, env: dict[str, str]) -> None:
+    hub.repos["owner/repo"] = {"see [x]\x1b[2J\u202e.gguf": b"no model"}
+    for command in (["pull", "hf:owner/repo"], ["models"], ["check", "--model", "hf:owner/repo"]):
+        done = CliRunner().invoke(main, command, env=env)
+        assert "see [x]\\x1b[2J\\u202e.gguf" in done.output
+        assert all(line.isprintable() for line in done.output.splitlines())
+
+
 def test_check_and_plan_take_a_name(demo_hub: SmallHub, env: dict[str, str], tmp_path: Path) -> None:
     checked = CliRunner().invoke(main, ["check", "--model", NAME], env=env)
     assert "demo-Q8_0: qwen2" in checked.output
