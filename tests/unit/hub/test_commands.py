@@ -1,16 +1,20 @@
 """Names of models wherever a path is taken: pull, models, check, plan and the settings that a worker gets."""
 
+import io
 import json
 import os
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import cast
 
 import pytest
 from click.testing import CliRunner
+from rich.console import Console
 
 from nightmill.jobs.commands.main import main
+from nightmill.jobs.commands.terminal import Line, LiveLine
 from nightmill.jobs.errors import MissingExtraError, RunnerError
 from nightmill.jobs.settings import Settings
 from nightmill.worker import fetching
@@ -155,6 +159,16 @@ def test_a_log_gets_a_line_now_and_then(
         "fetching o/r/m\\x1b.gguf: 590 of 1,000 MB, 10.0 MB/s",
         "fetching o/r/m\\x1b.gguf: 890 of 1,000 MB, 10.0 MB/s",
     ]
+
+
+def test_a_terminal_gets_a_bar_and_no_lines() -> None:
+    screen = Console(file=io.StringIO(), force_terminal=True, width=110)
+    live = LiveLine(Line(name="model"), console=screen)
+    with FetchProgress(live=live) as progress:
+        progress.show(Progress("o/r/m.gguf", 5 * 10**8, 10**9))
+    said = cast(io.StringIO, screen.file).getvalue()
+    assert "o/r/m.gguf" in said and "500 of 1,000 MB" in said and "━" in said
+    assert "fetching" not in said
 
 
 @pytest.fixture

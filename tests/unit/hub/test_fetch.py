@@ -193,10 +193,12 @@ def test_without_a_network_the_cache_does(hub: SmallHub, monkeypatch: pytest.Mon
 
 def test_a_hub_that_fails_leaves_what_is_in_the_cache(hub: SmallHub) -> None:
     path = get()
-    hub.refuses["/api/"] = (503, {})
-    found = fetch(NAME, lambda progress: None)
-    assert found.files == (path,)
-    assert "(503)" in found.note and found.note.endswith("The cached copy is used")
+    for part in ("/api/", "/resolve/"):
+        hub.refuses = {part: (503, {})}
+        found = fetch(NAME, lambda progress: None)
+        assert found.files == (path,)
+        assert "(503)" in found.note and found.note.endswith("The copy in the cache is used")
+    assert "(503)" in failing("hf:owner/repo")  # which is known to mean a file that is not here
 
 
 def test_a_hub_that_is_not_there_is_named(hub: SmallHub, monkeypatch: pytest.MonkeyPatch) -> None:

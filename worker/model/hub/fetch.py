@@ -59,59 +59,64 @@ def fetch(text: str, report: Report) -> Fetched:
     hub_logging.set_verbosity_error()  # what it would print is said by `report` and by our errors
     name = parse_name(text, _hub_hosts())
     with _errors(name):
-        return (
-            Fetched((_fetch_url(name, report),))
-            if isinstance(name, FileUrl)
-            else _fetch_from_hub(name, report)
-        )
+        if isinstance(name, FileUrl):
+            return Fetched((_fetch_url(name, report),))
+        return _fetch_from_hub(name, report)
 
 
 def _fetch_from_hub(name: HubName, report: Report) -> Fetched:
     report(Progress(str(name), 0, None, "asking the Hub"))
+    wanted: tuple[str, ...] = ()
     try:
         info = HfApi().model_info(name.repo, revision=name.revision, timeout=constants.HF_HUB_ETAG_TIMEOUT)
+        wanted = choose(name, [sibling.rfilename for sibling in info.siblings or ()])
+        return Fetched(tuple(_fetch_file(name, file, report) for file in wanted))
     except (httpx2.HTTPError, OfflineModeIsEnabled) as error:
-        files = cached_files(name.repo, name.revision)
-        try:
-            found = choose(name, sorted(files))
-        except ModelFetchError:
-            if files and isinstance(error, OfflineModeIsEnabled):
-                raise
-            raise error from None
-        note = (
-            ""
-            if isinstance(error, OfflineModeIsEnabled)
-            else f"{_said(name, error)}. The cached copy is used"
-        )
-        return Fetched(tuple(files[file] for file in found), note)
-    wanted = choose(name, [sibling.rfilename for sibling in info.siblings or ()])
-    return Fetched(tuple(_fetch_file(name, file, report) for file in wanted))
+        return _from_cache(name, wanted, error)
+
+
+def _from_cache(name: HubName, wanted: tuple[str, ...], error: Exception) -> Fetched:
+    """What was fetched earlier, after `error`: the `wanted` files, or what `name` means among all there are.
+
+    Raises `error` if that is not in the cache.
+    """
+    files = cached_files(name.repo, name.revision)
+    offline = isinstance(error, OfflineModeIsEnabled)
+    try:
+        wanted = wanted or choose(name, sorted(files))
+    except ModelFetchError:
+        if files and offline:  # this was asked of the cache, which has others
+            raise
+    if not wanted or not files.keys() >= set(wanted):
+        raise error
+    note = "" if offline else f"{_said(name, error)}. The copy in the cache is used"
+    return Fetched(tuple(files[file] for file in wanted), note)
 
 
 def _fetch_file(name: HubName, file: str, report: Report) -> Path:
     url = hf_hub_url(name.repo, file, revision=name.revision)
     metadata = get_hf_file_metadata(url)
-    if not all(_PLAIN.fullmatch(word or "") for word in (metadata.commit_hash, metadata.etag)):
+    commit, etag = metadata.commit_hash or "", metadata.etag or ""
+    if not (_PLAIN.fullmatch(commit) and _PLAIN.fullmatch(etag)):
         raise FileMetadataError
-    assert metadata.etag is not None  # it has been matched
-    known = try_to_load_from_cache(name.repo, file, revision=metadata.commit_hash)
+    known = try_to_load_from_cache(name.repo, file, revision=commit)
     if not isinstance(known, str):
         folder = repo_folder_name(repo_id=name.repo, repo_type="model")
         cache = Path(constants.HF_HUB_CACHE)
-        blob = cache / folder / "blobs" / metadata.etag
+        blob = cache / folder / "blobs" / etag
         source = Source(
             url,
             f"{name.repo}/{file}",
             metadata.size,
-            metadata.etag if _SHA256.fullmatch(metadata.etag) else None,
+            etag if _SHA256.fullmatch(etag) else None,
             build_hf_headers(),
         )
         if not blob.exists():
             transfer(
                 source,
                 blob,
-                partial=blob.with_name(f"{metadata.etag}.incomplete"),
-                lock=cache / ".locks" / folder / f"{metadata.etag}.lock",
+                partial=blob.with_name(f"{etag}.incomplete"),
+                lock=cache / ".locks" / folder / f"{etag}.lock",
                 report=report,
             )
     # The content is there: this enters it in the cache under its name, for all programs that use the cache.
