@@ -81,7 +81,7 @@ else
 endif
 
 parity: $(VENV)/dev.stamp ## Compare the reference runner with PyTorch and transformers (installs them)
-	$(BIN)/pip install $(PIP_FLAGS) 'torch>=2.6,<3' 'transformers>=4.50,<6'
+	$(BIN)/pip install $(PIP_FLAGS) 'torch>=2.6,<3' 'transformers>=5,<6'
 	$(BIN)/python -m pytest -m parity tests/parity -s
 
 bench: $(VENV)/dev.stamp ## Measure the path from enqueue to SQL; with MODEL=file.gguf, the engine on this machine's GPU

@@ -192,17 +192,38 @@ def write_model(
             writer.add_tensor(name, quantize(tensor, kind), raw_dtype=kind)
         else:
             writer.add_tensor(name, tensor)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    path = _written(writer, path)
     return min(path.parent.glob(f"{path.stem}-00001-of-*.gguf")) if split else path
+
+
+def write_file(
+    path: Path, architecture: str, keys: Mapping[str, Any], tensors: Mapping[str, npt.NDArray[Any]]
+) -> Path:
+    """Write a file of these keys, with the vocabulary's beside them, and tensors, and return `path`.
+
+    Keys are the architecture's: `block_count` becomes `qwen2.block_count`.
+    """
+    writer = GGUFWriter(path, architecture)
+    vocabulary = _vocabulary_keys(byte_vocabulary(), "qwen2")
+    for key, value in (vocabulary | {f"{architecture}.{key}": value for key, value in keys.items()}).items():
+        _add(writer, key, value)
+    for name, tensor in tensors.items():
+        writer.add_tensor(name, tensor)
+    return _written(writer, path)
 
 
 def write_spec(path: Path, spec: ModelSpec, *, seed: int = 0) -> Path:
     """Write random weights for a spec and return `path`: tensors alone, no keys that say what for."""
-    rng = np.random.default_rng(seed)
     writer = GGUFWriter(path, "test")
+    for name, tensor in spec_tensors(spec, seed=seed).items():
+        writer.add_tensor(name, tensor)
+    return _written(writer, path)
+
+
+def spec_tensors(spec: ModelSpec, *, seed: int = 0) -> dict[str, npt.NDArray[np.float32]]:
+    """Random weights for a spec."""
+    rng = np.random.default_rng(seed)
+    tensors = {}
     for role, weight in spec.all_weights():
         for name, shape in weight.parts:
             noise = rng.standard_normal(shape, dtype=np.float32)
@@ -211,7 +232,11 @@ def write_spec(path: Path, spec: ModelSpec, *, seed: int = 0) -> Path:
                 noise *= np.float32(gain / np.sqrt(shape[1]))
             else:
                 noise = 1 + 0.1 * noise if role.endswith("norm") else 0.2 * noise
-            writer.add_tensor(name, noise.astype(np.float32))
+            tensors[name] = noise.astype(np.float32)
+    return tensors
+
+
+def _written(writer: GGUFWriter, path: Path) -> Path:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -4,7 +4,15 @@ from dataclasses import replace
 from typing import Any
 
 from nightmill.worker.model.rope import Rope, RopeStyle
-from nightmill.worker.model.spec import Activation, Attention, FeedForward, LayerSpec, ModelSpec, Norm
+from nightmill.worker.model.spec import (
+    Activation,
+    Attention,
+    FeedForward,
+    LayerSpec,
+    ModelSpec,
+    Norm,
+    Temperature,
+)
 
 
 def dense_spec(
@@ -75,6 +83,14 @@ VARIANTS = {
     "soft-caps": variant(attention={"softcap": 2.0, "scale": 0.5}, logit_softcap=4.0),
     "scales": variant(layer={"residual_scale": 0.4}, embedding_scale=8.0, logit_scale=0.25),
     "norms after too": variant(layer={"attention_post_norm": NORM, "feed_forward_post_norm": NORM}),
+    "norms after alone": variant(
+        layer={
+            "attention_norm": None, "attention_post_norm": NORM,
+            "feed_forward_norm": None, "feed_forward_post_norm": NORM,
+        },
+        attention={"qk_norm": NORM},
+    ),
+    "temperature": variant(attention={"temperature": Temperature(0.3, 10)}),
     "norms of whole Q and K": variant(
         attention={"qk_norm": NORM, "qk_norm_whole": True},
     ),

@@ -75,6 +75,9 @@ def _attention(file: GgufFile, attention: Attention, block: str, x: Wide) -> Wid
             of_k = _normed(file, attention.qk_norm, block + "attn_k_norm", of_k)
         scale = size**-0.5 if attention.scale is None else attention.scale
         scores = _rotated(attention.rope, of_q) @ _rotated(attention.rope, of_k).T * scale
+        if attention.temperature is not None:
+            steps = place // attention.temperature.length
+            scores = scores * (1 + attention.temperature.scale * np.log(1 + steps))[:, None]
         if attention.softcap is not None:
             scores = attention.softcap * np.tanh(scores / attention.softcap)
         scores = np.where(seen, scores, -np.inf)

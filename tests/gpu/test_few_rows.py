@@ -36,7 +36,7 @@ class Bench:
         self.device, self.spec = device, spec
         self.rng = np.random.default_rng(spec.width)
         layer = spec.layers[0]
-        attention, ffn, eps = layer.attention, layer.feed_forward.width, layer.attention_norm.eps
+        attention, ffn, eps = layer.attention, layer.feed_forward.width, spec.output_norm.eps
         self.attention, self.ffn = attention, ffn
         self.norm, self.activation = RmsNorm(device), SwiGlu(device)
         self.rotation = Rotation(device, attention, max_context=CONTEXT)

@@ -3,10 +3,12 @@
 Needs torch and transformers, which are no dependency of this project; run with `pytest -m parity -s`.
 """
 
-from collections.abc import Iterator
+import math
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -17,7 +19,7 @@ from nightmill.worker.engine.request import Request
 from nightmill.worker.model.families import read_spec
 from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.runners.reference import ReferenceRunner
-from tests.ggufs import byte_vocabulary, write_model
+from tests.ggufs import byte_vocabulary, write_file
 
 pytestmark = pytest.mark.parity
 
@@ -34,50 +36,156 @@ LLAMA3 = {
 }  # fmt: skip
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 LINEAR = {"rope_type": "linear", "factor": 2.0}
-CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "qwen2": ("qwen2", {"tie_word_embeddings": True, "rope_theta": 1e6}),
-    "qwen2-seven-to-one": (
-        "qwen2",
-        {"num_attention_heads": 14, "hidden_size": 112, "rope_theta": 1e6, "tie_word_embeddings": True},
-    ),
-    "llama": ("llama", {"tie_word_embeddings": False, "rope_theta": 10_000.0}),
-    "llama3": ("llama", {"tie_word_embeddings": True, "rope_theta": 500_000.0, "rope_scaling": LLAMA3}),
-    "qwen2-yarn": ("qwen2", {"tie_word_embeddings": False, "rope_theta": 10_000.0, "rope_scaling": YARN}),
-    "llama-linear": ("llama", {"tie_word_embeddings": True, "rope_theta": 10_000.0, "rope_scaling": LINEAR}),
-    "qwen3": ("qwen3", {"tie_word_embeddings": False, "rope_theta": 1e6, "head_dim": 32}),
-}
-NAMES = {
-    "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm",
-    "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
-    "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
+LONGROPE = {
+    "rope_type": "longrope", "short_factor": [1 + n / 20 for n in range(8)],
+    "long_factor": [1 + n / 2 for n in range(8)],
 }  # fmt: skip
 
 
-def make_model(architecture: str, options: dict[str, Any]) -> Any:
+@dataclass(frozen=True)
+class Case:
+    """A family's model: what its configuration says beyond SIZES, and which keys the converter writes for it.
+
+    The keys that most families have are not given here; `converted_keys` says them.
+    """
+
+    family: str
+    options: dict[str, Any]
+    keys: dict[str, Any] = field(default_factory=dict)
+    theta: float = 10_000.0
+    local_theta: float | None = None
+    scaling: dict[str, Any] | None = None
+    tied: bool = True
+    factors: dict[str, Array] = field(default_factory=dict)  # further tensors
+
+
+GEMMA2 = {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 0.5, "sliding_window": 40}
+CASES = {
+    "qwen2": Case("qwen2", {}, theta=1e6),
+    "qwen2-seven-to-one": Case("qwen2", {"num_attention_heads": 14, "hidden_size": 112}, theta=1e6),
+    "llama": Case("llama", {}, tied=False),
+    "llama3": Case("llama", {}, theta=500_000.0, scaling=LLAMA3),
+    "qwen2-yarn": Case("qwen2", {}, tied=False, scaling=YARN),
+    "llama-linear": Case("llama", {}, scaling=LINEAR),
+    "qwen3": Case("qwen3", {"head_dim": 32}, tied=False, theta=1e6),
+    "gemma2": Case(
+        "gemma2", {"head_dim": 32, "query_pre_attn_scalar": 32} | GEMMA2,
+        {
+            "attn_logit_softcapping": 5.0, "final_logit_softcapping": 0.5, "attention.sliding_window": 40,
+        },
+    ),
+    "gemma2-27b": Case(
+        "gemma2", {"head_dim": 32, "num_hidden_layers": 46, "query_pre_attn_scalar": 16} | GEMMA2,
+        {
+            "attn_logit_softcapping": 5.0, "final_logit_softcapping": 0.5, "attention.sliding_window": 40,
+        },
+    ),
+    "gemma3": Case(
+        "gemma3",
+        {
+            "head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 40, "num_hidden_layers": 7,
+        },
+        {"attention.sliding_window": 40}, theta=1e6, local_theta=10_000.0, scaling=LINEAR,
+    ),
+    "phi3": Case("phi3", {"sliding_window": 40}, {"attention.sliding_window": 40}, tied=False),
+    "phi3-long": Case(
+        "phi3", {"original_max_position_embeddings": 64},
+        {
+            "attention.sliding_window": 0, "rope.scaling.original_context_length": 64,
+            "rope.scaling.attn_factor": math.sqrt(1 + math.log(512 / 64) / math.log(64)),
+        },
+        tied=False, scaling=LONGROPE,
+    ),
+    "phi3-short": Case(
+        "phi3", {"original_max_position_embeddings": 512},
+        {
+            "attention.sliding_window": 0, "rope.scaling.original_context_length": 512,
+            "rope.scaling.attn_factor": 1.0,
+        },
+        tied=False, scaling=LONGROPE,
+    ),
+    "phi4-mini": Case(
+        "phi3", {"partial_rotary_factor": 0.75, "hidden_size": 192, "num_attention_heads": 6},
+        {"attention.sliding_window": 0, "rope.dimension_count": 24},
+    ),
+    "smollm3": Case("smollm3", {"num_hidden_layers": 5}, theta=5e6),
+    "granite": Case(
+        "granite",
+        {
+            "embedding_multiplier": 12.0, "residual_multiplier": 0.6, "attention_multiplier": 0.1,
+            "logits_scaling": 4.0,
+        },
+        {"embedding_scale": 12.0, "residual_scale": 0.6, "attention.scale": 0.1, "logit_scale": 4.0},
+    ),
+    "granite-biases": Case(
+        "granite", {"attention_bias": True, "mlp_bias": True},
+        {"embedding_scale": 1.0, "residual_scale": 1.0, "attention.scale": 1.0, "logit_scale": 1.0},
+    ),
+    "mistral3": Case(
+        "mistral3", {"head_dim": 16},
+        {"rope.scaling.yarn_log_multiplier": 1.0, "attention.temperature_scale": 0.1}, theta=1e6,
+        scaling=YARN | {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1},
+    ),
+    "olmo2": Case("olmo2", {}, tied=False, theta=500_000.0),
+    "olmo3": Case(
+        "olmo3", {"sliding_window": 40, "num_hidden_layers": 5},
+        {
+            "attention.sliding_window": 40, "attention.sliding_window_pattern": [True] * 3 + [False, True],
+            "rope.scaling.yarn_attn_factor": 1.25,
+        },
+        tied=False, local_theta=10_000.0, scaling=YARN | {"attention_factor": 1.25},
+    ),
+}  # fmt: skip
+CLASSES = {  # of transformers: configuration and model
+    "qwen2": ("Qwen2Config", "Qwen2ForCausalLM"),
+    "llama": ("LlamaConfig", "LlamaForCausalLM"),
+    "qwen3": ("Qwen3Config", "Qwen3ForCausalLM"),
+    "gemma2": ("Gemma2Config", "Gemma2ForCausalLM"),
+    "gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM"),
+    "phi3": ("Phi3Config", "Phi3ForCausalLM"),
+    "smollm3": ("SmolLM3Config", "SmolLM3ForCausalLM"),
+    "granite": ("GraniteConfig", "GraniteForCausalLM"),
+    "mistral3": ("Ministral3Config", "Ministral3ForCausalLM"),
+    "olmo2": ("Olmo2Config", "Olmo2ForCausalLM"),
+    "olmo3": ("Olmo3Config", "Olmo3ForCausalLM"),
+}
+ARCHITECTURES = {"olmo3": "olmo2"}  # of files, where their names differ
+PERMUTED = {
+    "llama",
+    "smollm3",
+    "granite",
+    "mistral3",
+}  # queries and keys, so that pairs to rotate are neighbours
+
+
+def make_model(case: Case) -> Any:
     """A random FP32 model whose every parameter matters: biases and norms away from 0 and 1."""
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
-    name = {"qwen2": "Qwen2", "llama": "Llama", "qwen3": "Qwen3"}[architecture]
-    options = SIZES | options
-    theta, scaling = options.pop("rope_theta"), options.pop("rope_scaling", None)
-    # transformers 5 keeps all of RoPE in rope_parameters; 4 has two fields.
-    if int(transformers.__version__.split(".")[0]) >= 5:
-        options["rope_parameters"] = {"rope_type": "default"} | (scaling or {}) | {"rope_theta": theta}
-    else:
-        options |= {"rope_theta": theta, "rope_scaling": scaling}
-    config = getattr(transformers, f"{name}Config")(**options)
+    options = SIZES | {"tie_word_embeddings": case.tied, "pad_token_id": None} | case.options
+    config_class, model_class = (getattr(transformers, name) for name in CLASSES[case.family])
+    rope: dict[str, Any] = {"rope_type": "default"} | (case.scaling or {}) | {"rope_theta": case.theta}
+    if "partial_rotary_factor" in options:
+        rope["partial_rotary_factor"] = options["partial_rotary_factor"]
+    if case.local_theta is not None:
+        local = {"rope_type": "default", "rope_theta": case.local_theta}
+        rope = {"full_attention": rope, "sliding_attention": local}
+    options["rope_parameters"] = rope
+    config = config_class(**options)
     config._attn_implementation = "eager"
-    model = getattr(transformers, f"{name}ForCausalLM")(config).to(torch.float32).eval()
+    model = model_class(config).to(torch.float32).eval()
+    around = 0.0 if case.family.startswith("gemma") else 1.0  # these add 1 themselves
+    # A tied head would echo its input if the embedding outweighed what the layers add.
+    echo = math.sqrt(config.hidden_size) if case.family.startswith("gemma") else 1.0
+    echo *= getattr(config, "embedding_multiplier", 1.0)
     with torch.no_grad():
         for key, weight in model.named_parameters():
             if weight.ndim == 2:
-                weight.normal_(
-                    0, (2.0 if "embed" in key or "lm_head" in key else 1.3) * weight.shape[1] ** -0.5
-                )
+                gain = 2.0 / echo if "embed" in key or "lm_head" in key else 1.3
+                weight.normal_(0, gain * weight.shape[1] ** -0.5)
             else:
-                weight.normal_(1.0 if "norm" in key else 0.0, 0.3)
+                weight.normal_(around if "norm" in key else 0.0, 0.3)
     return model
 
 
@@ -107,58 +215,67 @@ def llama3_divisors(theta: float, dimensions: int) -> Array:
     return np.array(divisors, dtype=np.float32)
 
 
-def gguf_tensors(model: Any, architecture: str) -> Iterator[tuple[str, Array]]:
-    """The model's parameters under their GGUF names."""
-    config = model.config
+def converted_tensors(model: Any, case: Case) -> dict[str, Array]:
+    """The model's parameters under the names that the converter gives them, by its own table."""
+    config, architecture = model.config, architecture_of(case)
+    number = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}[architecture]
+    names = gguf.get_tensor_name_map(number, config.num_hidden_layers)
+    tensors = dict(case.factors)
     for key, weight in model.state_dict().items():
-        array = weight.numpy()
-        if key == "lm_head.weight":
-            if not config.tie_word_embeddings:
-                yield "output.weight", array
-        elif key == "model.embed_tokens.weight":
-            yield "token_embd.weight", array
-        elif key == "model.norm.weight":
-            yield "output_norm.weight", array
-        else:
-            _, _, layer, *name, kind = key.split(".")
-            part = NAMES[".".join(name)]
-            if architecture == "llama" and part in ("attn_q", "attn_k"):
-                heads = config.num_attention_heads if part == "attn_q" else config.num_key_value_heads
-                array = interleave(array, heads)
-            yield f"blk.{layer}.{part}.{kind}", array
+        if key == "lm_head.weight" and case.tied:
+            continue
+        name, array = names.get_name(key, try_suffixes=(".weight", ".bias")), weight.numpy()
+        assert name is not None, key
+        if case.family in PERMUTED and ("attn_q." in name or "attn_k." in name):
+            heads = config.num_attention_heads if "attn_q." in name else config.num_key_value_heads
+            array = interleave(array, heads)
+        if case.family.startswith("gemma") and name.endswith("norm.weight"):
+            array = array + 1
+        tensors[name] = array
+    if case.scaling is LLAMA3:
+        tensors["rope_freqs.weight"] = llama3_divisors(case.theta, 16)
+    for length in ("short", "long") if case.scaling is LONGROPE else ():
+        tensors[f"rope_factors_{length}.weight"] = np.array(LONGROPE[f"{length}_factor"], dtype=np.float32)
+    return tensors
+
+
+def converted_keys(config: Any, case: Case) -> dict[str, Any]:
+    """What the converter writes for nearly all families, and what the case adds."""
+    keys: dict[str, Any] = {
+        "block_count": config.num_hidden_layers,
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "feed_forward_length": config.intermediate_size,
+        "attention.head_count": config.num_attention_heads,
+        "attention.head_count_kv": config.num_key_value_heads,
+        "rope.freq_base": case.theta,
+    }
+    if hasattr(config, "rms_norm_eps"):
+        keys["attention.layer_norm_rms_epsilon"] = config.rms_norm_eps
+    if "head_dim" in case.options:
+        keys |= {"attention.key_length": config.head_dim, "attention.value_length": config.head_dim}
+    if case.scaling and case.scaling not in (LLAMA3, LONGROPE):
+        keys |= {
+            "rope.scaling.type": case.scaling["rope_type"],
+            "rope.scaling.factor": case.scaling["factor"],
+        }
+        if original := case.scaling.get("original_max_position_embeddings"):
+            keys["rope.scaling.original_context_length"] = original
+    return keys | case.keys
+
+
+def architecture_of(case: Case) -> str:
+    """`general.architecture` of its files."""
+    return ARCHITECTURES.get(case.family, case.family)
 
 
 @pytest.fixture(params=CASES)
 def case(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, Any, GgufFile]:
     """A name, a transformers model, and the same model as a file."""
-    architecture, options = CASES[request.param]
-    model = make_model(architecture, options)
-    scaling = options.get("rope_scaling")
-    in_keys = (
-        {
-            "type": scaling["rope_type"],
-            "factor": scaling["factor"],
-            "original_context_length": scaling.get("original_max_position_embeddings", 512),
-        }
-        if scaling and scaling is not LLAMA3
-        else None
-    )
-    sizes = SIZES | options
-    path = write_model(
-        tmp_path / "model.gguf",
-        architecture,
-        layers=sizes["num_hidden_layers"],
-        width=sizes["hidden_size"],
-        ffn=sizes["intermediate_size"],
-        heads=sizes["num_attention_heads"],
-        kv_heads=sizes["num_key_value_heads"],
-        head_dim=sizes.get("head_dim"),
-        tied=sizes["tie_word_embeddings"],
-        rope_base=sizes["rope_theta"],
-        rope_scaling=in_keys,
-        rope_freqs=llama3_divisors(sizes["rope_theta"], 16) if scaling is LLAMA3 else None,
-        tensors=dict(gguf_tensors(model, architecture)),
-    )
+    case = CASES[request.param]
+    model = make_model(case)
+    keys, tensors = converted_keys(model.config, case), converted_tensors(model, case)
+    path = write_file(tmp_path / "model.gguf", architecture_of(case), keys, tensors)
     return request.param, model, GgufFile.open(path)
 
 
@@ -212,7 +329,13 @@ def test_every_layer_and_the_logits_agree(case: tuple[str, Any, GgufFile], budge
         return hook
 
     inner = model.model
-    stages = {"embedding": inner.embed_tokens, "norm": inner.norm}
+
+    def capture_input(_module: Any, inputs: Any, named: Any) -> None:
+        value = inputs[0] if inputs else named["hidden_states"]
+        captured["embedding"] = value.detach().numpy().reshape(-1, value.shape[-1])
+
+    inner.layers[0].register_forward_pre_hook(capture_input, with_kwargs=True)
+    stages = {"norm": inner.norm}
     stages |= {f"layer.{index}": layer for index, layer in enumerate(inner.layers)}
     for stage, module in stages.items():
         module.register_forward_hook(capture(stage))

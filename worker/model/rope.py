@@ -30,8 +30,8 @@ class RopeStyle(StrEnum):
 class RopeScaling:
     """How a model stretches its positions past the context it was first trained on.
 
-    `attention_factor` multiplies cosine and sine, whatever the kind. `original_context`, `beta_fast` and
-    `beta_slow` matter for YaRN alone.
+    `attention_factor` multiplies cosine and sine, whatever the kind. `original_context`, `beta_fast`,
+    `beta_slow`, `log_multiplier` and `own_magnitude` matter for YaRN alone.
     """
 
     kind: Literal["none", "linear", "yarn"] = "none"
@@ -40,16 +40,22 @@ class RopeScaling:
     original_context: int = 0
     beta_fast: float = 32.0
     beta_slow: float = 1.0
+    log_multiplier: float = 0.0
+    own_magnitude: float | None = None  # in the place of the formula's
 
     @property
     def magnitude(self) -> float:
         """What cosine and sine are multiplied by; scores therefore by its square.
 
-        YaRN: 0.1 ln(factor) + 1 (Peng et al. 2023, arXiv:2309.00071, section 3.4), as Hugging Face's
-        `_compute_yarn_parameters` has it; llama.cpp multiplies the file's attn_factor on top.
+        YaRN: 0.1 ln(factor) + 1 (Peng et al. 2023, arXiv:2309.00071, section 3.4), divided by the same with
+        0.1 times the multiplier, as Hugging Face's `_compute_yarn_parameters` has it for `mscale` 1 and
+        `mscale_all_dim`; llama.cpp multiplies the file's attn_factor on top.
         """
         if self.kind == "yarn" and self.factor > 1.0:
-            return (0.1 * math.log(self.factor) + 1.0) * self.attention_factor
+            if self.own_magnitude is not None:
+                return self.own_magnitude * self.attention_factor
+            stretch = 0.1 * math.log(self.factor)
+            return (stretch + 1.0) / (stretch * self.log_multiplier + 1.0) * self.attention_factor
         return self.attention_factor
 
 

@@ -4,17 +4,21 @@ Everything that must know an architecture reads a `ModelSpec`: the check of the 
 runners, the memory plan and both forward passes. Which keys of a file say so is `worker.model.families`'.
 
 A layer adds to the residual stream x twice: x += scale * after(attention(before(x))), and the same with the
-feed-forward network; `before` is a norm, `after` one or nothing. What a runner cannot compute, it refuses.
+feed-forward network; `before` and `after` are norms or nothing. What a runner cannot compute, it refuses.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
+import numpy as np
+import numpy.typing as npt
+
 from nightmill.worker.model.rope import Rope
 
 __all__ = [
-    "Activation", "Attention", "FeedForward", "LayerSpec", "ModelSpec", "Norm", "Role", "Shape", "Weight",
+    "Activation", "Attention", "FeedForward", "LayerSpec", "ModelSpec", "Norm", "Role", "Shape",
+    "Temperature", "Weight",
 ]  # fmt: skip
 
 Shape = tuple[int, ...]
@@ -102,6 +106,19 @@ class Norm:
         return weights | {Role(f"{role}_bias"): _stack({f"{name}.bias": (size,)})} if self.bias else weights
 
 
+@dataclass(frozen=True, slots=True)
+class Temperature:
+    """Makes attention sharper the later a token is, so that long contexts do not blur it (Llama 4)."""
+
+    scale: float
+    length: int  # tokens between two steps
+
+    def factors(self, positions: npt.NDArray[np.integer]) -> npt.NDArray[np.float64]:
+        """What queries at these positions are multiplied by: 1 + scale ln(1 + floor(position / length))."""
+        steps = (positions // self.length).astype(np.float64)
+        return np.asarray(1.0 + self.scale * np.log1p(steps))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attention:
     """Causal self-attention; query head h reads KV head h // (heads // kv_heads)."""
@@ -117,6 +134,7 @@ class Attention:
     qk_norm_whole: bool = False  # it goes over all heads of a token at once
     window: int | None = None  # a token sees so many, itself included; None: all before it
     scale: float | None = None  # of scores; None: 1 / sqrt(head_dim)
+    temperature: Temperature | None = None
     softcap: float | None = None  # scores become softcap * tanh(score / softcap)
 
     @property
@@ -182,10 +200,10 @@ class FeedForward:
 class LayerSpec:
     """One block. Layers that compute the same are equal."""
 
-    attention_norm: Norm
+    attention_norm: Norm | None
     attention: Attention
     attention_post_norm: Norm | None = None
-    feed_forward_norm: Norm
+    feed_forward_norm: Norm | None
     feed_forward: FeedForward
     feed_forward_post_norm: Norm | None = None
     residual_scale: float = 1.0

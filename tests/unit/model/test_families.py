@@ -118,8 +118,8 @@ def zeros(*shape: int) -> np.ndarray[Any, Any]:
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "architecture": (
-        {"metadata": {"general.architecture": "gemma3"}},
-        "general.architecture: 'gemma3' is not supported; supported are llama, qwen2, qwen3",
+        {"metadata": {"general.architecture": "mamba"}},
+        "general.architecture: 'mamba' is not supported; supported are llama, qwen2, qwen3, ",
     ),
     "no block count": ({"metadata": {"qwen2.block_count": None}}, "qwen2.block_count: the key is missing"),
     "no context": ({"metadata": {"qwen2.context_length": None}}, "qwen2.context_length: the key is missing"),
@@ -211,7 +211,14 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "sliding_window: sliding-window attention",
     ),
     "encoder": ({"metadata": {"qwen2.attention.causal": False}}, "attention.causal: this is an encoder"),
-    "partial rotation": ({"metadata": {"qwen2.rope.dimension_count": 8}}, "rotating 8 of 16 elements"),
+    "rotation past the head": (
+        {"metadata": {"qwen2.rope.dimension_count": 18}},
+        "qwen2.rope.dimension_count: is 18, expected 1 to 16",
+    ),
+    "rotation of no pairs": (
+        {"metadata": {"qwen2.rope.dimension_count": 7}},
+        "qwen2.rope.dimension_count: 7 elements are not pairs",
+    ),
     "base": ({"rope_base": 0.0}, "qwen2.rope.freq_base: is 0, expected more than 0"),
     "scaling type": ({"rope_scaling": {"type": "longrope"}}, "scaling.type: 'longrope' is not supported"),
     "scaling factor": (

@@ -13,6 +13,8 @@ LACKING = {
     "soft-caps": "logit_softcap, scale, softcap",
     "scales": "embedding_scale, logit_scale, residual_scale",
     "norms after too": "attention_post_norm, feed_forward_post_norm",
+    "norms after alone": "attention_norm, attention_post_norm, feed_forward_norm, feed_forward_post_norm",
+    "temperature": "temperature",
     "norms of whole Q and K": "qk_norm_whole",
     "GeGLU": "activation",
     "LayerNorm, no gate, biases": "activation, bias, centred, gated, output_bias",

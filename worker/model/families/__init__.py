@@ -4,16 +4,33 @@ from collections.abc import Callable
 from typing import Final
 
 from nightmill.worker.model.families.checks import check_tensors
+from nightmill.worker.model.families.gemma import gemma2, gemma3
+from nightmill.worker.model.families.granite import granite
 from nightmill.worker.model.families.keys import Keys
 from nightmill.worker.model.families.llama import llama
+from nightmill.worker.model.families.mistral3 import mistral3
+from nightmill.worker.model.families.olmo2 import olmo2
+from nightmill.worker.model.families.phi3 import phi3
 from nightmill.worker.model.families.qwen2 import qwen2
 from nightmill.worker.model.families.qwen3 import qwen3
+from nightmill.worker.model.families.smollm3 import smollm3
 from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.model.spec import ModelSpec
 
 __all__ = ["FAMILIES", "read_spec"]
 
-FAMILIES: Final[dict[str, Callable[[Keys], ModelSpec]]] = {"llama": llama, "qwen2": qwen2, "qwen3": qwen3}
+FAMILIES: Final[dict[str, Callable[[Keys], ModelSpec]]] = {
+    "llama": llama,
+    "qwen2": qwen2,
+    "qwen3": qwen3,
+    "gemma2": gemma2,
+    "gemma3": gemma3,
+    "phi3": phi3,
+    "smollm3": smollm3,
+    "granite": granite,
+    "olmo2": olmo2,
+    "mistral3": mistral3,
+}
 """By `general.architecture`."""
 
 
@@ -29,6 +46,8 @@ def read_spec(file: GgufFile) -> ModelSpec:
         file.fail(f"general.architecture: {name!r} is not supported; supported are {', '.join(FAMILIES)}")
     if not file.tensors:
         file.fail("holds no tensors, only a vocabulary; give a file with the model's weights")
-    spec = family(Keys(file, name))
+    keys = Keys(file, name)
+    spec = family(keys)
+    keys.refuse_other_arithmetic()
     check_tensors(file, spec)
     return spec

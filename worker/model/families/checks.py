@@ -22,7 +22,7 @@ def check_tensors(file: GgufFile, spec: ModelSpec) -> None:
     extra = [
         name
         for name in file.tensors
-        if name not in expected and name != ROPE_DIVISORS and not name.endswith(".attn_rot_embd")
+        if name not in expected and name not in ROPE_DIVISORS and not name.endswith(".attn_rot_embd")
     ]
     if extra:
         more = f" (and {len(extra) - 1} more)" if len(extra) > 1 else ""

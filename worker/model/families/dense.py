@@ -1,32 +1,47 @@
-"""What families of the common shape share: equal layers of attention and SwiGLU, a norm before each."""
+"""What most families share: layers of attention and SwiGLU with a norm before each, and a model of these."""
+
+from dataclasses import replace
+from typing import Any
 
 from nightmill.worker.model.families.keys import Keys
 from nightmill.worker.model.rope import RopeStyle
-from nightmill.worker.model.spec import LayerSpec, ModelSpec
+from nightmill.worker.model.spec import LayerSpec, ModelSpec, Norm
 
-__all__ = ["dense_model"]
+__all__ = ["attending", "dense_layer", "dense_model"]
 
 
-def dense_model(keys: Keys, *, style: RopeStyle, bias: bool = False, qk_norm: bool = False) -> ModelSpec:
-    """Such a model; `bias` of queries, keys and values, `qk_norm` of each head's query and key."""
-    keys.refuse_other_arithmetic()
-    layers, width = keys.block_count(), keys.size("embedding_length")
-    norm = keys.norm()
-    layer = LayerSpec(
+def dense_layer(
+    keys: Keys, *, style: RopeStyle, bias: bool | None = None, qk_norm: bool = False, fused: bool = False,
+    norm: Norm | None = None,
+) -> LayerSpec:  # fmt: skip
+    """Such a layer; `bias` of queries, keys and values (None: as the file), `qk_norm` of each head.
+
+    fused  gate and up are one tensor
+    norm   all its norms; None: an RMS norm
+    """
+    norm = norm or keys.norm()
+    return LayerSpec(
         attention_norm=norm,
-        attention=keys.attention(
-            layers=layers, width=width, style=style, bias=bias, qk_norm=norm if qk_norm else None
-        ),
+        attention=keys.attention(style, bias=bias, qk_norm=norm if qk_norm else None),
         feed_forward_norm=norm,
-        feed_forward=keys.feed_forward(layers=layers),
+        feed_forward=keys.feed_forward(fused=fused),
     )
+
+
+def dense_model(keys: Keys, *kinds: LayerSpec, norm: Norm | None = None) -> ModelSpec:
+    """A model whose layers are of these kinds in turn, with `norm` (None: an RMS norm) after the last."""
     return ModelSpec(
         family=keys.family,
         name=keys.file.string("general.name", default="") or keys.file.path.stem,
-        width=width,
+        width=keys.size("embedding_length"),
         vocab=keys.vocab(),
         context_length=keys.size("context_length"),
-        layers=(layer,) * layers,
-        output_norm=norm,
+        layers=tuple(kinds[index % len(kinds)] for index in range(keys.block_count())),
+        output_norm=norm or keys.norm(),
         tied_head=not keys.has_tensor("output.weight"),
     )
+
+
+def attending(layer: LayerSpec, **changes: Any) -> LayerSpec:
+    """The layer with other fields of its attention."""
+    return replace(layer, attention=replace(layer.attention, **changes))

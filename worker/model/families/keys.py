@@ -3,19 +3,22 @@
 Readers raise ModelFileError, which names the key or tensor at fault.
 """
 
+from dataclasses import replace
 from typing import Final, Literal, cast
 
 import numpy as np
 
 from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.model.rope import Rope, RopeScaling, RopeStyle
-from nightmill.worker.model.spec import Attention, FeedForward, Norm
+from nightmill.worker.model.spec import Activation, Attention, FeedForward, Norm
 
 __all__ = ["ROPE_DIVISORS", "Keys"]
 
-ROPE_DIVISORS: Final = "rope_freqs.weight"
+ROPE_DIVISORS: Final = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
+"""Tensors that divide the rotation's frequencies: always, within the original context, and past it."""
 
-# Keys that change the arithmetic, with the value (besides absence) at which they do not.
+# Keys that change the arithmetic, with the value (besides absence) at which they do not. A file with another
+# value is refused, but for the keys that its family reads.
 _OTHER_ARITHMETIC: Final[dict[str, float]] = {
     "expert_count": 0,
     "logit_scale": 1,
@@ -24,12 +27,11 @@ _OTHER_ARITHMETIC: Final[dict[str, float]] = {
     "attention.scale": 0,
     "attention.clamp_kqv": 0,
     "attention.max_alibi_bias": 0,
+    "attention.temperature_scale": 0,
     "attn_logit_softcapping": 0,
     "final_logit_softcapping": 0,
     "rope.scaling.alpha": 0,
-    "rope.scaling.yarn_attn_factor": 1,
     "rope.scaling.yarn_ext_factor": 1,
-    "rope.scaling.yarn_log_multiplier": 0,
 }
 _MAX_SIZE: Final = 1 << 24  # of any one dimension
 
@@ -40,6 +42,7 @@ class Keys:
     def __init__(self, file: GgufFile, family: str) -> None:
         self.file = file
         self.family = family
+        self._read: set[str] = set()
 
     def name(self, key: str) -> str:
         """The whole key, as messages show it."""
@@ -51,28 +54,40 @@ class Keys:
 
     def positive(self, key: str, default: float | None = None) -> float:
         """A number over 0; without a default it must be given."""
+        self._read.add(key)
         name = self.name(key)
         value = self.file.number(name) if default is None else self.file.number(name, default=default)
         if value <= 0:
             self.file.fail(f"{name}: is {value:g}, expected more than 0")
         return value
 
+    def optional(self, key: str, default: float | None = None) -> float | None:
+        """A number over 0, `default` where the key lacks; None where it says 0: files spell "unset" so."""
+        self._read.add(key)
+        name = self.name(key)
+        value = self.file.number(name, default=default)
+        if value is not None and value < 0:
+            self.file.fail(f"{name}: is {value:g}, expected more than 0")
+        return value or None
+
     def has_tensor(self, name: str) -> bool:
         """Whether the file holds a tensor of that name."""
         return name in self.file.tensors
 
     def refuse_other_arithmetic(self) -> None:
-        """Fail where a key asks for what no spec says."""
+        """Fail where a key that nobody has read asks for what is not plain."""
         file = self.file
         for key, neutral in _OTHER_ARITHMETIC.items():
-            value = file.number(self.name(key), default=neutral)
+            value = neutral if key in self._read else file.number(self.name(key), default=neutral)
             if value != neutral:
                 file.fail(f"{self.name(key)}: {value:g} asks for arithmetic that is not supported")
         if not file.boolean(self.name("attention.causal"), default=True):
             file.fail(f"{self.name('attention.causal')}: this is an encoder, it cannot generate text")
-        window = file.integer(self.name("attention.sliding_window"), default=0)
-        if 0 < window < file.integer(self.name("context_length"), default=0):
-            file.fail(f"{self.name('attention.sliding_window')}: sliding-window attention is not supported")
+        window = "attention.sliding_window"
+        if window not in self._read and 0 < file.integer(self.name(window), default=0) < self.size(
+            "context_length"
+        ):
+            file.fail(f"{self.name(window)}: sliding-window attention is not supported")
 
     def block_count(self) -> int:
         """The number of layers."""
@@ -94,13 +109,31 @@ class Keys:
         return rows
 
     def norm(self) -> Norm:
-        """The norm that all places of these families have."""
+        """The RMS norm that all places of most families have."""
         return Norm(self.positive("attention.layer_norm_rms_epsilon"))
 
+    def window(self, default: int = 0) -> int | None:
+        """Tokens that layers with a sliding window see; None where there are no such layers."""
+        self._read.add("attention.sliding_window")
+        name = self.name("attention.sliding_window")
+        return self.file.integer(name, minimum=0, maximum=2**31, default=default) or None
+
+    def windowed_layers(self, period: int) -> list[bool]:
+        """Which layers have a sliding window: all but each `period`-th, if the file does not say it."""
+        file, layers, name = self.file, self.block_count(), self.name("attention.sliding_window_pattern")
+        if not file.is_array(name):
+            period = file.integer(name, minimum=1, maximum=_MAX_SIZE, default=period)
+            return [(index + 1) % period != 0 for index in range(layers)]
+        given = file.booleans(name)
+        if len(given) != layers:
+            file.fail(f"{name}: has {len(given)} entries for {layers} layers")
+        return given
+
     def attention(
-        self, *, layers: int, width: int, style: RopeStyle, bias: bool, qk_norm: Norm | None
+        self, style: RopeStyle, *, bias: bool | None = None, qk_norm: Norm | None = None
     ) -> Attention:
-        """Attention that is the same in all layers."""
+        """Attention that is the same in all layers; `bias` of queries, keys and values, None: as the file."""
+        layers, width = self.block_count(), self.size("embedding_length")
         heads = self._same_in_all_layers("attention.head_count", layers)
         if heads is None:
             self.file.fail(f"{self.name('attention.head_count')}: the key is missing")
@@ -110,38 +143,52 @@ class Keys:
                 f"{self.name('attention.head_count_kv')}: {kv_heads} does not divide {heads} heads"
             )
         head_dim = self._head_dim(width, heads)
+        fused = self.has_tensor("blk.0.attn_qkv.weight")
+        if bias is None:
+            bias = self.has_tensor("blk.0.attn_qkv.bias" if fused else "blk.0.attn_q.bias")
         return Attention(
             heads=heads,
             kv_heads=kv_heads,
             head_dim=head_dim,
             rope=self.rope(style, head_dim),
             bias=bias,
+            output_bias=self.has_tensor("blk.0.attn_output.bias"),
+            fused=fused,
             qk_norm=qk_norm,
         )
 
-    def feed_forward(self, *, layers: int) -> FeedForward:
-        """A feed-forward network that is the same in all layers."""
-        width = self._rows("blk.0.ffn_up.weight")
-        declared = self._same_in_all_layers("feed_forward_length", layers)
+    def feed_forward(
+        self, *, activation: Activation = Activation.SILU, gated: bool = True, fused: bool = False
+    ) -> FeedForward:
+        """A feed-forward network that is the same in all layers; `fused`: gate and up are one tensor."""
+        rows = self._rows("blk.0.ffn_up.weight")
+        width = rows // 2 if fused else rows
+        declared = self._same_in_all_layers("feed_forward_length", self.block_count())
         if declared not in (None, width):
             self.file.fail(
-                f"{self.name('feed_forward_length')}: is {declared}, but blk.0.ffn_up.weight has {width} rows"
+                f"{self.name('feed_forward_length')}: is {declared}, but blk.0.ffn_up.weight has {rows} rows"
             )
-        return FeedForward(width=width)
+        bias = self.has_tensor("blk.0.ffn_up.bias")
+        return FeedForward(width=width, activation=activation, gated=gated, bias=bias, fused=fused)
 
     def rope(self, style: RopeStyle, head_dim: int) -> Rope:
         """The rotation of heads of `head_dim` elements."""
         base = self.positive("rope.freq_base", 10_000.0)
         if base <= 1:
             self.file.fail(f"{self.name('rope.freq_base')}: is {base:g}, expected more than 1")
-        dim = self._rope_dim(head_dim)
+        dim, scaling = self._rope_dim(head_dim), self._rope_scaling()
         return Rope(
-            style=style,
-            dim=dim,
-            base=base,
-            scaling=self._rope_scaling(),
-            divisors=self._rope_divisors(dim // 2),
+            style=style, dim=dim, base=base, scaling=scaling, divisors=self._rope_divisors(dim // 2, scaling)
         )
+
+    def no_rope(self, style: RopeStyle) -> Rope:
+        """The rotation of layers in which positions do not count."""
+        return Rope(style=style, dim=0, base=self.positive("rope.freq_base", 10_000.0))
+
+    def local_rope(self, rope: Rope, base: float) -> Rope:
+        """The rotation in layers with a sliding window, where positions are not stretched."""
+        base = self.positive("rope.freq_base_swa", base)
+        return replace(rope, base=base, scaling=RopeScaling(), divisors=())
 
     def _same_in_all_layers(self, key: str, layers: int) -> int | None:
         """A size that may be given once or per layer; None where the key lacks."""
@@ -184,28 +231,35 @@ class Keys:
 
     def _rope_dim(self, head_dim: int) -> int:
         name = self.name("rope.dimension_count")
-        dim = self.file.integer(name, minimum=1, maximum=_MAX_SIZE, default=head_dim)
-        if dim != head_dim:
-            self.file.fail(f"{name}: rotating {dim} of {head_dim} elements of a head is not supported")
+        dim = self.file.integer(name, minimum=1, maximum=head_dim, default=head_dim)
         if dim % 2:
-            self.file.fail(f"{name}: a head of {dim} elements has no pairs to rotate")
+            self.file.fail(f"{name}: {dim} elements are not pairs to rotate")
         return dim
 
-    def _rope_divisors(self, pairs: int) -> tuple[float, ...]:
-        info = self.file.tensors.get(ROPE_DIVISORS)
+    def _rope_divisors(self, pairs: int, scaling: RopeScaling) -> tuple[float, ...]:
+        """One set for all texts: the long one if the file's context is longer than the original one.
+
+        Choosing by each text's length would change what the tokens cached so far should have been.
+        """
+        always, short, long = ROPE_DIVISORS
+        stretched = self.size("context_length") > scaling.original_context
+        name = always if self.has_tensor(always) else long if stretched else short
+        info = self.file.tensors.get(name)
         if info is None:
             return ()
         if info.shape != (pairs,):
-            self.file.fail(f"tensor {ROPE_DIVISORS}: has shape {info.shape}, expected {(pairs,)}")
-        divisors = self.file.array(ROPE_DIVISORS)
+            self.file.fail(f"tensor {name}: has shape {info.shape}, expected {(pairs,)}")
+        divisors = self.file.array(name)
         if not (np.isfinite(divisors).all() and (divisors > 0).all()):
-            self.file.fail(f"tensor {ROPE_DIVISORS}: holds a divisor that is not a positive number")
+            self.file.fail(f"tensor {name}: holds a divisor that is not a positive number")
         return tuple(divisors.tolist())
 
     def _rope_scaling(self) -> RopeScaling:
         # llama.cpp's reading: a factor without a type is linear; `scale_linear` is the factor's old name.
         file, kind_key = self.file, self.name("rope.scaling.type")
         kind = file.string(kind_key, default="linear")
+        if kind == "longrope" and self.has_tensor(ROPE_DIVISORS[-1]):
+            kind = "none"  # its divisors say it all
         if kind not in ("none", "linear", "yarn"):
             file.fail(f"{kind_key}: {kind!r} is not supported; supported are none, linear, yarn")
         factor_key = self.name("rope.scaling.factor")
@@ -229,4 +283,6 @@ class Keys:
             ),
             beta_fast=self.positive("rope.scaling.yarn_beta_fast", 32.0),
             beta_slow=self.positive("rope.scaling.yarn_beta_slow", 1.0),
+            own_magnitude=self.optional("rope.scaling.yarn_attn_factor"),
+            log_multiplier=self.optional("rope.scaling.yarn_log_multiplier") or 0.0,
         )

@@ -172,6 +172,11 @@ class GgufFile:
             return default
         return self._read_numbers(value.item, value.offset, value.count).tolist()
 
+    def booleans(self, key: str) -> list[bool]:
+        """An array of booleans."""
+        value = self._array(key, {GGUFValueType.BOOL}, "an array of booleans", _REQUIRED)
+        return self._read_numbers(GGUFValueType.BOOL, value.offset, value.count).tolist() if value else []
+
     @overload
     def numbers(self, key: str) -> list[float]: ...
     @overload

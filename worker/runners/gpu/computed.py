@@ -24,7 +24,7 @@ def _computed(spec: ModelSpec) -> ModelSpec:
         vocab=spec.vocab,
         context_length=spec.context_length,
         layers=tuple(map(_computed_layer, spec.layers)),
-        output_norm=Norm(spec.output_norm.eps),
+        output_norm=_computed_norm(spec.output_norm),
         tied_head=spec.tied_head,
     )
 
@@ -32,7 +32,7 @@ def _computed(spec: ModelSpec) -> ModelSpec:
 def _computed_layer(layer: LayerSpec) -> LayerSpec:
     attention, feed_forward = layer.attention, layer.feed_forward
     return LayerSpec(
-        attention_norm=Norm(layer.attention_norm.eps),
+        attention_norm=_computed_norm(layer.attention_norm),
         attention=Attention(
             heads=attention.heads,
             kv_heads=attention.kv_heads,
@@ -40,11 +40,16 @@ def _computed_layer(layer: LayerSpec) -> LayerSpec:
             rope=replace(attention.rope, dim=attention.head_dim),
             bias=attention.bias,
             fused=attention.fused,
-            qk_norm=None if attention.qk_norm is None else Norm(attention.qk_norm.eps),
+            qk_norm=None if attention.qk_norm is None else _computed_norm(attention.qk_norm),
         ),
-        feed_forward_norm=Norm(layer.feed_forward_norm.eps),
+        feed_forward_norm=_computed_norm(layer.feed_forward_norm),
         feed_forward=FeedForward(width=feed_forward.width, fused=feed_forward.fused),
     )
+
+
+def _computed_norm(norm: Norm | None) -> Norm:
+    """There is always one."""
+    return Norm(0.0 if norm is None else norm.eps)
 
 
 def _differences(given: Any, computed: Any) -> Iterator[str]:

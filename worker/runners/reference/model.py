@@ -100,6 +100,8 @@ class Model:
         cosine, sine = rotations[attention.rope]
         interleaved = attention.rope.style is RopeStyle.PAIRS
         q, k = (ops.rope(part, cosine, sine, interleaved=interleaved) for part in (q, k))
+        if attention.temperature is not None:
+            q = q * attention.temperature.factors(places.positions)[:, None, None].astype(q.dtype)
         how = ops.Scores(attention.scale, attention.softcap, attention.window)
         mixed = self._cache.attend(index, q, k, v, places, how).reshape(len(x), -1)
         return self._linear(mixed, weights[Role.ATTN_OUTPUT], weights.get(Role.ATTN_OUTPUT_BIAS))

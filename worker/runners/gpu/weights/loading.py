@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from nightmill.jobs.errors import ModelFileError
 from nightmill.worker.model.gguf.file import GgufFile
-from nightmill.worker.model.spec import ModelSpec, Role, Weight
+from nightmill.worker.model.spec import ModelSpec, Norm, Role, Weight
 from nightmill.worker.runners.gpu.device.device import Arena, Device
 from nightmill.worker.runners.gpu.device.operands import ABSENT, FLOAT, Buffer, Matrix
 from nightmill.worker.runners.gpu.weights.dequantizer import SUPPORTED, Dequantizer
@@ -76,20 +76,20 @@ class _Loader:
         return Weights(
             embedding=embedding,
             layers=layers,
-            output_norm=NormWeight(self._vector(own, Role.OUTPUT_NORM), spec.output_norm.eps),
+            output_norm=self._norm(own, Role.OUTPUT_NORM, spec.output_norm),
             head=embedding if spec.tied_head else self._matrix(own, Role.HEAD),
         )
 
     def _layer(self, index: int) -> LayerWeights:
         layer, own = self._spec.layers[index], self._spec.layer_weights(index)
         return LayerWeights(
-            attn_norm=NormWeight(self._vector(own, Role.ATTN_NORM), layer.attention_norm.eps),
+            attn_norm=self._norm(own, Role.ATTN_NORM, layer.attention_norm),
             qkv=self._matrix(own, Role.QKV),
             qkv_bias=self._vector(own, Role.QKV_BIAS),
             q_norm=self._vector(own, Role.Q_NORM),
             k_norm=self._vector(own, Role.K_NORM),
             attn_output=self._matrix(own, Role.ATTN_OUTPUT),
-            ffn_norm=NormWeight(self._vector(own, Role.FFN_NORM), layer.feed_forward_norm.eps),
+            ffn_norm=self._norm(own, Role.FFN_NORM, layer.feed_forward_norm),
             gate_up=self._matrix(own, Role.GATE_UP),
             ffn_down=self._matrix(own, Role.FFN_DOWN),
         )
@@ -102,6 +102,9 @@ class _Loader:
         address = self._place(weight, size, [kept.bytes(*shape) for _, shape in weight.parts], half=True)
         self._device.fill(address + used, 0, size - used)
         return Matrix(address, rows, columns, kept)
+
+    def _norm(self, own: dict[Role, Weight], role: Role, norm: Norm | None) -> NormWeight:
+        return NormWeight(self._vector(own, role), 0.0 if norm is None else norm.eps)
 
     def _vector(self, own: dict[Role, Weight], role: Role) -> Buffer:
         if role not in own:

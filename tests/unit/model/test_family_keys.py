@@ -1,0 +1,265 @@
+"""Each family from the keys that llama.cpp's converter writes for it, in small: is its spec the right one?"""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+
+from nightmill.jobs.errors import ModelFileError
+from nightmill.worker.model.families import FAMILIES, read_spec
+from nightmill.worker.model.gguf.file import GgufFile
+from nightmill.worker.model.rope import Rope, RopeScaling, RopeStyle
+from nightmill.worker.model.spec import (
+    Activation,
+    Attention,
+    FeedForward,
+    LayerSpec,
+    ModelSpec,
+    Norm,
+    Temperature,
+)
+from tests.ggufs import byte_vocabulary, spec_tensors, write_file
+
+EPS = 2**-20
+NORM = Norm(EPS)
+HALVES = Rope(style=RopeStyle.HALVES, dim=16, base=10_000.0, scaling=RopeScaling(original_context=512))
+PAIRS = replace(HALVES, style=RopeStyle.PAIRS)
+STILL = Rope(style=RopeStyle.PAIRS, dim=0, base=10_000.0)
+KEYS: dict[str, Any] = {
+    "context_length": 512, "embedding_length": 64, "feed_forward_length": 96, "attention.head_count": 4,
+    "attention.head_count_kv": 2, "attention.layer_norm_rms_epsilon": EPS,
+}  # fmt: skip
+SIZED = {"attention.key_length": 16, "attention.value_length": 16}
+BASED = {"rope.freq_base": 10_000.0, "rope.dimension_count": 16}
+
+
+def layer(rope: Rope, *, feed_forward: dict[str, Any] | None = None, **more: Any) -> LayerSpec:
+    """Attention of 4 heads of 16 and SwiGLU of 96, with other fields: the layer's, or the attention's."""
+    own = {name: more.pop(name) for name in list(more) if name in LayerSpec.__dataclass_fields__}
+    norms: dict[str, Any] = {"attention_norm": NORM, "feed_forward_norm": NORM}
+    return LayerSpec(
+        attention=Attention(heads=4, kv_heads=2, head_dim=16, rope=rope, **more),
+        feed_forward=FeedForward(width=96, **(feed_forward or {})),
+        **(norms | own),
+    )
+
+
+def model(family: str, *layers: LayerSpec, **more: Any) -> ModelSpec:
+    """A model of width 64 with a tied head, with other fields."""
+    fields: dict[str, Any] = {
+        "family": family, "name": "model", "width": 64, "vocab": len(byte_vocabulary().tokens),
+        "context_length": 512, "layers": layers, "output_norm": NORM, "tied_head": True,
+    }  # fmt: skip
+    return ModelSpec(**(fields | more))
+
+
+def attending(layer: LayerSpec, **changes: Any) -> LayerSpec:
+    return replace(layer, attention=replace(layer.attention, **changes))
+
+
+AFTER = {"attention_post_norm": NORM, "feed_forward_post_norm": NORM}
+AFTER_ALONE = AFTER | {"attention_norm": None, "feed_forward_norm": None}
+GELU = {"activation": Activation.GELU}
+GEMMA2 = layer(HALVES, softcap=50.0, feed_forward=GELU, **AFTER)
+GEMMA2_LOCAL = attending(GEMMA2, window=4096)
+GEMMA3 = layer(replace(HALVES, base=1e6), qk_norm=NORM, feed_forward=GELU, **AFTER)
+GEMMA3_LOCAL = attending(GEMMA3, window=100, rope=Rope(style=RopeStyle.HALVES, dim=16, base=10_000.0))
+YARN = RopeScaling("yarn", 4.0, original_context=128)
+OLMO = layer(HALVES, qk_norm=NORM, qk_norm_whole=True, **AFTER_ALONE)
+OLMO3 = attending(OLMO, rope=replace(HALVES, scaling=replace(YARN, own_magnitude=1.125)))
+OLMO3_LOCAL = attending(OLMO, window=100, rope=Rope(style=RopeStyle.HALVES, dim=16, base=10_000.0))
+
+FILES: dict[str, tuple[dict[str, Any], ModelSpec]] = {
+    "gemma2": (
+        SIZED
+        | {
+            "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0,
+            "attention.sliding_window": 4096,
+        },
+        model("gemma2", GEMMA2_LOCAL, GEMMA2, embedding_scale=8.0, logit_softcap=30.0),
+    ),
+    "gemma2, first files": (
+        SIZED, model("gemma2", GEMMA2_LOCAL, GEMMA2, embedding_scale=8.0, logit_softcap=30.0),
+    ),
+    "gemma3": (
+        SIZED | {"rope.freq_base": 1e6, "attention.sliding_window": 100},
+        model("gemma3", *[GEMMA3_LOCAL] * 5, GEMMA3, GEMMA3_LOCAL, embedding_scale=8.0),
+    ),
+    "gemma3, later files": (
+        SIZED
+        | {
+            "rope.freq_base": 1e6, "rope.freq_base_swa": 5000.0, "attention.sliding_window": 100,
+            "attention.sliding_window_pattern": 2, "final_logit_softcapping": 30.0,
+            "rope.scaling.type": "linear", "rope.scaling.factor": 8.0,
+        },
+        model(
+            "gemma3",
+            attending(GEMMA3_LOCAL, rope=replace(GEMMA3_LOCAL.attention.rope, base=5000.0)),
+            attending(
+                GEMMA3,
+                rope=replace(
+                    GEMMA3.attention.rope, scaling=RopeScaling("linear", 8.0, original_context=512)
+                ),
+            ),
+            embedding_scale=8.0, logit_softcap=30.0,
+        ),
+    ),
+    "phi3": (
+        BASED | {"rope.scaling.original_context_length": 512, "attention.sliding_window": 100},
+        model(
+            "phi3", layer(HALVES, window=100, fused=True, feed_forward={"fused": True}), tied_head=False
+        ),
+    ),
+    "phi3, without a window": (
+        {"attention.sliding_window": 0, "rope.dimension_count": 12},
+        model("phi3", layer(replace(HALVES, dim=12), fused=True, feed_forward={"fused": True})),
+    ),
+    "smollm3": (
+        BASED | {"vocab_size": len(byte_vocabulary().tokens)},
+        model("smollm3", *[layer(PAIRS)] * 3, layer(STILL), layer(PAIRS)),
+    ),
+    "granite": (
+        BASED
+        | {
+            "attention.scale": 0.0625, "embedding_scale": 12.0, "residual_scale": 0.25, "logit_scale": 8.0,
+        },
+        model(
+            "granite", layer(PAIRS, scale=0.0625, residual_scale=0.25), embedding_scale=12.0,
+            logit_scale=0.125,
+        ),
+    ),
+    "granite without rotation": (
+        BASED | {"rope.scaling.finetuned": False, "logit_scale": 1.0},
+        model("granite", layer(STILL, bias=True, output_bias=True, feed_forward={"bias": True})),
+    ),
+    "olmo2": ({"rope.freq_base": 10_000.0}, model("olmo2", OLMO, OLMO, tied_head=False)),
+    "olmo3": (
+        {
+            "attention.sliding_window": 100, "attention.sliding_window_pattern": [True, False, True],
+            "rope.scaling.type": "yarn", "rope.scaling.factor": 4.0,
+            "rope.scaling.original_context_length": 128, "rope.scaling.yarn_attn_factor": 1.125,
+            "rope.scaling.yarn_beta_fast": 32.0, "rope.scaling.yarn_beta_slow": 1.0,
+        },
+        model("olmo2", OLMO3_LOCAL, OLMO3, OLMO3_LOCAL, tied_head=False),
+    ),
+    "mistral3": (
+        BASED | SIZED
+        | {
+            "rope.scaling.type": "yarn", "rope.scaling.factor": 4.0,
+            "rope.scaling.original_context_length": 128, "rope.scaling.yarn_log_multiplier": 1.0,
+            "attention.temperature_scale": 0.125,
+        },
+        model(
+            "mistral3",
+            layer(
+                replace(PAIRS, scaling=replace(YARN, log_multiplier=1.0)),
+                temperature=Temperature(0.125, 128),
+            ),
+        ),
+    ),
+}  # fmt: skip
+
+
+def spec_of(path: Path, keys: dict[str, Any], like: ModelSpec, **tensors: Any) -> ModelSpec:
+    """What a file says with these keys and the tensors of a spec."""
+    keys = KEYS | {"block_count": len(like.layers)} | keys
+    file = write_file(path / "model.gguf", like.family, keys, spec_tensors(like) | tensors)
+    with GgufFile.open(file) as opened:
+        return read_spec(opened)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_the_keys_of_a_family_give_its_spec(name: str, tmp_path: Path) -> None:
+    keys, expected = FILES[name]
+    assert spec_of(tmp_path, keys, expected) == expected
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_keys_and_tensors_are_those_that_the_converter_knows(name: str) -> None:
+    keys, spec = FILES[name]
+    known = {
+        value.removeprefix("{arch}.")
+        for group in (gguf.Keys.LLM, gguf.Keys.Attention, gguf.Keys.Rope)
+        for value in vars(group).values()
+        if isinstance(value, str)
+    }
+    assert set(KEYS | keys) <= known
+    number = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}[spec.family]
+    blocks = range(len(spec.layers))
+    tensors = {
+        gguf.TENSOR_NAMES[tensor].format(bid=block)
+        for tensor in gguf.MODEL_TENSORS[number]
+        for block in blocks
+    }
+    used = {name.rpartition(".")[0] for _, weight in spec.all_weights() for name in weight.names}
+    assert used <= tensors
+
+
+def test_every_family_beside_the_first_three_has_a_file_here() -> None:
+    assert {spec.family for _, spec in FILES.values()} == set(FAMILIES) - {"llama", "qwen2", "qwen3"}
+
+
+@pytest.mark.parametrize(("family", "layers"), [("gemma2", 46), ("gemma3", 62)])
+def test_the_largest_gemmas_scale_scores_by_width_over_heads(
+    family: str, layers: int, tmp_path: Path
+) -> None:
+    keys, spec = FILES[family]
+    heads_of_32 = replace(spec.layers[0].attention, head_dim=32, rope=replace(HALVES, dim=32))
+    like = replace(spec, layers=(replace(spec.layers[0], attention=heads_of_32),) * layers)
+    keys = keys | {"attention.key_length": 32, "attention.value_length": 32}
+    assert {one.scale for one in spec_of(tmp_path, keys, like).attentions} == {0.25}
+    smaller = replace(like, layers=like.layers[1:])
+    assert {one.scale for one in spec_of(tmp_path, keys, smaller).attentions} == {None}
+
+
+@pytest.mark.parametrize(("original", "factors"), [(512, "short"), (128, "long")])
+def test_long_factors_serve_contexts_past_the_original_one(
+    original: int, factors: str, tmp_path: Path
+) -> None:
+    given = {"short": np.arange(1, 9, dtype=np.float32), "long": np.arange(2, 10, dtype=np.float32)}
+    _, like = FILES["phi3"]
+    keys = {"rope.scaling.original_context_length": original, "rope.scaling.attn_factor": 1.25}
+    tensors = {f"rope_factors_{name}.weight": values for name, values in given.items()}
+    rope = spec_of(tmp_path, keys, like, **tensors).layers[0].attention.rope
+    assert rope.divisors == tuple(given[factors])
+    assert rope.magnitude == 1.25
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "value"),
+    [
+        ("gemma2", "attention.scale", 0.5),
+        ("phi3", "logit_scale", 0.5),
+        ("olmo2", "attn_logit_softcapping", 30.0),
+        ("granite", "attention.temperature_scale", 0.5),
+        ("smollm3", "final_logit_softcapping", 30.0),
+    ],
+)
+def test_a_key_that_its_family_does_not_have_is_refused_by_name(
+    name: str, key: str, value: float, tmp_path: Path
+) -> None:
+    keys, spec = FILES[name]
+    with pytest.raises(
+        ModelFileError, match=rf"{spec.family}\.{key}: {value:g} asks for arithmetic that is not supported"
+    ):
+        spec_of(tmp_path, keys | {key: value}, spec)
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "value", "message"),
+    [
+        ("gemma3", "attention.sliding_window_pattern", [True], "has 1 entries for 7 layers"),
+        ("gemma3", "attention.sliding_window", -1, "sliding_window: is -1, expected 0"),
+        ("granite", "embedding_scale", -2.0, "embedding_scale: is -2, expected more than 0"),
+        ("mistral3", "rope.scaling.type", "longrope", "'longrope' is not supported"),
+    ],
+)
+def test_a_wrong_value_is_refused_by_name(
+    name: str, key: str, value: Any, message: str, tmp_path: Path
+) -> None:
+    keys, spec = FILES[name]
+    with pytest.raises(ModelFileError, match=message):
+        spec_of(tmp_path, keys | {key: value}, spec)
