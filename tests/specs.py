@@ -90,7 +90,9 @@ VARIANTS = {
         },
         attention={"qk_norm": NORM},
     ),
+    "both at once": variant(layer={"parallel": True, "feed_forward_norm": None}),
     "temperature": variant(attention={"temperature": Temperature(0.3, 10)}),
+    "norms after rotation": variant(attention={"qk_norm": NORM, "qk_norm_rotated": True}),
     "norms of whole Q and K": variant(
         attention={"qk_norm": NORM, "qk_norm_whole": True},
     ),

@@ -22,7 +22,8 @@ def straightforward_logits(file: GgufFile, spec: ModelSpec, tokens: list[int]) -
         added = _attention(file, layer.attention, block, normed)
         added = _normed(file, layer.attention_post_norm, block + "post_attention_norm", added)
         x = x + layer.residual_scale * added
-        normed = _normed(file, layer.feed_forward_norm, block + "ffn_norm", x)
+        if not layer.parallel:
+            normed = _normed(file, layer.feed_forward_norm, block + layer.feed_forward_norm_name, x)
         added = _feed_forward(file, layer.feed_forward, block, normed)
         added = _normed(file, layer.feed_forward_post_norm, block + "post_ffw_norm", added)
         x = x + layer.residual_scale * added
@@ -70,11 +71,16 @@ def _attention(file: GgufFile, attention: Attention, block: str, x: Wide) -> Wid
         of_q, of_k, of_v = (
             part[:, at * size : (at + 1) * size] for part, at in ((q, head), (k, kv), (v, kv))
         )
-        if not attention.qk_norm_whole:
-            of_q = _normed(file, attention.qk_norm, block + "attn_q_norm", of_q)
-            of_k = _normed(file, attention.qk_norm, block + "attn_k_norm", of_k)
+        norms = (block + "attn_q_norm", of_q), (block + "attn_k_norm", of_k)
+        if attention.qk_norm_rotated:
+            of_q, of_k = (
+                _normed(file, attention.qk_norm, name, _rotated(attention.rope, part)) for name, part in norms
+            )
+        else:
+            norm = None if attention.qk_norm_whole else attention.qk_norm
+            of_q, of_k = (_rotated(attention.rope, _normed(file, norm, name, part)) for name, part in norms)
         scale = size**-0.5 if attention.scale is None else attention.scale
-        scores = _rotated(attention.rope, of_q) @ _rotated(attention.rope, of_k).T * scale
+        scores = of_q @ of_k.T * scale
         if attention.temperature is not None:
             steps = place // attention.temperature.length
             scores = scores * (1 + attention.temperature.scale * np.log(1 + steps))[:, None]

@@ -126,6 +126,62 @@ CASES = {
         {"rope.scaling.yarn_log_multiplier": 1.0, "attention.temperature_scale": 0.1}, theta=1e6,
         scaling=YARN | {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1},
     ),
+    "ernie4_5": Case("ernie4_5", {"head_dim": 32, "use_bias": False}, theta=500_000.0),
+    "exaone4": Case(
+        "exaone4",
+        {
+            "sliding_window": None, "head_dim": 16, "num_hidden_layers": 5,
+            "layer_types": ["full_attention"] * 5,
+        },
+        theta=1e6, scaling=LLAMA3,
+    ),
+    "exaone4-windows": Case(
+        "exaone4",
+        {
+            "sliding_window": 40, "num_hidden_layers": 5, "head_dim": 16,
+            "layer_types": [
+                "sliding_attention", "sliding_attention", "full_attention", "sliding_attention",
+                "full_attention",
+            ],
+        },
+        {
+            "attention.sliding_window": 40,
+            "attention.sliding_window_pattern": [True, True, False, True, False],
+        },
+        tied=False, theta=1e6, scaling=LLAMA3,
+    ),
+    "glm4": Case(
+        "glm4", {"head_dim": 32, "attention_bias": True, "partial_rotary_factor": 0.5},
+        {"rope.dimension_count": 16}, tied=False,
+    ),
+    "starcoder2": Case(
+        "starcoder2", {"sliding_window": None, "norm_epsilon": 1e-5},
+        {"attention.layer_norm_epsilon": 1e-5}, theta=1e5, tied=False,
+    ),
+    "stablelm": Case(
+        "stablelm", {"partial_rotary_factor": 0.5, "use_qkv_bias": True, "layer_norm_eps": 1e-5},
+        {"rope.dimension_count": 8, "use_parallel_residual": False, "attention.layer_norm_epsilon": 1e-5},
+        tied=False,
+    ),
+    "stablelm-parallel": Case(
+        "stablelm", {"partial_rotary_factor": 0.5, "use_parallel_residual": True, "layer_norm_eps": 1e-5},
+        {"rope.dimension_count": 8, "use_parallel_residual": True, "attention.layer_norm_epsilon": 1e-5},
+        tied=False,
+    ),
+    "command-r": Case(
+        "command-r", {"logit_scale": 0.25, "layer_norm_eps": 1e-5},
+        {"logit_scale": 0.25, "attention.layer_norm_epsilon": 1e-5, "rope.scaling.type": "none"},
+    ),
+    "cohere2": Case(
+        "cohere2",
+        {"logit_scale": 0.25, "layer_norm_eps": 1e-5, "sliding_window": 40, "num_hidden_layers": 5},
+        {
+            "logit_scale": 0.25, "attention.layer_norm_epsilon": 1e-5, "rope.scaling.type": "none",
+            "attention.sliding_window": 40, "rope.dimension_count": 16,
+        },
+    ),
+    "hunyuan-dense": Case("hunyuan-dense", {"head_dim": 32}),
+    "seed_oss": Case("seed_oss", {"head_dim": 32, "attention_bias": True}, tied=False, theta=1e7),
     "olmo2": Case("olmo2", {}, tied=False, theta=500_000.0),
     "olmo3": Case(
         "olmo3", {"sliding_window": 40, "num_hidden_layers": 5},
@@ -146,6 +202,15 @@ CLASSES = {  # of transformers: configuration and model
     "smollm3": ("SmolLM3Config", "SmolLM3ForCausalLM"),
     "granite": ("GraniteConfig", "GraniteForCausalLM"),
     "mistral3": ("Ministral3Config", "Ministral3ForCausalLM"),
+    "ernie4_5": ("Ernie4_5Config", "Ernie4_5ForCausalLM"),
+    "exaone4": ("Exaone4Config", "Exaone4ForCausalLM"),
+    "glm4": ("Glm4Config", "Glm4ForCausalLM"),
+    "starcoder2": ("Starcoder2Config", "Starcoder2ForCausalLM"),
+    "stablelm": ("StableLmConfig", "StableLmForCausalLM"),
+    "command-r": ("CohereConfig", "CohereForCausalLM"),
+    "cohere2": ("Cohere2Config", "Cohere2ForCausalLM"),
+    "hunyuan-dense": ("HunYuanDenseV1Config", "HunYuanDenseV1ForCausalLM"),
+    "seed_oss": ("SeedOssConfig", "SeedOssForCausalLM"),
     "olmo2": ("Olmo2Config", "Olmo2ForCausalLM"),
     "olmo3": ("Olmo3Config", "Olmo3ForCausalLM"),
 }
@@ -177,15 +242,15 @@ def make_model(case: Case) -> Any:
     model = model_class(config).to(torch.float32).eval()
     around = 0.0 if case.family.startswith("gemma") else 1.0  # these add 1 themselves
     # A tied head would echo its input if the embedding outweighed what the layers add.
-    echo = math.sqrt(config.hidden_size) if case.family.startswith("gemma") else 1.0
-    echo *= getattr(config, "embedding_multiplier", 1.0)
+    scale = math.sqrt(config.hidden_size) if case.family.startswith("gemma") else 1.0
+    scale *= getattr(config, "embedding_multiplier", 1.0)
+    gains = {"embed_tokens": 2.0 / scale if case.tied else 8.0, "lm_head": 2.0}
     with torch.no_grad():
         for key, weight in model.named_parameters():
             if weight.ndim == 2:
-                gain = 2.0 / echo if "embed" in key or "lm_head" in key else 1.3
-                weight.normal_(0, gain * weight.shape[1] ** -0.5)
+                weight.normal_(0, gains.get(key.split(".")[-2], 1.3) * weight.shape[1] ** -0.5)
             else:
-                weight.normal_(around if "norm" in key else 0.0, 0.3)
+                weight.normal_(*((around, 0.3) if key.endswith("norm.weight") else (0.0, 0.1)))
     return model
 
 

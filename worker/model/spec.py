@@ -130,7 +130,8 @@ class Attention:
     bias: bool = False  # added to queries, keys and values
     output_bias: bool = False
     fused: bool = False  # the file has queries, keys and values in one tensor
-    qk_norm: Norm | None = None  # of each head's query and key, before rotation
+    qk_norm: Norm | None = None  # of each head's query and key
+    qk_norm_rotated: bool = False  # after rotation instead of before it
     qk_norm_whole: bool = False  # it goes over all heads of a token at once
     window: int | None = None  # a token sees so many, itself included; None: all before it
     scale: float | None = None  # of scores; None: 1 / sqrt(head_dim)
@@ -204,9 +205,11 @@ class LayerSpec:
     attention: Attention
     attention_post_norm: Norm | None = None
     feed_forward_norm: Norm | None
+    feed_forward_norm_name: str = "ffn_norm"  # in the file
     feed_forward: FeedForward
     feed_forward_post_norm: Norm | None = None
     residual_scale: float = 1.0
+    parallel: bool = False  # the feed-forward network reads what attention reads: attention's norm
 
     def weights(self, width: int) -> Weights:
         """All its weights, with names as they follow `blk.N.`."""
@@ -218,7 +221,7 @@ class LayerSpec:
             norm(self.attention_norm, Role.ATTN_NORM, "attn_norm")
             | self.attention.weights(width)
             | norm(self.attention_post_norm, Role.ATTN_POST_NORM, "post_attention_norm")
-            | norm(self.feed_forward_norm, Role.FFN_NORM, "ffn_norm")
+            | norm(self.feed_forward_norm, Role.FFN_NORM, self.feed_forward_norm_name)
             | self.feed_forward.weights(width)
             | norm(self.feed_forward_post_norm, Role.FFN_POST_NORM, "post_ffw_norm")
         )

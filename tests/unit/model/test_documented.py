@@ -3,8 +3,14 @@
 import re
 from pathlib import Path
 
+import pytest
+
+from nightmill.jobs.errors import RunnerError
 from nightmill.worker.model.families import FAMILIES
+from nightmill.worker.model.spec import ModelSpec
+from nightmill.worker.runners.gpu.catalogue import check_spec
 from nightmill.worker.runners.gpu.weights.dequantizer import SUPPORTED
+from tests.unit.model.test_family_keys import FILES
 
 PAGE = (Path(__file__).parents[3] / "docs" / "models.md").read_text(encoding="utf-8")
 
@@ -14,6 +20,20 @@ ON_A_GPU = dict(re.findall(r"^\| `([\w-]+)` \|.*\| (yes|no|those)[^|]* \|$", PAG
 
 def test_every_family_is_named() -> None:
     assert ON_A_GPU.keys() == FAMILIES.keys()
+
+
+@pytest.mark.parametrize("family", sorted({spec.family for _, spec in FILES.values()}))
+def test_the_page_says_which_families_the_gpu_takes(family: str) -> None:
+    taken = {gpu_takes(spec) for _, spec in FILES.values() if spec.family == family}
+    assert taken == {"yes": {True}, "no": {False}, "those": {True, False}}[ON_A_GPU[family]]
+
+
+def gpu_takes(spec: ModelSpec) -> bool:
+    try:
+        check_spec(spec)
+    except RunnerError:
+        return False
+    return True
 
 
 def test_every_type_of_tensor_that_the_gpu_takes_is_named() -> None:

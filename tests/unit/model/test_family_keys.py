@@ -72,6 +72,12 @@ OLMO = layer(HALVES, qk_norm=NORM, qk_norm_whole=True, **AFTER_ALONE)
 OLMO3 = attending(OLMO, rope=replace(HALVES, scaling=replace(YARN, own_magnitude=1.125)))
 OLMO3_LOCAL = attending(OLMO, window=100, rope=Rope(style=RopeStyle.HALVES, dim=16, base=10_000.0))
 
+EXAONE = layer(HALVES, qk_norm=NORM, **AFTER_ALONE)
+CENTRED = {"attention.layer_norm_rms_epsilon": None, "attention.layer_norm_epsilon": EPS}
+LAYER_NORM, WITH_BIAS = Norm(EPS, centred=True), Norm(EPS, centred=True, bias=True)
+CENTRED_NORMS = {"attention_norm": WITH_BIAS, "feed_forward_norm": WITH_BIAS}
+COHERE = layer(PAIRS, attention_norm=LAYER_NORM, feed_forward_norm=None, parallel=True)
+
 FILES: dict[str, tuple[dict[str, Any], ModelSpec]] = {
     "gemma2": (
         SIZED
@@ -107,13 +113,24 @@ FILES: dict[str, tuple[dict[str, Any], ModelSpec]] = {
             embedding_scale=8.0, logit_softcap=30.0,
         ),
     ),
+    "gemma3, without a window": (
+        SIZED | {"rope.freq_base": 1e6}, model("gemma3", GEMMA3, GEMMA3, embedding_scale=8.0),
+    ),
     "phi3": (
         BASED | {"rope.scaling.original_context_length": 512, "attention.sliding_window": 100},
         model(
             "phi3", layer(HALVES, window=100, fused=True, feed_forward={"fused": True}), tied_head=False
         ),
     ),
+    "phi3, with a window past its context": (
+        {"attention.sliding_window": 1000},
+        model("phi3", layer(HALVES, fused=True, feed_forward={"fused": True})),
+    ),
     "phi3, without a window": (
+        {"attention.sliding_window": 0},
+        model("phi3", layer(HALVES, fused=True, feed_forward={"fused": True})),
+    ),
+    "phi3, partly rotated": (
         {"attention.sliding_window": 0, "rope.dimension_count": 12},
         model("phi3", layer(replace(HALVES, dim=12), fused=True, feed_forward={"fused": True})),
     ),
@@ -144,6 +161,73 @@ FILES: dict[str, tuple[dict[str, Any], ModelSpec]] = {
             "rope.scaling.yarn_beta_fast": 32.0, "rope.scaling.yarn_beta_slow": 1.0,
         },
         model("olmo2", OLMO3_LOCAL, OLMO3, OLMO3_LOCAL, tied_head=False),
+    ),
+    "ernie4_5": (SIZED | {"rope.freq_base": 10_000.0}, model("ernie4_5", layer(PAIRS))),
+    "exaone4": ({"vocab_size": len(byte_vocabulary().tokens)}, model("exaone4", EXAONE, EXAONE)),
+    "exaone4 with windows": (
+        {"attention.sliding_window": 100, "attention.sliding_window_pattern": [True, False]},
+        model(
+            "exaone4", attending(EXAONE, window=100),
+            attending(EXAONE, rope=replace(STILL, style=RopeStyle.HALVES)), tied_head=False,
+        ),
+    ),
+    "glm4": (
+        {"rope.dimension_count": 8},
+        model(
+            "glm4", layer(replace(PAIRS, dim=8), bias=True, feed_forward={"fused": True}, **AFTER),
+            tied_head=False,
+        ),
+    ),
+    "starcoder2": (
+        CENTRED,
+        model(
+            "starcoder2",
+            layer(
+                HALVES, bias=True, output_bias=True, feed_forward=GELU | {"gated": False, "bias": True},
+                **CENTRED_NORMS,
+            ),
+            output_norm=WITH_BIAS,
+        ),
+    ),
+    "stablelm": (
+        CENTRED | {"rope.dimension_count": 4, "use_parallel_residual": False},
+        model(
+            "stablelm", layer(replace(HALVES, dim=4), bias=True, **CENTRED_NORMS), output_norm=WITH_BIAS,
+            tied_head=False,
+        ),
+    ),
+    "stablelm, in parallel": (
+        CENTRED | {"rope.dimension_count": 4, "use_parallel_residual": True},
+        model(
+            "stablelm",
+            layer(
+                replace(HALVES, dim=4), attention_norm=WITH_BIAS, feed_forward_norm=None, parallel=True,
+            ),
+            output_norm=WITH_BIAS,
+        ),
+    ),
+    "command-r": (
+        CENTRED | {"logit_scale": 0.0625, "rope.scaling.type": "none"},
+        model("command-r", COHERE, logit_scale=0.0625, output_norm=LAYER_NORM),
+    ),
+    "cohere2": (
+        CENTRED
+        | {"logit_scale": 0.25, "rope.scaling.type": "none", "attention.sliding_window": 100} | BASED,
+        model(
+            "cohere2", *[attending(COHERE, window=100)] * 3, attending(COHERE, rope=STILL),
+            logit_scale=0.25, output_norm=LAYER_NORM,
+        ),
+    ),
+    "hunyuan-dense": (
+        SIZED | {"rope.scaling.type": "none", "rope.scaling.factor": 1.0},
+        model("hunyuan-dense", layer(HALVES, qk_norm=NORM, qk_norm_rotated=True)),
+    ),
+    "seed_oss": (
+        SIZED,
+        model(
+            "seed_oss", layer(HALVES, bias=True, feed_forward_norm_name="post_attention_norm"),
+            tied_head=False,
+        ),
     ),
     "mistral3": (
         BASED | SIZED
@@ -254,6 +338,7 @@ def test_a_key_that_its_family_does_not_have_is_refused_by_name(
         ("gemma3", "attention.sliding_window_pattern", [True], "has 1 entries for 7 layers"),
         ("gemma3", "attention.sliding_window", -1, "sliding_window: is -1, expected 0"),
         ("granite", "embedding_scale", -2.0, "embedding_scale: is -2, expected more than 0"),
+        ("glm4", "rope.dimension_sections", [4, 2, 2, 0], "dimension_sections: the rotation of images"),
         ("mistral3", "rope.scaling.type", "longrope", "'longrope' is not supported"),
     ],
 )

@@ -4,8 +4,13 @@ from collections.abc import Callable
 from typing import Final
 
 from nightmill.worker.model.families.checks import check_tensors
+from nightmill.worker.model.families.cohere import cohere2, command_r
+from nightmill.worker.model.families.ernie4_5 import ernie4_5
+from nightmill.worker.model.families.exaone4 import exaone4
 from nightmill.worker.model.families.gemma import gemma2, gemma3
+from nightmill.worker.model.families.glm4 import glm4
 from nightmill.worker.model.families.granite import granite
+from nightmill.worker.model.families.hunyuan import hunyuan_dense
 from nightmill.worker.model.families.keys import Keys
 from nightmill.worker.model.families.llama import llama
 from nightmill.worker.model.families.mistral3 import mistral3
@@ -13,7 +18,10 @@ from nightmill.worker.model.families.olmo2 import olmo2
 from nightmill.worker.model.families.phi3 import phi3
 from nightmill.worker.model.families.qwen2 import qwen2
 from nightmill.worker.model.families.qwen3 import qwen3
+from nightmill.worker.model.families.seed_oss import seed_oss
 from nightmill.worker.model.families.smollm3 import smollm3
+from nightmill.worker.model.families.stablelm import stablelm
+from nightmill.worker.model.families.starcoder2 import starcoder2
 from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.model.spec import ModelSpec
 
@@ -28,8 +36,17 @@ FAMILIES: Final[dict[str, Callable[[Keys], ModelSpec]]] = {
     "phi3": phi3,
     "smollm3": smollm3,
     "granite": granite,
-    "olmo2": olmo2,
     "mistral3": mistral3,
+    "olmo2": olmo2,
+    "ernie4_5": ernie4_5,
+    "exaone4": exaone4,
+    "glm4": glm4,
+    "starcoder2": starcoder2,
+    "stablelm": stablelm,
+    "command-r": command_r,
+    "cohere2": cohere2,
+    "hunyuan-dense": hunyuan_dense,
+    "seed_oss": seed_oss,
 }
 """By `general.architecture`."""
 

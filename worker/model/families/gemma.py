@@ -32,8 +32,10 @@ def gemma2(keys: Keys) -> ModelSpec:
 def gemma3(keys: Keys) -> ModelSpec:
     """Every sixth layer sees all tokens; the others have a window, and a rotation of their own."""
     whole = _layer(keys, qk_norm=True)
-    rope = keys.local_rope(whole.attention.rope, 10_000.0)
-    local = attending(whole, window=keys.window(), rope=rope)
+    window, local = keys.window(), whole
+    if window is not None:
+        rope = keys.local_rope(whole.attention.rope, 10_000.0)
+        local = attending(whole, window=window, rope=rope)
     cap = keys.optional("final_logit_softcapping")
     return replace(_model(keys, whole, local, period=6), logit_softcap=cap)
 

@@ -14,9 +14,8 @@ def granite(keys: Keys) -> ModelSpec:
     """Four scales: of embeddings, what layers add, scores, and logits, which are divided by theirs."""
     layer = dense_layer(keys, style=RopeStyle.PAIRS)
     layer = attending(layer, scale=keys.optional("attention.scale"))
-    if not keys.file.boolean(
-        keys.name("rope.scaling.finetuned"), default=True
-    ):  # the key that switches it off
+    rotates = keys.file.boolean(keys.name("rope.scaling.finetuned"), default=True)  # Granite's use of the key
+    if not rotates:
         layer = attending(layer, rope=keys.no_rope(RopeStyle.PAIRS))
     layer = replace(layer, residual_scale=keys.optional("residual_scale") or 1.0)
     return replace(

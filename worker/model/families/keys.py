@@ -83,11 +83,10 @@ class Keys:
                 file.fail(f"{self.name(key)}: {value:g} asks for arithmetic that is not supported")
         if not file.boolean(self.name("attention.causal"), default=True):
             file.fail(f"{self.name('attention.causal')}: this is an encoder, it cannot generate text")
-        window = "attention.sliding_window"
-        if window not in self._read and 0 < file.integer(self.name(window), default=0) < self.size(
-            "context_length"
-        ):
-            file.fail(f"{self.name(window)}: sliding-window attention is not supported")
+        if file.is_array(sections := self.name("rope.dimension_sections")):
+            file.fail(f"{sections}: the rotation of images is not supported")
+        if "attention.sliding_window" not in self._read and self.window_in_context() is not None:
+            file.fail(f"{self.name('attention.sliding_window')}: sliding-window attention is not supported")
 
     def block_count(self) -> int:
         """The number of layers."""
@@ -112,11 +111,21 @@ class Keys:
         """The RMS norm that all places of most families have."""
         return Norm(self.positive("attention.layer_norm_rms_epsilon"))
 
+    def layer_norm(self) -> Norm:
+        """The LayerNorm that all places of some families have, with biases if the file holds them."""
+        eps = self.positive("attention.layer_norm_epsilon")
+        return Norm(eps, centred=True, bias=self.has_tensor("blk.0.attn_norm.bias"))
+
     def window(self, default: int = 0) -> int | None:
         """Tokens that layers with a sliding window see; None where there are no such layers."""
         self._read.add("attention.sliding_window")
         name = self.name("attention.sliding_window")
         return self.file.integer(name, minimum=0, maximum=2**31, default=default) or None
+
+    def window_in_context(self) -> int | None:
+        """The window of a file whose layers all have one; None if it hides nothing of the context."""
+        window = self.window()
+        return window if window is not None and window < self.size("context_length") else None
 
     def windowed_layers(self, period: int) -> list[bool]:
         """Which layers have a sliding window: all but each `period`-th, if the file does not say it."""

@@ -11,4 +11,4 @@ __all__ = ["phi3"]
 def phi3(keys: Keys) -> ModelSpec:
     """Fused tensors; all layers have the file's window, of which 0 is none."""
     layer = dense_layer(keys, style=RopeStyle.HALVES, fused=True)
-    return dense_model(keys, attending(layer, window=keys.window()))
+    return dense_model(keys, attending(layer, window=keys.window_in_context()))

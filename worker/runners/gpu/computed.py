@@ -43,6 +43,7 @@ def _computed_layer(layer: LayerSpec) -> LayerSpec:
             qk_norm=None if attention.qk_norm is None else _computed_norm(attention.qk_norm),
         ),
         feed_forward_norm=_computed_norm(layer.feed_forward_norm),
+        feed_forward_norm_name=layer.feed_forward_norm_name,
         feed_forward=FeedForward(width=feed_forward.width, fused=feed_forward.fused),
     )
 

@@ -66,7 +66,8 @@ class Model:
             added = self._attend(index, layer.attention, weights, normed, places, rotations)
             added = _norm(layer.attention_post_norm, added, weights, Role.ATTN_POST_NORM)
             x = x + _scaled(added, layer.residual_scale)
-            normed = _norm(layer.feed_forward_norm, x, weights, Role.FFN_NORM)
+            if not layer.parallel:
+                normed = _norm(layer.feed_forward_norm, x, weights, Role.FFN_NORM)
             added = self._feed_forward(layer.feed_forward, weights, normed)
             added = _norm(layer.feed_forward_post_norm, added, weights, Role.FFN_POST_NORM)
             x = x + _scaled(added, layer.residual_scale)
@@ -95,11 +96,15 @@ class Model:
         q, k, v = np.split(qkv.reshape(len(x), -1, attention.head_dim), [heads, heads + kv_heads], axis=1)
         if attention.qk_norm_whole:
             q, k = (part.reshape(len(x), 1, -1) for part in (q, k))
-        q = _norm(attention.qk_norm, q, weights, Role.Q_NORM).reshape(len(x), heads, -1)
-        k = _norm(attention.qk_norm, k, weights, Role.K_NORM).reshape(len(x), kv_heads, -1)
+        norm = attention.qk_norm
+        if not attention.qk_norm_rotated:
+            q, k = _norm(norm, q, weights, Role.Q_NORM), _norm(norm, k, weights, Role.K_NORM)
+        q, k = q.reshape(len(x), heads, -1), k.reshape(len(x), kv_heads, -1)
         cosine, sine = rotations[attention.rope]
         interleaved = attention.rope.style is RopeStyle.PAIRS
         q, k = (ops.rope(part, cosine, sine, interleaved=interleaved) for part in (q, k))
+        if attention.qk_norm_rotated:
+            q, k = _norm(norm, q, weights, Role.Q_NORM), _norm(norm, k, weights, Role.K_NORM)
         if attention.temperature is not None:
             q = q * attention.temperature.factors(places.positions)[:, None, None].astype(q.dtype)
         how = ops.Scores(attention.scale, attention.softcap, attention.window)
