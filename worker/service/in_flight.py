@@ -8,6 +8,24 @@ from nightmill.jobs.sql.claims import Claim
 JobKey = tuple[str, int]  # job id, attempt
 
 
+class _Countdown:
+    """Lets one thread sleep until it was released so many times; releases are under one lock."""
+
+    def __init__(self, left: int) -> None:
+        self._left = left
+        self._over = threading.Event()
+        if not left:
+            self._over.set()
+
+    def release(self) -> None:
+        self._left -= 1
+        if not self._left:
+            self._over.set()
+
+    def wait(self) -> None:
+        self._over.wait()
+
+
 class InFlight:
     """The claimed jobs of this worker, and how many more it may claim.
 
@@ -23,6 +41,7 @@ class InFlight:
         self._changed = threading.Condition()
         self._reserved = 0
         self._jobs: dict[JobKey, str] = {}  # with the fingerprint of its prompt, once that is known
+        self._awaited: dict[JobKey, list[_Countdown]] = {}
         self._closed = False
         self._ended = False
         self._paused = False
@@ -72,12 +91,21 @@ class InFlight:
         with self._changed:
             for key in keys:
                 self._jobs.pop(key, None)
+                for waiting in self._awaited.pop(key, ()):
+                    waiting.release()
             self._changed.notify_all()
 
     def wait_for_end(self, keys: Sequence[JobKey]) -> None:
-        """Return when none of `keys` is in flight."""
+        """Return when none of `keys` is in flight.
+
+        One shard's thread wakes for its own jobs only: `_changed` would wake dozens of them at every result.
+        """
         with self._changed:
-            self._changed.wait_for(lambda: not any(key in self._jobs for key in keys))
+            left = self._jobs.keys() & keys
+            ended = _Countdown(len(left))
+            for key in left:
+                self._awaited.setdefault(key, []).append(ended)
+        ended.wait()
 
     def pause(self, *, even_if_busy: bool = True) -> bool:
         """Let nobody `reserve` until `resume`. Unless `even_if_busy`: False, if jobs are in flight."""

@@ -1,0 +1,55 @@
+"""Waiting for the jobs of a shard."""
+
+import threading
+from collections.abc import Sequence
+
+import pytest
+
+from nightmill.jobs.contract import GenerationParams
+from nightmill.jobs.sql.claims import Claim
+from nightmill.worker.service.in_flight import InFlight, JobKey
+
+FIRST: list[JobKey] = [(f"first-{number}", 1) for number in range(3)]
+SECOND: list[JobKey] = [(f"second-{number}", 1) for number in range(50)]
+
+
+@pytest.fixture
+def in_flight() -> InFlight:
+    jobs = InFlight(100)
+    for keys in (FIRST, SECOND):
+        claims = [Claim(*key, "", None, GenerationParams(), 5, None) for key in keys]
+        jobs.fill(jobs.reserve(len(keys)), claims)
+    return jobs
+
+
+def waiting(jobs: InFlight, keys: Sequence[JobKey]) -> threading.Thread:
+    thread = threading.Thread(target=jobs.wait_for_end, args=(keys,), daemon=True)
+    thread.start()
+    while thread.is_alive() and not all(key in jobs._awaited for key in keys):
+        pass
+    return thread
+
+
+def test_whoever_waits_for_a_job_goes_on_at_the_last_of_his(in_flight: InFlight) -> None:
+    threads = [waiting(in_flight, FIRST), waiting(in_flight, [FIRST[0]]), waiting(in_flight, FIRST)]
+    in_flight.remove([FIRST[0], SECOND[0]])
+    threads[1].join(30)
+    assert [thread.is_alive() for thread in threads] == [True, False, True]
+    in_flight.remove(FIRST)  # one of them for the second time
+    for thread in threads:
+        thread.join(30)
+        assert not thread.is_alive()
+    in_flight.wait_for_end(FIRST)
+    assert in_flight._awaited == {}
+
+
+def test_results_of_other_shards_wake_nobody(in_flight: InFlight) -> None:
+    """Dozens of threads wait, and each that wakes takes the interpreter from whoever claims or writes."""
+    threads = [waiting(in_flight, FIRST), waiting(in_flight, SECOND)]
+    assert not in_flight._changed._waiters  # type: ignore[attr-defined]
+    in_flight.remove(SECOND)
+    threads[1].join(30)
+    assert [thread.is_alive() for thread in threads] == [True, False]
+    in_flight.remove(FIRST)
+    threads[0].join(30)
+    assert not threads[0].is_alive()
