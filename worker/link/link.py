@@ -142,9 +142,12 @@ class EngineLink:
         """False once the engine has failed or was stopped."""
         return not self._over and self._host.is_alive()
 
-    def submit(self, request: Request) -> None:
-        """Queue a request; its completion arrives through `on_completion`."""
-        self._send(Submit(request))
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Queue requests; their completions arrive through `on_completion`.
+
+        Many at once: whoever writes to the pipe lets go of the interpreter, and has to wait for it again.
+        """
+        self._send(Submit(list(requests)))
 
     def cancel(self, job_id: str) -> bool:
         """Stop a request at the next step; it completes with what it has. False where it was not told."""

@@ -22,9 +22,9 @@ class Begin:
 
 @dataclass(frozen=True, slots=True)
 class Submit:
-    """Take a request in."""
+    """Take requests in."""
 
-    request: Request
+    requests: list[Request]
 
 
 @dataclass(frozen=True, slots=True)

@@ -104,8 +104,9 @@ class _Loop:
 
     def _carry_out(self, command: Command) -> None:
         match command:
-            case Submit(request):
-                self._engine.submit(request)
+            case Submit(requests):
+                for request in requests:
+                    self._engine.submit(request)
             case Cancel(job_id):
                 self._engine.cancel(job_id)
             case Ask(number, job_ids, at_least):

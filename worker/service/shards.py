@@ -112,20 +112,22 @@ class Service:
     def begin(self, claims: Sequence[Claim]) -> list[JobKey]:
         """Tokenise claimed jobs and give them to the engine; one that cannot be fails alone."""
         prompts = iter(self._prompts([claim for claim in claims if claim.unreadable is None]))
-        resumed: list[int] = []
+        requests: list[Request] = []
         for claim in claims:
+            key = claim.job_id, claim.attempt
             prompt = next(prompts) if claim.unreadable is None else NightmillError(claim.unreadable)
             if isinstance(prompt, NightmillError):
-                self._fail_job(claim, str(prompt))
+                self._fail_job(key, str(prompt))
                 continue
             try:
-                resumed.append(self._submit(claim, prompt))
+                requests.append(self._request(claim, prompt))
             except Exception as error:
                 log.exception("job %s could not be submitted", claim.job_id)
-                self._fail_job(claim, f"the job could not be submitted to the engine: {describe(error)}")
-        if any(resumed):
-            count = sum(1 for tokens in resumed if tokens)
-            log.info("%d jobs go on from %d tokens that were saved", count, sum(resumed))
+                self._fail_job(key, _not_submitted(error))
+        if requests:
+            self._submit(requests)
+        if resumed := [len(request.generated_ids) for request in requests if request.generated_ids]:
+            log.info("%d jobs go on from %d tokens that were saved", len(resumed), sum(resumed))
         return [(claim.job_id, claim.attempt) for claim in claims]
 
     def _prompts(self, claims: Sequence[Claim]) -> list[Prompt]:
@@ -146,33 +148,42 @@ class Service:
             return [prompt for claim in claims for prompt in self._prompts([claim])]
         return [NightmillError(f"the prompt could not be tokenised: {fault}")]
 
-    def _submit(self, claim: Claim, prompt_ids: tuple[int, ...]) -> int:
-        """Give a job to the engine; returns how many tokens it goes on from."""
+    def _request(self, claim: Claim, prompt_ids: tuple[int, ...]) -> Request:
+        """What the engine is to do for a job."""
         mark = fingerprint(self.engine.arithmetic, prompt_ids)
         self.in_flight.mark((claim.job_id, claim.attempt), mark)
-        generated_ids = tokens_to_resume(claim.saved, mark)
         deadline = None
         if claim.deadline_at is not None:  # the engine counts on this host's clock, the row on the database's
             deadline = time.time() + (claim.deadline_at - self.claims.database.now()).total_seconds()
         assert claim.params.seed is not None
-        self.engine.submit(
-            Request(
-                job_id=claim.job_id,
-                attempt=claim.attempt,
-                prompt_ids=prompt_ids,
-                params=claim.params,
-                seed=claim.params.seed,
-                deadline=deadline,
-                priority=claim.priority,
-                generated_ids=generated_ids,
-            )
+        return Request(
+            job_id=claim.job_id,
+            attempt=claim.attempt,
+            prompt_ids=prompt_ids,
+            params=claim.params,
+            seed=claim.params.seed,
+            deadline=deadline,
+            priority=claim.priority,
+            generated_ids=tokens_to_resume(claim.saved, mark),
         )
-        with self._cancelling:  # one that was sent before the engine knew the job had no effect
-            self._cancels_sent.discard((claim.job_id, claim.attempt))
-        return len(generated_ids)
 
-    def _fail_job(self, claim: Claim, error: str) -> None:
-        self._writer.put(Outcome(claim.job_id, claim.attempt, StopReason.ERROR, "", 0, 0, error=error))
+    def _submit(self, requests: Sequence[Request]) -> None:
+        """Give requests to the engine together; where one makes that fail, each by itself."""
+        try:
+            self.engine.submit(requests)
+        except Exception as error:
+            log.exception("%d jobs could not be submitted", len(requests))
+            if len(requests) > 1:
+                for request in requests:
+                    self._submit([request])
+            else:
+                self._fail_job((requests[0].job_id, requests[0].attempt), _not_submitted(error))
+            return
+        with self._cancelling:  # one that was sent before the engine knew the job had no effect
+            self._cancels_sent.difference_update((request.job_id, request.attempt) for request in requests)
+
+    def _fail_job(self, key: JobKey, error: str) -> None:
+        self._writer.put(Outcome(*key, StopReason.ERROR, "", 0, 0, error=error))
 
     def _refuse(self, job_id: str, reason: str) -> None:
         try:
@@ -323,3 +334,7 @@ class Service:
     def close(self) -> None:
         """Stop the engine; call `drain` first."""
         self.engine.stop()
+
+
+def _not_submitted(error: Exception) -> str:
+    return f"the job could not be submitted to the engine: {describe(error)}"

@@ -39,25 +39,23 @@ def test_completions_and_counters_come_back() -> None:
     done: list[Completion] = []
     link.start(done.append, lambda error: pytest.fail(str(error)))
     assert link.stats.generated_tokens == 0
-    for name in "abc":
-        link.submit(request(name, 6))
+    link.submit([request(name, 6) for name in "abc"])
     wait_until(lambda: len(done) == 3)
     assert {completion.job_id: completion.text for completion in done} == dict.fromkeys("abc", "ababab")
     wait_until(lambda: link.stats.generated_tokens == 18 and link.stats.free_pages == link.stats.pages)
     link.stop()
     assert not link.alive
-    link.submit(request("late", 6))  # nobody listens, and nobody is hurt
+    link.submit([request("late", 6)])  # nobody listens, and nobody is hurt
 
 
 def test_abandoned_work_completes_no_more() -> None:
     link = engine_in_thread(make_engine)
     done: list[Completion] = []
     link.start(done.append, lambda error: pytest.fail(str(error)))
-    for number in range(50):
-        link.submit(request(f"job-{number}", 90))
+    link.submit([request(f"job-{number}", 90) for number in range(50)])
     link.abandon()
     count = len(done)
-    link.submit(request("next", 4))
+    link.submit([request("next", 4)])
     wait_until(lambda: any(completion.job_id == "next" for completion in done))
     assert len(done) == count + 1
     link.stop()
@@ -89,7 +87,7 @@ def test_engine_that_breaks_is_reported_once() -> None:
         reported.set()
 
     link.start(lambda completion: None, on_failure)
-    link.submit(request("a", 5))
+    link.submit([request("a", 5)])
     assert reported.wait(30)
     assert not link.alive
     link.abandon()
@@ -107,7 +105,7 @@ class Hanging:
         self.failures: list[str] = []
         self.failed = threading.Event()
         self.link.start(lambda completion: None, self._on_failure)
-        self.link.submit(request("job", 5))
+        self.link.submit([request("job", 5)])
         assert self.hangs.wait(30)
 
     def _hang(self) -> list[Completion]:
@@ -122,7 +120,7 @@ class Hanging:
     def fill_the_pipe(self) -> threading.Thread:
         """Submit until a command does not go through; returns the thread that is stuck with it."""
         filling = threading.Thread(
-            target=lambda: [self.link.submit(request(f"job-{n}", 5)) for n in range(20_000)], daemon=True
+            target=lambda: [self.link.submit([request(f"job-{n}", 5)]) for n in range(20_000)], daemon=True
         )
         filling.start()
         wait_until(lambda: not self.link._writable(0.0))

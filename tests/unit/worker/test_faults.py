@@ -110,10 +110,10 @@ def in_fingerprint(bench: Bench, victim: str, patch: Patch) -> None:
 def in_submit(bench: Bench, victim: str, patch: Patch) -> None:
     submit = bench.service.engine.submit
 
-    def faulty(request: Request) -> None:
-        if request.job_id == victim:
+    def faulty(requests: Sequence[Request]) -> None:
+        if any(request.job_id == victim for request in requests):
             raise odd()
-        submit(request)
+        submit(requests)
 
     patch.setattr(bench.service.engine, "submit", faulty)
 
