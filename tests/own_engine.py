@@ -37,6 +37,7 @@ def engine_on(
     return Engine(
         runner,
         text_stream=lambda: TextStream(model.vocabulary, strip_space=False),
+        decode=model.vocabulary.decode,
         eos_ids=model.vocabulary.eos_ids,
         context_length=context,
         max_sequences=max_sequences(settings),

@@ -20,7 +20,7 @@ from nightmill.worker.engine.limits import Limits
 from nightmill.worker.engine.request import Completion, Partial, Progress, Request, Sequence, SequenceState
 from nightmill.worker.engine.scheduler import Scheduler, StepPlan
 from nightmill.worker.engine.sharing import PrefixGroups
-from nightmill.worker.engine.stops import NewTextStream, TextWatch, decode, reason_to_stop
+from nightmill.worker.engine.stops import NewTextStream, TextWatch, reason_to_stop, streamed
 from nightmill.worker.runners.base import NOT_A_NUMBER, Drawn, Runner, masked_draws
 
 _NO_NUMBERS = (
@@ -61,6 +61,7 @@ class Engine:
     """Generates for many requests at once on one runner.
 
     text_stream      makes a fresh decoder of tokens to text
+    decode           the text of all tokens at once, as a stream gives it; by default a stream does it
     eos_ids          tokens that end a text
     context_length   most tokens a sequence may have, prompt included; the KV cache may allow fewer
     max_sequences    most sequences computed at once; at most `runner.slots`
@@ -74,7 +75,7 @@ class Engine:
     def __init__(
         self, runner: Runner, *, text_stream: NewTextStream, eos_ids: frozenset[int],
         context_length: int, max_sequences: int, token_budget: int, prefix_sharing: bool = True,
-        model_context: int | None = None,
+        model_context: int | None = None, decode: Callable[[list[int]], str] | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:  # fmt: skip
         if max_sequences > runner.slots:
@@ -83,6 +84,7 @@ class Engine:
             raise ValueError(f"a context of {context_length} has no room for a prompt and an answer")
         self._runner = runner
         self._text_stream = text_stream
+        self._decode = decode or (lambda token_ids: streamed(text_stream(), token_ids))
         self._eos_ids = eos_ids
         self._limits = Limits(
             runner.vocab, context_length, runner.block_size, runner.kv_blocks, model_context
@@ -363,7 +365,7 @@ class Engine:
         drawn = sequence.tokens[sequence.prompt_length :]
         watch = sequence.watch
         if watch is None:
-            text = decode(self._text_stream(), drawn[:-1] if reason is StopReason.EOS else drawn)
+            text = self._decode(drawn[:-1] if reason is StopReason.EOS else drawn)
         else:
             cut = watch.finish()
             text = watch.text
@@ -391,5 +393,5 @@ class Engine:
     def _snapshot(self, sequence: Sequence) -> Partial:
         request = sequence.request
         drawn = sequence.tokens[sequence.prompt_length :]
-        text = decode(self._text_stream(), drawn) if sequence.watch is None else sequence.watch.decided
+        text = self._decode(drawn) if sequence.watch is None else sequence.watch.decided
         return Partial(request.job_id, request.attempt, tuple(drawn), text, sequence.prompt_length)

@@ -80,7 +80,7 @@ class TextWatch:
         return self.stopped
 
 
-def decode(stream: TextStream, token_ids: list[int]) -> str:
+def streamed(stream: TextStream, token_ids: list[int]) -> str:
     """Return the text of `token_ids`, read from the beginning."""
     return "".join([stream.push(token) for token in token_ids]) + stream.flush()
 

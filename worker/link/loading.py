@@ -254,11 +254,13 @@ def build_engine(settings: Settings, model: OpenModel) -> Engine:
             gpu_memory=settings.gpu_memory, context=context, max_tokens=token_budget, gpu=gpu,
         )  # fmt: skip
     vocabulary = model.vocabulary
+    vocabulary.spell_all()
 
     def engine() -> Engine:
         return Engine(
             runner,
             text_stream=lambda: TextStream(vocabulary, strip_space=False),  # an answer continues its prompt
+            decode=vocabulary.decode,
             eos_ids=vocabulary.eos_ids,
             context_length=context,
             model_context=model.spec.context_length,

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nightmill.jobs.contract import GenerationParams, StopReason
-from nightmill.worker.engine.stops import TextWatch, decode, reason_to_stop
+from nightmill.worker.engine.stops import TextWatch, reason_to_stop, streamed
 from tests.unit.engine.scripted import PIECES, PieceStream, first_stop, stable_prefix, text_of
 
 
@@ -102,7 +102,7 @@ def test_stop_strings_do_not_depend_on_token_borders(tokens: list[int], stop: li
 
 
 def test_decode_joins_characters_over_token_borders() -> None:
-    assert decode(PieceStream(), [0, 5, 6, 1, 7, 8, 9, 5]) == "aéb€\ufffd"
+    assert streamed(PieceStream(), [0, 5, 6, 1, 7, 8, 9, 5]) == "aéb€\ufffd"
 
 
 def test_reasons_in_order_of_precedence() -> None:

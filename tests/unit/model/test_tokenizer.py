@@ -361,6 +361,8 @@ def test_streaming_any_bytes_equals_decoding_them(
 def test_streaming_any_ids_equals_decoding_them(either: Tokenizer, data: st.DataObject) -> None:
     ids = data.draw(st.lists(st.integers(0, either.vocab_size + 3)))
     assert streamed(either, ids) == either.decode(ids)
+    stream = either.stream(continues=True)
+    assert "".join(map(stream.push, ids)) + stream.flush() == either.vocabulary.decode(ids)
 
 
 def test_stream_holds_back_half_a_character(byte_level: Tokenizer) -> None:

