@@ -3,6 +3,7 @@
 A byte-level one is first cut into words, in the way that its pre-tokenizer is named for.
 """
 
+import os
 from typing import Any, Final
 
 import tokenizers
@@ -31,6 +32,9 @@ PRE_TOKENIZERS: Final[dict[str, tuple[str, ...]]] = {
     "gpt-2": (_GPT2,),
     "smollm": (r"\p{N}", _GPT2),
 }
+THREADS: Final = 4
+"""Threads that tokenise, unless RAYON_NUM_THREADS says otherwise. The library would take all cores in every
+worker of a host, and the engine and the client need theirs; one reads 600,000 tokens of Qwen2's a second."""
 MAX_SQUARES: Final = 1 << 26
 """Every way to split a SentencePiece token is tried, which costs the square of its length: this is the most
 that the squares may add up to. Llama 2's 32,000 tokens have 2**20; Qwen2's 151,936 would have 2**23."""
@@ -41,6 +45,8 @@ def build_engine(file: GgufFile, vocabulary: Vocabulary) -> tuple[tokenizers.Tok
 
     Raises ModelFileError, which names the key at fault.
     """
+    # Rayon, which the library computes with, reads it when it first needs its threads.
+    os.environ.setdefault("RAYON_NUM_THREADS", str(min(THREADS, os.cpu_count() or 1)))
     if vocabulary.byte_level:
         return _byte_level_engine(file, vocabulary)
     return _sentencepiece_engine(file, vocabulary), True
