@@ -25,6 +25,9 @@ from nightmill.worker.watched import describe
 
 log = logging.getLogger(__name__)
 
+CLAIMS_AT_ONCE = 4
+"""Shards whose claims are under way. When a night begins dozens arrive together; more at once would each wait
+longer for the interpreter, for SQLite's one writer, and for connections beyond the pool's."""
 _CLAIM_SETTLED = timedelta(seconds=30)
 _CLAIM_PATIENCE = 35.0  # SQLite waits 30 s for its write lock
 
@@ -57,6 +60,7 @@ class Service:
         self._drain_until: float | None = None
         self._cancels_sent: set[JobKey] = set()
         self._cancelling = threading.Lock()
+        self._claiming = threading.Semaphore(CLAIMS_AT_ONCE)
         self._writer = ResultWriter(claims.finish, self._forget, self._cannot_be_written, self.fail)
         self.engine = engine
         engine.start(self._on_completion, self._on_engine_failure, while_loading)
@@ -87,10 +91,16 @@ class Service:
 
     def _start(self, job_ids: Sequence[str]) -> list[JobKey]:
         claims: list[Claim] = []
+        late = False
         try:
-            claims = self._claim(job_ids)
+            with self._claiming:
+                late = self.in_flight.closed
+                if not late:
+                    claims = self._claim(job_ids)
         finally:
             ours = self.in_flight.fill(len(job_ids), claims)
+        if late:
+            self._leave_queued(job_ids)
         return self.begin(claims) if ours else []
 
     def _claim(self, job_ids: Sequence[str]) -> list[Claim]:

@@ -11,6 +11,7 @@ from nightmill.jobs.contract import JobState, StopReason
 from nightmill.jobs.errors import DatabaseUnreachableError
 from nightmill.jobs.sql.claims import Claims
 from nightmill.jobs.sql.sweep import Sweep
+from nightmill.worker.service.shards import CLAIMS_AT_ONCE
 from tests.servers import Clock, wait_until
 from tests.unit.engine.scripted import ScriptedRunner
 from tests.unit.worker.bench import PROMPT, Bench, Faulty, Gated, enqueue, these
@@ -158,6 +159,28 @@ def test_jobs_claimed_too_late_for_a_draining_worker_are_handed_back(
     assert [item.job_ids for item in Sweep(bench.claims.database).unsent(100)] == [ids]
 
 
+def test_a_shard_that_waits_for_its_turn_to_be_claimed_stays_queued_in_a_drain(
+    build: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = build(ScriptedRunner())
+    slow = SlowClaims(bench, monkeypatch)
+    ids = enqueue(bench.client, CLAIMS_AT_ONCE + 1, max_tokens=3)
+    threads = [bench.run([job_id]) for job_id in ids]
+    wait_until(lambda: len(bench.client.list_jobs(state="running")) == CLAIMS_AT_ONCE)
+    wait_until(lambda: bench.service.in_flight._reserved == len(ids))
+    drained = threading.Thread(target=bench.service.drain)
+    drained.start()
+    wait_until(lambda: bench.service.in_flight._closed)
+    slow.let_go.set()
+    for waiting in (drained, *threads):
+        waiting.join(30)
+        assert not waiting.is_alive()
+    assert bench.client.stats()["state"] == {"succeeded": CLAIMS_AT_ONCE, "queued": 1}
+    (left,) = bench.client.list_jobs(state="queued")
+    assert left.attempt == 0
+    assert [item.job_ids for item in Sweep(bench.claims.database).unsent(100)] == [[left.id]]
+
+
 def test_draining_waits_for_jobs_whose_claim_is_under_way(
     build: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -205,10 +228,10 @@ def test_a_job_cancelled_before_the_engine_knows_it_is_cancelled_all_the_same(
     (job_id,) = enqueue(bench.client, 1, max_tokens=100, ignore_eos=True)
     submit = bench.service.engine.submit
 
-    def cancelled_just_before(request: Any) -> None:
+    def cancelled_just_before(requests: Any) -> None:
         bench.client.cancel(job_id)
         bench.service.poll_cancellations()
-        submit(request)
+        submit(requests)
 
     monkeypatch.setattr(bench.service.engine, "submit", cancelled_just_before)
     thread = bench.run([job_id])
