@@ -1,6 +1,7 @@
 """Results into SQL: completions of many jobs are grouped into one transaction."""
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -15,6 +16,9 @@ log = logging.getLogger(__name__)
 
 LARGEST_GROUP = 512
 LINGER_SECONDS = 0.01  # waiting this long turns the completions of a step into one commit
+# From a group of several to the next: at night some jobs end at every step, and a commit for each takes the
+# interpreter from those who claim. A lone job never waits for this.
+PACE_SECONDS = 0.05
 _LONGEST_PAUSE = 5.0
 
 
@@ -38,6 +42,7 @@ class ResultWriter:
         self._give_up = give_up
         self._queue: SimpleQueue[Outcome | None] = SimpleQueue()
         self._closing = threading.Event()
+        self._last_group_at = -math.inf
         self._thread = watched_thread("writer", self._run, on_failure)
         self._thread.start()
 
@@ -55,6 +60,8 @@ class ResultWriter:
         while True:
             group, closed = self._next_group()
             if group:
+                if len(group) > 1:  # a night; somebody may be waiting for a lone one
+                    self._last_group_at = time.monotonic()
                 self._write_all(group)
                 self._on_written(group)
             if closed:
@@ -63,7 +70,7 @@ class ResultWriter:
     def _next_group(self) -> tuple[list[Outcome], bool]:
         group: list[Outcome] = []
         item = self._queue.get()
-        linger_until = time.monotonic() + LINGER_SECONDS
+        linger_until = max(time.monotonic() + LINGER_SECONDS, self._last_group_at + PACE_SECONDS)
         while item is not None:
             group.append(item)
             if len(group) >= LARGEST_GROUP:
