@@ -18,7 +18,7 @@ from nightmill.jobs.errors import InvalidParameterError
 from nightmill.jobs.sql import partials, suspects
 from nightmill.jobs.sql.database import Database
 from nightmill.jobs.sql.jobs import chunked, mark_unsent
-from nightmill.jobs.sql.locks import lock_jobs
+from nightmill.jobs.sql.locks import lock_ids, lock_jobs
 from nightmill.jobs.sql.partials import SavedTokens
 from nightmill.jobs.sql.retrying import retried
 from nightmill.jobs.sql.tables import RUNNING, JobRow, WorkerRow
@@ -123,7 +123,7 @@ class Claims:
         plain = [outcome for outcome in outcomes if outcome.error is None]
         written = 0
         with self.database.write() as connection:
-            lock_jobs(connection, JobRow.id.in_([outcome.job_id for outcome in outcomes]))
+            lock_ids(connection, [outcome.job_id for outcome in outcomes])
             if plain:
                 written += connection.execute(
                     _FINISH, [_finish_values(outcome, self.worker_id, now) for outcome in plain]
@@ -140,7 +140,7 @@ class Claims:
         written = 0
         for group in chunked(saved):
             with self.database.write() as connection:
-                lock_jobs(connection, JobRow.id.in_([one.job_id for one in group]))
+                lock_ids(connection, [one.job_id for one in group])
                 written += partials.save(connection, self.worker_id, group, self.database.now())
         return written
 
@@ -150,7 +150,7 @@ class Claims:
         now = self.database.now()
         returned = []
         with self.database.write() as connection:
-            lock_jobs(connection, JobRow.id.in_([job_id for job_id, _ in claimed]))
+            lock_ids(connection, [job_id for job_id, _ in claimed])
             for job_id, attempt in claimed:
                 if hand_back(connection, self._ours(job_id, attempt), now):
                     returned.append(job_id)

@@ -10,7 +10,7 @@ from nightmill.jobs.errors import InvalidTransitionError
 from nightmill.jobs.sql.batches import no_batch
 from nightmill.jobs.sql.database import Database
 from nightmill.jobs.sql.jobs import FINAL, GROUP, UNFINISHED, chunked
-from nightmill.jobs.sql.locks import lock_jobs
+from nightmill.jobs.sql.locks import lock_ids
 from nightmill.jobs.sql.retrying import retried
 from nightmill.jobs.sql.tables import BatchRow, JobRow
 
@@ -85,7 +85,7 @@ def delete_jobs(connection: Connection, ids: Sequence[str]) -> int:
     """Delete those of these jobs that are final; returns how many."""
     gone = 0
     for chunk in chunked(sorted(ids)):
-        lock_jobs(connection, JobRow.id.in_(chunk))
+        lock_ids(connection, chunk)
         gone += connection.execute(
             delete(JobRow).where(JobRow.id.in_(chunk), JobRow.state.in_(FINAL))
         ).rowcount

@@ -30,7 +30,7 @@ from nightmill.jobs.contract import FINAL_STATES, GenerationParams, Job, JobStat
 from nightmill.jobs.errors import InvalidTransitionError, JobNotFoundError
 from nightmill.jobs.sql import partials
 from nightmill.jobs.sql.database import Database
-from nightmill.jobs.sql.locks import hold_batches, lock_jobs, refuse_deleting
+from nightmill.jobs.sql.locks import hold_batches, lock_ids, refuse_deleting
 from nightmill.jobs.sql.retrying import retried
 from nightmill.jobs.sql.tables import JobRow
 
@@ -269,7 +269,7 @@ def mark_unsent(database: Database, job_ids: Sequence[str]) -> None:
     """Record that no message announces these jobs, so that a worker's sweep will send one."""
     for chunk in chunked(job_ids):
         with database.write() as connection:
-            lock_jobs(connection, JobRow.id.in_(chunk))
+            lock_ids(connection, chunk)
             connection.execute(
                 update(JobRow)
                 .where(JobRow.id.in_(chunk), JobRow.state == JobState.QUEUED)

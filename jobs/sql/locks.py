@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-from sqlalchemy import Connection, select
+from sqlalchemy import Connection, bindparam, select
 
 from nightmill.jobs.errors import BatchConflictError
 from nightmill.jobs.sql.tables import BatchRow, JobRow
@@ -25,10 +25,25 @@ class HeldBatch:
     deleting_at: datetime | None
 
 
+def lock_ids(connection: Connection, job_ids: Sequence[str]) -> None:
+    """As `lock_jobs`, the jobs of these ids."""
+    if connection.dialect.name != "sqlite":
+        connection.execute(_LOCK_IDS, {"job_ids": job_ids})
+
+
 def lock_jobs(connection: Connection, *conditions: Any) -> None:
     """Lock the jobs that fit, in the order of their ids, before a transaction changes several of them."""
     if connection.dialect.name != "sqlite":
         connection.execute(select(JobRow.id).where(*conditions).order_by(JobRow.id).with_for_update())
+
+
+# Built once: with hundreds of ids that takes as long as to run it.
+_LOCK_IDS = (
+    select(JobRow.id)
+    .where(JobRow.id.in_(bindparam("job_ids", expanding=True)))
+    .order_by(JobRow.id)
+    .with_for_update()
+)
 
 
 def hold_batches(

@@ -53,7 +53,7 @@ def save(connection: Connection, worker_id: str, group: Sequence[SavedTokens], n
 
 def find(connection: Connection, job_ids: Iterable[str]) -> dict[str, SavedTokens]:
     """What was saved of these jobs, by job id; bytes that are not a whole list of tokens are left out."""
-    rows = connection.execute(select(PartialRow.__table__).where(PartialRow.job_id.in_(list(job_ids))))
+    rows = connection.execute(_FIND, {"job_ids": list(job_ids)})
     return {
         row.job_id: SavedTokens(row.job_id, row.attempt, row.fingerprint, _unpack(row.tokens))
         for row in rows
@@ -63,9 +63,10 @@ def find(connection: Connection, job_ids: Iterable[str]) -> dict[str, SavedToken
 
 def forget_ended(connection: Connection, job_ids: Sequence[str] | None = None) -> None:
     """Drop the tokens of jobs (of all, or of those named) that have ended."""
-    named = [] if job_ids is None else [PartialRow.job_id.in_(job_ids)]
-    ended = exists().where(JobRow.id == PartialRow.job_id, JobRow.state.in_(sorted(FINAL_STATES)))
-    connection.execute(delete(PartialRow).where(*named, ended))
+    if job_ids is None:
+        connection.execute(_FORGET)
+    else:
+        connection.execute(_FORGET_NAMED, {"job_ids": job_ids})
 
 
 def _save_statement(insert: Any) -> Any:
@@ -88,6 +89,13 @@ def _save_statement(insert: Any) -> Any:
     )
 
 
+# Built once: to build a statement takes longer than SQLite takes to run it.
+_NAMED = PartialRow.job_id.in_(bindparam("job_ids", expanding=True))
+_FIND = select(PartialRow.__table__).where(_NAMED)
+_FORGET = delete(PartialRow).where(
+    exists().where(JobRow.id == PartialRow.job_id, JobRow.state.in_(sorted(FINAL_STATES)))
+)
+_FORGET_NAMED = _FORGET.where(_NAMED)
 _SAVE_SQLITE = _save_statement(sqlite_insert)
 _SAVE_POSTGRESQL = _save_statement(postgresql_insert)
 
