@@ -4,6 +4,7 @@
 takes its first message (bootsteps of the consumer would run again at every reconnect).
 """
 
+import gc
 import logging
 import os
 import signal
@@ -152,6 +153,8 @@ class EngineStep(bootsteps.StartStopStep):
         signals.worker_shutting_down.connect(self._on_shutdown, weak=False)
         signal.signal(signal.SIGQUIT, lambda *_: _hand_back(service))
         self.housekeeper.start()
+        gc.collect()
+        gc.freeze()  # what is alive now stays: collections need not visit its 130,000 objects (0.1 s)
         log.info("ready: %s", describe(settings, model, engine.stats))
 
     def _wait_for_engine(
