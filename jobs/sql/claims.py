@@ -6,9 +6,11 @@ the attempts that died while the job was alone in its worker (see `jobs.sql.susp
 counts none.
 """
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from itertools import starmap
 from typing import Any
 
 from sqlalchemy import Connection, bindparam, delete, insert, select, update
@@ -21,8 +23,10 @@ from nightmill.jobs.sql.jobs import chunked, mark_unsent
 from nightmill.jobs.sql.locks import lock_ids, lock_jobs
 from nightmill.jobs.sql.partials import SavedTokens
 from nightmill.jobs.sql.retrying import retried
-from nightmill.jobs.sql.tables import RUNNING, JobRow, WorkerRow
+from nightmill.jobs.sql.tables import QUEUED, RUNNING, JobRow, UtcDateTime, WorkerRow
 from nightmill.jobs.sql.workers import LIVE
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +75,10 @@ class Claims:
         """
         now = self.database.now()
         with self.database.write() as connection:
-            claims = self._take(connection, (JobRow.id.in_(job_ids), JobRow.suspects.is_(None)), now)
+            lock_jobs(connection, JobRow.id.in_(job_ids), JobRow.suspects.is_(None), QUEUED)
+            taken = self._take(connection, _CLAIM, now, job_ids=job_ids)
         place = {job_id: index for index, job_id in enumerate(job_ids)}
-        return sorted(claims, key=lambda claim: place[claim.job_id])
+        return sorted(starmap(_read, taken), key=lambda claim: place[claim.job_id])
 
     def suspects_wait(self, models: Sequence[str | None]) -> bool:
         """Whether a group of suspects is queued for a worker that serves `models`."""
@@ -95,8 +100,12 @@ class Claims:
             of_group = (JobRow.suspects == group, suspects.of_models(models), *suspects.claimable(now))
             first = select(JobRow.id).where(*of_group).order_by(JobRow.id).limit(limit)
             ids = connection.execute(first).scalars().all()
-            claims = self._take(connection, (*of_group, JobRow.id <= ids[-1]), now) if ids else []
-        return sorted(claims, key=lambda claim: claim.job_id)
+            if not ids:
+                return []
+            of_group = (*of_group, JobRow.id <= ids[-1])
+            lock_jobs(connection, *of_group)
+            taken = self._take(connection, _claiming(*of_group), now)
+        return sorted(starmap(_read, taken), key=lambda claim: claim.job_id)
 
     @retried
     def refuse(self, job_id: str, reason: str) -> bool:
@@ -247,28 +256,15 @@ class Claims:
 
     # -- helpers ---------------------------------------------------------------------------------
 
-    def _take(self, connection: Connection, conditions: tuple[Any, ...], now: datetime) -> list[Claim]:
-        """Claim the jobs that fit, in no order."""
-        lock_jobs(connection, *conditions, JobRow.state == JobState.QUEUED)
-        rows = connection.execute(
-            update(JobRow)
-            .where(*conditions, *suspects.claimable(now))
-            .values(state=JobState.RUNNING, attempt=JobRow.attempt + 1, worker=self.worker_id, started_at=now)
-            .returning(
-                JobRow.id,
-                JobRow.attempt,
-                JobRow.prompt,
-                JobRow.messages,
-                JobRow.params,
-                JobRow.seed,
-                JobRow.priority,
-                JobRow.deadline_at,
-            )
-        ).all()
+    def _take(
+        self, connection: Connection, claiming: Any, now: datetime, **named: Any
+    ) -> list[tuple[Any, SavedTokens | None]]:
+        """Run a statement of `_claiming`: rows for `_read` once the transaction is over, in no order."""
+        rows = connection.execute(claiming, {"claimer": self.worker_id, "claimed_at": now, **named}).all()
         saved: dict[str, SavedTokens] = {}
         for chunk in chunked(row.id for row in rows):
             saved |= partials.find(connection, chunk)
-        return [_read(row, saved.get(row.id)) for row in rows]
+        return [(row, saved.get(row.id)) for row in rows]
 
     def _ours(self, job_id: str, attempt: int) -> tuple[Any, ...]:
         return (
@@ -299,6 +295,32 @@ class Claims:
         ).rowcount
 
 
+def _claiming(*conditions: Any) -> Any:
+    """Claim the jobs that fit; its parameters are `claimer`, `claimed_at` and those of the conditions."""
+    now = bindparam("claimed_at", type_=UtcDateTime())
+    return (
+        update(JobRow)
+        .where(*conditions, *suspects.claimable(now))
+        .values(
+            state=JobState.RUNNING,
+            attempt=JobRow.attempt + 1,
+            worker=bindparam("claimer"),
+            started_at=now,
+        )
+        .returning(
+            JobRow.id,
+            JobRow.attempt,
+            JobRow.prompt,
+            JobRow.messages,
+            JobRow.params,
+            JobRow.seed,
+            JobRow.priority,
+            JobRow.deadline_at,
+        )
+    )
+
+
+_CLAIM = _claiming(JobRow.id.in_(bindparam("job_ids", expanding=True)), JobRow.suspects.is_(None))
 _FINISH = (
     update(JobRow)
     .where(
@@ -329,6 +351,9 @@ def _read(row: Any, saved: SavedTokens | None) -> Claim:
         params = GenerationParams.parse({**row.params, "seed": row.seed})
     except InvalidParameterError as error:
         fault = f"params: {error}"
+    except Exception as error:
+        log.exception("the parameters of job %s could not be read", row.id)
+        fault = f"params: {type(error).__name__}: {error}"
     if not isinstance(row.messages, list | None):
         fault = "messages: not a list"
     if fault is not None:

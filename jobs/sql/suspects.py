@@ -83,7 +83,7 @@ def of_models(models: Iterable[str | None]) -> ColumnElement[bool]:
     return or_(*(JobRow.model.is_(None) if model is None else JobRow.model == model for model in models))
 
 
-def claimable(now: datetime) -> tuple[ColumnElement[bool], ...]:
+def claimable(now: datetime | ColumnElement[datetime]) -> tuple[ColumnElement[bool], ...]:
     """Queued jobs that are due, and not past their deadline."""
     return (
         QUEUED,
