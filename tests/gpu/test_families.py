@@ -8,13 +8,11 @@ import pytest
 
 from nightmill.jobs.errors import RunnerError
 from nightmill.worker.model.families import read_spec
-from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.model.spec import ModelSpec
 from nightmill.worker.runners.gpu.catalogue import check_spec
-from tests.ggufs import spec_tensors, write_file
 from tests.gpu.comparing import compare_logits
 from tests.gpu.driving import BLOCK, Chunk, Cuda, Pages, Reference, logits_of
-from tests.unit.model.test_family_keys import FILES
+from tests.unit.model.test_family_keys import FILES, file_of
 
 PROMPT, DECODED = 100, 8
 
@@ -38,7 +36,7 @@ def test_there_are_families_beside_the_first_three() -> None:
 def test_logits_agree_with_the_reference_runner(name: str, tmp_path: Path) -> None:
     """A prompt in two chunks, then a few tokens one by one."""
     keys, like = FILES[name]
-    file = GgufFile.open(write_file(tmp_path / "model.gguf", like.family, keys, spec_tensors(like)))
+    file = file_of(tmp_path, keys, like)
     spec = read_spec(file)
     text = np.random.default_rng(5).integers(0, spec.vocab, PROMPT + DECODED).tolist()
     chunks = [Chunk(0, text, 0, 60, 60), Chunk(0, text, 60, PROMPT - 60, PROMPT - 60)]

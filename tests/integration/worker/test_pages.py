@@ -30,7 +30,7 @@ from tests.servers import start_redis, worker_env
 RUN = {"sh", "python", "sql"}
 SHOWN = {"text", "jsonl", "ini"}
 """What is there to be looked at. Blocks with further words (rows, errors) are held against the code by
-tests/unit/batchfile/test_docs.py, the lines for cron by tests/integration/jobs/test_docs.py."""
+tests/unit/formats/test_docs.py, the lines for cron by tests/integration/jobs/test_docs.py."""
 NOT_RUN = [
     "make demo                      # installs into .venv, then writes haiku through the whole path",
     "pip install -e '.[worker,embedded,cuda]'       # takes minutes",
@@ -41,6 +41,7 @@ NOT_RUN = [
     "celery -A nightly beat & celery -A nightly worker",
     'pg_dump --format=custom --file=nightmill.dump "$DATABASE_URL"',
     "export NIGHTMILL_BROKER_URL=redis://redis.example:6379/0",
+    "nightmill pull hf:Qwen/Qwen2.5-0.5B-Instruct-GGUF:Q8_0",
 ]
 ROWS = (
     '{"custom_id": "q-1", "prompt": "1", "max_tokens": 4}\n{"prompt": 2}\n{"prompt": "3", "max_tokens": 4}\n'

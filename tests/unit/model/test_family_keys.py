@@ -247,11 +247,15 @@ FILES: dict[str, tuple[dict[str, Any], ModelSpec]] = {
 }  # fmt: skip
 
 
-def spec_of(path: Path, keys: dict[str, Any], like: ModelSpec, **tensors: Any) -> ModelSpec:
-    """What a file says with these keys and the tensors of a spec."""
+def file_of(path: Path, keys: dict[str, Any], like: ModelSpec, **tensors: Any) -> GgufFile:
+    """A file with these keys and the tensors of a spec."""
     keys = KEYS | {"block_count": len(like.layers)} | keys
-    file = write_file(path / "model.gguf", like.family, keys, spec_tensors(like) | tensors)
-    with GgufFile.open(file) as opened:
+    return GgufFile.open(write_file(path / "model.gguf", like.family, keys, spec_tensors(like) | tensors))
+
+
+def spec_of(path: Path, keys: dict[str, Any], like: ModelSpec, **tensors: Any) -> ModelSpec:
+    """What such a file says."""
+    with file_of(path, keys, like, **tensors) as opened:
         return read_spec(opened)
 
 

@@ -17,6 +17,7 @@ from nightmill.worker.model.chat.renderer import MAX_SOURCE, Limits
 from nightmill.worker.model.chat.shield import Shield
 from nightmill.worker.model.gguf import header
 from nightmill.worker.model.gguf.file import GgufFile
+from nightmill.worker.model.gguf.parts import MAX_PARTS
 from nightmill.worker.model.tokenizer import Tokenizer
 from nightmill.worker.model.tokenizer.engines import MAX_SQUARES
 from nightmill.worker.model.tokenizer.vocabulary import MAX_SPECIAL
@@ -283,7 +284,7 @@ def test_memory_for_a_vocabulary_is_proportional_to_it(tmp_path: Path) -> None:
 def test_limits_are_those_that_are_documented() -> None:
     page = (Path(__file__).parents[3] / "docs" / "models.md").read_text()
     bounds = (
-        header.MAX_KEYS, header.MAX_NAME, header.MAX_ITEMS, header.MAX_TENSORS,
+        header.MAX_KEYS, header.MAX_NAME, header.MAX_ITEMS, header.MAX_TENSORS, MAX_PARTS,
         MAX_SPECIAL, MAX_SQUARES, MAX_SOURCE,
     )  # fmt: skip
     rows = [line.split("|")[2].strip() for line in page.splitlines() if line.startswith("| ")]
