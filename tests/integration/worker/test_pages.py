@@ -32,7 +32,7 @@ SHOWN = {"text", "jsonl", "ini"}
 """What is there to be looked at. Blocks with further words (rows, errors) are held against the code by
 tests/unit/formats/test_docs.py, the lines for cron by tests/integration/jobs/test_docs.py."""
 NOT_RUN = [
-    "make demo                      # installs into .venv, then writes haiku through the whole path",
+    "make demo                      # installs into .venv, then answers questions through the whole path",
     "pip install -e '.[worker,embedded,cuda]'       # takes minutes",
     "nightmill worker --model qwen2.5-0.5b-instruct-q8_0.gguf    "
     "# or celery -A nightmill.worker.app worker --pool=threads --model FILE",

