@@ -28,7 +28,8 @@ def follow(client: Client, ids: list[str], *, show: bool, total_label: str = "jo
             tokens += job.completion_tokens or 0
             speed = tokens / max(time.monotonic() - began, 1e-9)
             live.update(replace(live.line, done=live.line.done + 1, speed=f"{speed:,.0f} tokens/s"))
-            yield job
+            with live.paused():
+                yield job
 
 
 def print_job(job: Job) -> None:

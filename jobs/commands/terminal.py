@@ -8,7 +8,8 @@ import json
 import shutil
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import datetime
 from types import TracebackType
@@ -184,6 +185,21 @@ class LiveLine:
         from rich.text import Text
 
         self.console.print(Text(printable(text, keep=_LINES)), soft_wrap=True)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Off the screen meanwhile, so that what goes to stdout does not run into it."""
+        live = self._live
+        if live is None:
+            yield
+            return
+        live.transient = True
+        live.stop()
+        try:
+            yield
+        finally:
+            live.transient = self._estimate
+            live.start()
 
     def __rich_console__(self, console: "Console", options: "ConsoleOptions") -> "RenderResult":
         from rich.text import Text
