@@ -112,6 +112,7 @@ def demo(
         max_sequences=_SEQUENCES,
     )
     with Client(settings) as client:
+        client.cancel_batch("demo")  # what an interrupted demo has left would be generated, too
         ids = list(client.enqueue_many(items, max_tokens=_MAX_TOKENS, batch="demo"))
         if not as_json:
             echo(f"{counted(count, 'prompt')} enqueued; starting a worker with {show.model}\n")

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from nightmill.jobs.client import Client
+from nightmill.jobs.contract import JobState
 from nightmill.jobs.settings import Settings
-from nightmill.worker.commands.demo import QUESTIONS, installed_model
+from nightmill.worker.commands.demo import QUESTIONS, demo, installed_model
 from nightmill.worker.link.loading import demo_model
 from tests.servers import wait_until, worker_env
 
@@ -85,6 +86,21 @@ def test_questions_go_to_the_installed_model_through_the_whole_path(
         found = client.list_jobs(limit=100)
     assert sorted(job.messages[0]["content"] for job in found if job.messages) == sorted(QUESTIONS)
     assert all(job.text and job.text in said for job in found)
+
+
+def test_what_an_interrupted_demo_has_left_is_not_generated(directory: Path) -> None:
+    home = directory / "demo"
+    with Client(Settings(data_dir=home)) as client:
+        left = client.enqueue("left behind", batch="demo")
+        run_demo(directory, "--haiku", "-n", "1")
+        assert client.get(left).state is JobState.CANCELLED
+
+
+@pytest.mark.parametrize(
+    ("arguments", "gpu"), [([], None), (["--gpu"], 0), (["--gpu", "--haiku"], 0), (["--gpu", "1"], 1)]
+)
+def test_the_gpu_may_be_named_or_is_the_first(arguments: list[str], gpu: int | None) -> None:
+    assert demo.make_context("demo", arguments).params["gpu"] == gpu
 
 
 def test_what_to_type_next_can_be_typed(install: Install, directory: Path) -> None:
