@@ -4,13 +4,11 @@ Needs torch and transformers, which are no dependency of this project; run with 
 """
 
 import math
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import gguf
 import numpy as np
-import numpy.typing as npt
 import pytest
 
 from nightmill.jobs.contract import GenerationParams
@@ -19,208 +17,22 @@ from nightmill.worker.engine.request import Request
 from nightmill.worker.model.families import read_spec
 from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.runners.reference import ReferenceRunner
-from tests.ggufs import byte_vocabulary, write_file
+from tests.ggufs import write_file
+from tests.parity.cases import (
+    ARCHITECTURES,
+    CASES,
+    CLASSES,
+    LLAMA3,
+    LONGROPE,
+    PERMUTED,
+    SIZES,
+    Array,
+    Case,
+)
 
 pytestmark = pytest.mark.parity
 
 LIMIT = 1e-4
-Array = npt.NDArray[np.float32]
-VOCAB = len(byte_vocabulary().tokens)
-SIZES = {
-    "hidden_size": 96, "intermediate_size": 208, "num_hidden_layers": 3, "num_attention_heads": 6,
-    "num_key_value_heads": 2, "vocab_size": VOCAB, "max_position_embeddings": 512, "rms_norm_eps": 1e-6,
-}  # fmt: skip
-LLAMA3 = {
-    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}  # fmt: skip
-YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
-LINEAR = {"rope_type": "linear", "factor": 2.0}
-LONGROPE = {
-    "rope_type": "longrope", "short_factor": [1 + n / 20 for n in range(8)],
-    "long_factor": [1 + n / 2 for n in range(8)],
-}  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Case:
-    """A family's model: what its configuration says beyond SIZES, and which keys the converter writes for it.
-
-    The keys that most families have are not given here; `converted_keys` says them.
-    """
-
-    family: str
-    options: dict[str, Any]
-    keys: dict[str, Any] = field(default_factory=dict)
-    theta: float = 10_000.0
-    local_theta: float | None = None
-    scaling: dict[str, Any] | None = None
-    tied: bool = True
-    factors: dict[str, Array] = field(default_factory=dict)  # further tensors
-
-
-GEMMA2 = {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 0.5, "sliding_window": 40}
-CASES = {
-    "qwen2": Case("qwen2", {}, theta=1e6),
-    "qwen2-seven-to-one": Case("qwen2", {"num_attention_heads": 14, "hidden_size": 112}, theta=1e6),
-    "llama": Case("llama", {}, tied=False),
-    "llama3": Case("llama", {}, theta=500_000.0, scaling=LLAMA3),
-    "qwen2-yarn": Case("qwen2", {}, tied=False, scaling=YARN),
-    "llama-linear": Case("llama", {}, scaling=LINEAR),
-    "qwen3": Case("qwen3", {"head_dim": 32}, tied=False, theta=1e6),
-    "gemma2": Case(
-        "gemma2", {"head_dim": 32, "query_pre_attn_scalar": 32} | GEMMA2,
-        {
-            "attn_logit_softcapping": 5.0, "final_logit_softcapping": 0.5, "attention.sliding_window": 40,
-        },
-    ),
-    "gemma2-27b": Case(
-        "gemma2", {"head_dim": 32, "num_hidden_layers": 46, "query_pre_attn_scalar": 16} | GEMMA2,
-        {
-            "attn_logit_softcapping": 5.0, "final_logit_softcapping": 0.5, "attention.sliding_window": 40,
-        },
-    ),
-    "gemma3": Case(
-        "gemma3",
-        {
-            "head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 40, "num_hidden_layers": 7,
-        },
-        {"attention.sliding_window": 40}, theta=1e6, local_theta=10_000.0, scaling=LINEAR,
-    ),
-    "phi3": Case("phi3", {"sliding_window": 40}, {"attention.sliding_window": 40}, tied=False),
-    "phi3-long": Case(
-        "phi3", {"original_max_position_embeddings": 64},
-        {
-            "attention.sliding_window": 0, "rope.scaling.original_context_length": 64,
-            "rope.scaling.attn_factor": math.sqrt(1 + math.log(512 / 64) / math.log(64)),
-        },
-        tied=False, scaling=LONGROPE,
-    ),
-    "phi3-short": Case(
-        "phi3", {"original_max_position_embeddings": 512},
-        {
-            "attention.sliding_window": 0, "rope.scaling.original_context_length": 512,
-            "rope.scaling.attn_factor": 1.0,
-        },
-        tied=False, scaling=LONGROPE,
-    ),
-    "phi4-mini": Case(
-        "phi3", {"partial_rotary_factor": 0.75, "hidden_size": 192, "num_attention_heads": 6},
-        {"attention.sliding_window": 0, "rope.dimension_count": 24},
-    ),
-    "smollm3": Case("smollm3", {"num_hidden_layers": 5}, theta=5e6),
-    "granite": Case(
-        "granite",
-        {
-            "embedding_multiplier": 12.0, "residual_multiplier": 0.6, "attention_multiplier": 0.1,
-            "logits_scaling": 4.0,
-        },
-        {"embedding_scale": 12.0, "residual_scale": 0.6, "attention.scale": 0.1, "logit_scale": 4.0},
-    ),
-    "granite-biases": Case(
-        "granite", {"attention_bias": True, "mlp_bias": True},
-        {"embedding_scale": 1.0, "residual_scale": 1.0, "attention.scale": 1.0, "logit_scale": 1.0},
-    ),
-    "mistral3": Case(
-        "mistral3", {"head_dim": 16},
-        {"rope.scaling.yarn_log_multiplier": 1.0, "attention.temperature_scale": 0.1}, theta=1e6,
-        scaling=YARN | {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1},
-    ),
-    "ernie4_5": Case("ernie4_5", {"head_dim": 32, "use_bias": False}, theta=500_000.0),
-    "exaone4": Case(
-        "exaone4",
-        {
-            "sliding_window": None, "head_dim": 16, "num_hidden_layers": 5,
-            "layer_types": ["full_attention"] * 5,
-        },
-        theta=1e6, scaling=LLAMA3,
-    ),
-    "exaone4-windows": Case(
-        "exaone4",
-        {
-            "sliding_window": 40, "num_hidden_layers": 5, "head_dim": 16,
-            "layer_types": [
-                "sliding_attention", "sliding_attention", "full_attention", "sliding_attention",
-                "full_attention",
-            ],
-        },
-        {
-            "attention.sliding_window": 40,
-            "attention.sliding_window_pattern": [True, True, False, True, False],
-        },
-        tied=False, theta=1e6, scaling=LLAMA3,
-    ),
-    "glm4": Case(
-        "glm4", {"head_dim": 32, "attention_bias": True, "partial_rotary_factor": 0.5},
-        {"rope.dimension_count": 16}, tied=False,
-    ),
-    "starcoder2": Case(
-        "starcoder2", {"sliding_window": None, "norm_epsilon": 1e-5},
-        {"attention.layer_norm_epsilon": 1e-5}, theta=1e5, tied=False,
-    ),
-    "stablelm": Case(
-        "stablelm", {"partial_rotary_factor": 0.5, "use_qkv_bias": True, "layer_norm_eps": 1e-5},
-        {"rope.dimension_count": 8, "use_parallel_residual": False, "attention.layer_norm_epsilon": 1e-5},
-        tied=False,
-    ),
-    "stablelm-parallel": Case(
-        "stablelm", {"partial_rotary_factor": 0.5, "use_parallel_residual": True, "layer_norm_eps": 1e-5},
-        {"rope.dimension_count": 8, "use_parallel_residual": True, "attention.layer_norm_epsilon": 1e-5},
-        tied=False,
-    ),
-    "command-r": Case(
-        "command-r", {"logit_scale": 0.25, "layer_norm_eps": 1e-5},
-        {"logit_scale": 0.25, "attention.layer_norm_epsilon": 1e-5, "rope.scaling.type": "none"},
-    ),
-    "cohere2": Case(
-        "cohere2",
-        {"logit_scale": 0.25, "layer_norm_eps": 1e-5, "sliding_window": 40, "num_hidden_layers": 5},
-        {
-            "logit_scale": 0.25, "attention.layer_norm_epsilon": 1e-5, "rope.scaling.type": "none",
-            "attention.sliding_window": 40, "rope.dimension_count": 16,
-        },
-    ),
-    "hunyuan-dense": Case("hunyuan-dense", {"head_dim": 32}),
-    "seed_oss": Case("seed_oss", {"head_dim": 32, "attention_bias": True}, tied=False, theta=1e7),
-    "olmo2": Case("olmo2", {}, tied=False, theta=500_000.0),
-    "olmo3": Case(
-        "olmo3", {"sliding_window": 40, "num_hidden_layers": 5},
-        {
-            "attention.sliding_window": 40, "attention.sliding_window_pattern": [True] * 3 + [False, True],
-            "rope.scaling.yarn_attn_factor": 1.25,
-        },
-        tied=False, local_theta=10_000.0, scaling=YARN | {"attention_factor": 1.25},
-    ),
-}  # fmt: skip
-CLASSES = {  # of transformers: configuration and model
-    "qwen2": ("Qwen2Config", "Qwen2ForCausalLM"),
-    "llama": ("LlamaConfig", "LlamaForCausalLM"),
-    "qwen3": ("Qwen3Config", "Qwen3ForCausalLM"),
-    "gemma2": ("Gemma2Config", "Gemma2ForCausalLM"),
-    "gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM"),
-    "phi3": ("Phi3Config", "Phi3ForCausalLM"),
-    "smollm3": ("SmolLM3Config", "SmolLM3ForCausalLM"),
-    "granite": ("GraniteConfig", "GraniteForCausalLM"),
-    "mistral3": ("Ministral3Config", "Ministral3ForCausalLM"),
-    "ernie4_5": ("Ernie4_5Config", "Ernie4_5ForCausalLM"),
-    "exaone4": ("Exaone4Config", "Exaone4ForCausalLM"),
-    "glm4": ("Glm4Config", "Glm4ForCausalLM"),
-    "starcoder2": ("Starcoder2Config", "Starcoder2ForCausalLM"),
-    "stablelm": ("StableLmConfig", "StableLmForCausalLM"),
-    "command-r": ("CohereConfig", "CohereForCausalLM"),
-    "cohere2": ("Cohere2Config", "Cohere2ForCausalLM"),
-    "hunyuan-dense": ("HunYuanDenseV1Config", "HunYuanDenseV1ForCausalLM"),
-    "seed_oss": ("SeedOssConfig", "SeedOssForCausalLM"),
-    "olmo2": ("Olmo2Config", "Olmo2ForCausalLM"),
-    "olmo3": ("Olmo3Config", "Olmo3ForCausalLM"),
-}
-ARCHITECTURES = {"olmo3": "olmo2"}  # of files, where their names differ
-PERMUTED = {
-    "llama",
-    "smollm3",
-    "granite",
-    "mistral3",
-}  # queries and keys, so that pairs to rotate are neighbours
 
 
 def make_model(case: Case) -> Any:

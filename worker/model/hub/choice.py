@@ -73,7 +73,7 @@ def quant_of(file: str) -> str | None:
 
 def _there(models: Sequence[str], *, quants: bool = False) -> str:
     if not models:
-        return "there is no GGUF file"
+        return "it has no GGUF file at all"
     found = list(dict.fromkeys((quant_of(file) if quants else None) or file for file in models))
     more = f" and {len(found) - _MOST_NAMED} more" if len(found) > _MOST_NAMED else ""
     return f"there {'is' if len(found) == 1 else 'are'} {', '.join(found[:_MOST_NAMED])}{more}"

@@ -1,22 +1,14 @@
 """`jobs.verify`: what it queues, compares, says and leaves behind. A thread plays the worker."""
 
-import json
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner, Result
-from sqlalchemy import select, update
 
-from nightmill.jobs.arithmetic import Arithmetic
 from nightmill.jobs.batches.verifying import Verdict, Verification
 from nightmill.jobs.client import Client
-from nightmill.jobs.commands.main import main
-from nightmill.jobs.contract import Job, StopReason, Worker, WorkerState
+from nightmill.jobs.contract import StopReason, Worker
 from nightmill.jobs.errors import (
     BatchNotFoundError,
     InvalidParameterError,
@@ -24,91 +16,10 @@ from nightmill.jobs.errors import (
     NotServedError,
     WaitTimeoutError,
 )
-from nightmill.jobs.settings import Settings
-from nightmill.jobs.sql.batches import BATCHES
 from nightmill.jobs.sql.claims import Claims, Outcome
-from nightmill.jobs.sql.jobs import JOBS
-from nightmill.jobs.sql.tables import JobRow
 from nightmill.jobs.sql.workers import WorkerStore
-from tests.servers import wait_until, worker_env
-
-H100 = Arithmetic(runner="cuda", device="NVIDIA H100", weights="f16", kernels="1", model="2")
-H200 = Arithmetic(runner="cuda", device="NVIDIA H200", weights="f16", kernels="1", model="2")
-Answer = Callable[[Any], Outcome]
-
-
-@pytest.fixture
-def client(server_settings: Settings) -> Iterator[Client]:
-    """On SQLite and on PostgreSQL, with their own clocks: threads wait for each other."""
-    with Client(server_settings) as made:
-        yield made
-
-
-@pytest.fixture
-def claims(client: Client) -> Claims:
-    """A live worker's side of the table."""
-    made = Claims(client.database, "a" * 32)
-    made.register("host", 1, "model", None)
-    made.beat(WorkerState.READY)
-    return made
-
-
-def outcome(claim: Any, text: str | None = None, name: Arithmetic | None = H200, **changes: Any) -> Outcome:
-    """What a worker writes: a text that depends on prompt and seed alone."""
-    words = text if text is not None else f"the text of {claim.prompt} with seed {claim.params.seed}"
-    values: dict[str, Any] = {"stop_reason": StopReason.EOS, "arithmetic": name and str(name)} | changes
-    return Outcome(claim.job_id, claim.attempt, values.pop("stop_reason"), words, 3, 5, **values)
-
-
-def run_all(client: Client, claims: Claims, answer: Answer = outcome) -> None:
-    """Claim and end what is queued."""
-    for claim in claims.claim([job.id for job in client.list_jobs(state="queued", limit=1000)]):
-        claims.finish([answer(claim)])
-
-
-@contextmanager
-def working(client: Client, claims: Claims, answer: Answer = outcome) -> Iterator[None]:
-    """A worker at work, in a thread."""
-    over = threading.Event()
-
-    def run() -> None:
-        while not over.wait(0.02):
-            run_all(client, claims, answer)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()
-
-
-@pytest.fixture
-def night(client: Client, claims: Claims, tmp_path: Path) -> str:
-    """A batch of ten rows, of which the fourth is bad and the others have succeeded."""
-    rows = [json.dumps({"prompt": f"p{n}", "seed": n, "custom_id": f"q-{n}"}) for n in range(1, 11)]
-    rows[3] = "{broken"
-    (tmp_path / "rows.jsonl").write_text("\n".join(rows))
-    client.submit_batch(tmp_path / "rows.jsonl", name="night", temperature=0.5)
-    run_all(client, claims)
-    return "night"
-
-
-def everything(client: Client) -> tuple[Any, ...]:
-    """Both tables, whole."""
-    with client.database.read() as connection:
-        return (
-            connection.execute(select(JOBS).order_by(JobRow.id)).all(),
-            connection.execute(select(BATCHES).order_by(BATCHES.c.name)).all(),
-        )
-
-
-def tamper(client: Client, number: int, **values: Any) -> str:
-    """Change a row behind everybody's back; returns its id."""
-    with client.database.write() as connection:
-        changing = update(JOBS).where(JobRow.row == number, JobRow.batch == "night")
-        return str(connection.execute(changing.values(**values).returning(JobRow.id)).scalar_one())
+from tests.integration.jobs.verifying.worked import H100, H200, everything, outcome, run_all, tamper, working
+from tests.servers import wait_until
 
 
 def test_rows_that_give_their_texts_again_are_equal_and_nothing_is_left(
@@ -323,94 +234,3 @@ def test_who_gives_up_leaves_nothing_behind(
         client.verify(night, sample=3, on_rows=interrupt)
     worker.join()
     assert everything(client) == before
-
-
-# -- the command -----------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def run(client: Client) -> Callable[..., Result]:
-    """Runs `nightmill verify ARGUMENTS` in this process."""
-
-    def invoke(*arguments: object) -> Result:
-        words = ["verify", *map(str, arguments)]
-        return CliRunner().invoke(main, words, env=worker_env(client.settings))
-
-    return invoke
-
-
-def test_the_command_says_what_is_equal_and_exits_0(
-    client: Client, claims: Claims, night: str, run: Callable[..., Result]
-) -> None:
-    with working(client, claims):
-        done = run(night, "--sample", 5, "--seed-of-sample", 7)
-    assert (done.exit_code, done.stderr) == (0, "")
-    assert done.stdout.splitlines() == [
-        "night: 5 of 5 rows equal to the bit",
-        f"Computed now by {H200}",
-        "The same rows again: --sample 5 --seed-of-sample 7",
-    ]
-
-
-@pytest.mark.parametrize(
-    ("changes", "code", "said"),
-    [
-        ({"text": "the \x1b[31mtext"}, 1, "by the same arithmetic, which is a defect: please report it"),
-        (
-            {"text": "the\u202e text", "arithmetic": str(H100)},
-            3,
-            "by another arithmetic (device: NVIDIA H100, now NVIDIA H200)",
-        ),
-        ({"text": "the", "arithmetic": None}, 3, "by an arithmetic that was not recorded, then or now"),
-    ],
-)
-def test_the_command_says_what_differs_and_why(
-    client: Client, claims: Claims, night: str, run: Callable[..., Result], changes: Any, code: int, said: str
-) -> None:
-    job_id = tamper(client, 2, **changes)
-    with working(client, claims):
-        done = run(night)
-        as_json = run(night, "--json")
-    equal, _, row, then, now = done.stdout.splitlines()[:5]
-    assert equal == "night: 8 of 9 rows equal to the bit"
-    assert row.startswith(f"row 2, q-2, job {job_id}: another text after ") and row.endswith(said)
-    shown = changes["text"].replace("\x1b", "\\x1b").replace("\u202e", "\\u202e")
-    assert (then, now) == (f"  then  “{shown}”", "  now   “the text of p2 with seed 2”")
-    values = json.loads(as_json.stdout)
-    assert (values["batch"], values["equal"], values["counts"]["equal"]) == (night, False, 8)
-    (different,) = [one for one in values["rows"] if one["verdict"] != "equal"]
-    assert (different["job_id"], different["parting"]["then"]) == (job_id, changes["text"])
-    assert done.exit_code == as_json.exit_code == code
-
-
-def test_the_command_exits_4_where_rows_cannot_be_computed(
-    client: Client, claims: Claims, night: str, run: Callable[..., Result]
-) -> None:
-    with working(client, claims, lambda claim: outcome(claim, stop_reason=StopReason.ERROR, error="a\nb")):
-        done = run(night, "--sample", 1)
-    assert done.exit_code == 4
-    assert "not computed again: a\\nb\n" in done.stdout
-
-
-def test_the_command_that_nobody_serves_says_so_in_one_line(
-    claims: Claims, night: str, run: Callable[..., Result]
-) -> None:
-    claims.sign_off()
-    done = run(night)
-    assert (done.exit_code, done.stdout) == (1, "")
-    assert done.stderr.startswith("Error: no live worker serves 'model'") and done.stderr.count("\n") == 1
-
-
-def test_an_interrupted_command_exits_130_and_leaves_nothing(
-    client: Client, claims: Claims, night: str, run: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    before: list[Job] = client.list_jobs()
-
-    def interrupted(seconds: float) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("nightmill.jobs.batches.verifying.time.sleep", interrupted)
-    done = run(night)
-    assert done.exit_code == 130
-    assert client.list_jobs() == before
-    assert [batch.name for batch in client.list_batches()] == [night]
