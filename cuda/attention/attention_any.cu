@@ -12,40 +12,40 @@ static_assert(D <= 512, "head sizes are at most 512");
 
 static constexpr int EACH = (D + 31) / 32;
 
-static __device__ __forceinline__ void attend(const __half* __restrict__ q, const __half* __restrict__ k_cache,
-                                              const __half* __restrict__ v_cache, const int* __restrict__ table,
+static __device__ __forceinline__ void attend(const Element* __restrict__ q, const Element* __restrict__ k_cache,
+                                              const Element* __restrict__ v_cache, const int* __restrict__ table,
                                               int kv_heads, int kv_head, int keys, float scale,
-                                              __half* __restrict__ out) {
+                                              Element* __restrict__ out) {
     const int lane = threadIdx.x % 32;
     float query[EACH], o[EACH] = {};
 #pragma unroll
-    for (int i = 0; i < EACH; ++i) query[i] = lane + 32 * i < D ? __half2float(q[lane + 32 * i]) * scale : 0.0f;
+    for (int i = 0; i < EACH; ++i) query[i] = lane + 32 * i < D ? to_float(q[lane + 32 * i]) * scale : 0.0f;
     float m = negative_infinity(), l = 0.0f;
     for (int key = 0; key < keys; ++key) {
         const int64_t row = page_row(table[key / PAGE], kv_head, kv_heads) + key % PAGE;
         float score = 0.0f;
 #pragma unroll
         for (int i = 0; i < EACH; ++i)
-            if (lane + 32 * i < D) score = fmaf(query[i], __half2float(k_cache[row * D + lane + 32 * i]), score);
+            if (lane + 32 * i < D) score = fmaf(query[i], to_float(k_cache[row * D + lane + 32 * i]), score);
         score = warp_sum(score);
         const float largest = fmaxf(m, score);
         const float shrink = weight_of(m, largest), p = exp2f(score - largest);
         l = l * shrink + p;
 #pragma unroll
         for (int i = 0; i < EACH; ++i)
-            if (lane + 32 * i < D) o[i] = o[i] * shrink + p * __half2float(v_cache[row * D + lane + 32 * i]);
+            if (lane + 32 * i < D) o[i] = o[i] * shrink + p * to_float(v_cache[row * D + lane + 32 * i]);
         m = largest;
     }
 #pragma unroll
     for (int i = 0; i < EACH; ++i)
-        if (lane + 32 * i < D) out[lane + 32 * i] = __float2half_rn(o[i] / l);
+        if (lane + 32 * i < D) out[lane + 32 * i] = to_element(o[i] / l);
 }
 
 extern "C" __global__ void __launch_bounds__(32)
-    decode_attention_any(const __half* __restrict__ qkv, const __half* __restrict__ k_cache,
-                         const __half* __restrict__ v_cache, const int* __restrict__ tables, int table_stride,
+    decode_attention_any(const Element* __restrict__ qkv, const Element* __restrict__ k_cache,
+                         const Element* __restrict__ v_cache, const int* __restrict__ tables, int table_stride,
                          const int* __restrict__ lengths, const int* __restrict__ starts,
-                         const int* __restrict__ listed, __half* __restrict__ out, int heads, int kv_heads,
+                         const int* __restrict__ listed, Element* __restrict__ out, int heads, int kv_heads,
                          float scale) {
     const int sequence = listed != nullptr ? listed[blockIdx.y] : blockIdx.y;
     if (sequence < 0 || lengths[sequence] <= 0) return;
@@ -56,10 +56,10 @@ extern "C" __global__ void __launch_bounds__(32)
 }
 
 extern "C" __global__ void __launch_bounds__(128)
-    prefill_attention_any(const __half* __restrict__ qkv, const __half* __restrict__ k_cache,
-                          const __half* __restrict__ v_cache, const int* __restrict__ tables, int table_stride,
+    prefill_attention_any(const Element* __restrict__ qkv, const Element* __restrict__ k_cache,
+                          const Element* __restrict__ v_cache, const int* __restrict__ tables, int table_stride,
                           const int* __restrict__ lengths, const int* __restrict__ starts,
-                          const int* __restrict__ tiles, __half* __restrict__ out, int heads, int kv_heads,
+                          const int* __restrict__ tiles, Element* __restrict__ out, int heads, int kv_heads,
                           float scale) {
     const int sequence = tiles[2 * blockIdx.y];
     if (sequence < 0) return;

@@ -38,8 +38,8 @@ static __device__ __forceinline__ uint32_t place(int row, int chunk) {
     return static_cast<uint32_t>(row * ROW_BYTES + (chunk ^ turn) * 16);
 }
 
-static __device__ __forceinline__ Half8 load_shared(uint32_t address) {
-    Half8 v;
+static __device__ __forceinline__ Element8 load_shared(uint32_t address) {
+    Element8 v;
     asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
                  : "=r"(v.word[0]), "=r"(v.word[1]), "=r"(v.word[2]), "=r"(v.word[3])
                  : "r"(address));
@@ -64,7 +64,7 @@ struct Places {
         constexpr int AT_ONCE = 32 / CHUNKS;  // rows
         const int lane = threadIdx.x % 32;
         const int64_t offset = page_row(entry, cache.kv_head, cache.kv_heads) * D + lane * 8;
-        const __half *keys = cache.k + offset, *values = cache.v + offset;
+        const Element *keys = cache.k + offset, *values = cache.v + offset;
         const int left = cache.length - page * PAGE - lane / CHUNKS;
 #pragma unroll
         for (int row = 0; row < PAGE; row += AT_ONCE) {
@@ -98,9 +98,9 @@ struct Piece {
 };
 
 template <int ROWS, int AHEAD>
-static __device__ __forceinline__ void decode(const __half* q, const Cache& cache, const Piece& piece,
+static __device__ __forceinline__ void decode(const Element* q, const Cache& cache, const Piece& piece,
                                               const Meeting& meeting, int shared_heads, int segment_pages, float scale,
-                                              __half* out) {
+                                              Element* out) {
     static_assert((AHEAD & (AHEAD - 1)) == 0, "a power of two");
     extern __shared__ __align__(128) unsigned char rings[];  // 16 bytes further on, copies of rows take 14% longer
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -180,8 +180,8 @@ static __device__ __forceinline__ void decode(const __half* q, const Cache& cach
 #define DECODE_KERNEL(ROWS, AHEAD)                                                                                \
     extern "C" __global__ void __launch_bounds__(THREADS)                                                         \
         decode_attention_##ROWS##_##AHEAD(                                                                        \
-            const __half* qkv, const __half* k_cache, const __half* v_cache, const int* tables, int table_stride, \
-            const int* starts, const int4* pieces, __half* out, float* partials, float* sums, unsigned* counters, \
+            const Element* qkv, const Element* k_cache, const Element* v_cache, const int* tables, int table_stride, \
+            const int* starts, const int4* pieces, Element* out, float* partials, float* sums, unsigned* counters, \
             int heads, int kv_heads, int segment_pages, float scale) {                                            \
         launch_next();                                                                                            \
         const int4 words = pieces[blockIdx.y];                                                                    \

@@ -20,22 +20,22 @@ static constexpr int V_LOADS = D / 64;
 static constexpr int PITCH = D + 4;      // floats, of a row of results in shared memory
 
 struct Page {
-    Half8 k[2][K_LOADS];  // [tile of 8 keys][piece]
-    Half8 v[4][V_LOADS];  // keys 2t, 2t+1, 2t+8, 2t+9
+    Element8 k[2][K_LOADS];  // [tile of 8 keys][piece]
+    Element8 v[4][V_LOADS];  // keys 2t, 2t+1, 2t+8, 2t+9
 };
 
 struct Cache {
-    const __half* k;
-    const __half* v;
+    const Element* k;
+    const Element* v;
     const int* table;
     int kv_heads;
     int kv_head;
     int length;
 };
 
-static __device__ __forceinline__ Half8 load_if(bool wanted, const __half* source) {
+static __device__ __forceinline__ Element8 load_if(bool wanted, const Element* source) {
     if (wanted) return load_streaming(source);
-    return Half8{{0, 0, 0, 0}};  // 0, not what lies in the page: 0 times NaN is NaN
+    return Element8{{0, 0, 0, 0}};  // 0, not what lies in the page: 0 times NaN is NaN
 }
 
 static __device__ __forceinline__ int64_t page_offset(const Cache& cache, int page) {
@@ -45,7 +45,7 @@ static __device__ __forceinline__ int64_t page_offset(const Cache& cache, int pa
 // All addresses are one of the lane's and a constant, for which a load has room.
 static __device__ __forceinline__ void load_keys(Page& tile, const Cache& cache, int64_t offset, int page, int g,
                                                  int t) {
-    const __half* mine = cache.k + offset + (g * D + t * 8);
+    const Element* mine = cache.k + offset + (g * D + t * 8);
     const int left = cache.length - page * PAGE - g;
 #pragma unroll
     for (int j = 0; j < 2; ++j)
@@ -55,7 +55,7 @@ static __device__ __forceinline__ void load_keys(Page& tile, const Cache& cache,
 
 static __device__ __forceinline__ void load_values(Page& tile, const Cache& cache, int64_t offset, int page, int g,
                                                    int t) {
-    const __half* mine = cache.v + offset + (2 * t * D + g * 8);
+    const Element* mine = cache.v + offset + (2 * t * D + g * 8);
     const int left = cache.length - page * PAGE - 2 * t;
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
@@ -67,14 +67,14 @@ static __device__ __forceinline__ void load_values(Page& tile, const Cache& cach
 
 // Queries of up to ROWS heads as A fragments; rows past the heads are zero.
 template <int ROWS>
-static __device__ __forceinline__ void load_queries(uint32_t (&qa)[2 * K_LOADS][4], const __half* q, int heads, int g,
+static __device__ __forceinline__ void load_queries(uint32_t (&qa)[2 * K_LOADS][4], const Element* q, int heads, int g,
                                                     int t) {
 #pragma unroll
     for (int i = 0; i < K_LOADS; ++i) {
-        const Half8 zero{{0, 0, 0, 0}};
-        const Half8 low = g < heads ? *reinterpret_cast<const Half8*>(q + g * D + i * 32 + t * 8) : zero;
-        const Half8 high =
-            ROWS > 8 && g + 8 < heads ? *reinterpret_cast<const Half8*>(q + (g + 8) * D + i * 32 + t * 8) : zero;
+        const Element8 zero{{0, 0, 0, 0}};
+        const Element8 low = g < heads ? *reinterpret_cast<const Element8*>(q + g * D + i * 32 + t * 8) : zero;
+        const Element8 high =
+            ROWS > 8 && g + 8 < heads ? *reinterpret_cast<const Element8*>(q + (g + 8) * D + i * 32 + t * 8) : zero;
         qa[2 * i][0] = low.word[0], qa[2 * i][1] = high.word[0];
         qa[2 * i][2] = low.word[1], qa[2 * i][3] = high.word[1];
         qa[2 * i + 1][0] = low.word[2], qa[2 * i + 1][1] = high.word[2];
@@ -221,12 +221,12 @@ static __device__ __forceinline__ void merge_segment(Segment<ROWS>& kept, const 
 }
 
 template <int ROWS>
-static __device__ __forceinline__ void store_result(const Segment<ROWS>& kept, __half* out) {
+static __device__ __forceinline__ void store_result(const Segment<ROWS>& kept, Element* out) {
     const float inverse = __frcp_rn(kept.l);
-    __half2* target = reinterpret_cast<__half2*>(out + Segment<ROWS>::row() * D + Segment<ROWS>::column());
+    Element2* target = reinterpret_cast<Element2*>(out + Segment<ROWS>::row() * D + Segment<ROWS>::column());
 #pragma unroll
     for (int i = 0; i < Segment<ROWS>::PART; i += 2)
-        target[i / 2] = __floats2half2_rn(__fmul_rn(kept.o[i], inverse), __fmul_rn(kept.o[i + 1], inverse));
+        target[i / 2] = to_elements(__fmul_rn(kept.o[i], inverse), __fmul_rn(kept.o[i + 1], inverse));
 }
 
 // Where the segments of a sequence meet that several blocks compute: o (segments, H, D) and (m, l) (segments, H, 2) from

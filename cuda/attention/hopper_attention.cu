@@ -386,7 +386,7 @@ struct Warpgroup {
     }
 
     // `out`: the item's first row.
-    __device__ __forceinline__ void store(const Running& running, __half* out, int tokens) const {
+    __device__ __forceinline__ void store(const Running& running, Element* out, int tokens) const {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             float total = running.l[half];
@@ -399,7 +399,7 @@ struct Warpgroup {
         }
     }
 
-    __device__ __forceinline__ void compute_items(__half* out) {
+    __device__ __forceinline__ void compute_items(Element* out) {
         for (int count = 0;; ++count) {
             const int slot = count & 1;
             barrier_wait(shared.queries_full(slot), count >> 1 & 1);
@@ -426,7 +426,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     hopper_attention(const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,
                      const __grid_constant__ TensorMap v_map, const int* __restrict__ tables, int table_stride,
                      const int* __restrict__ lengths, const int* __restrict__ starts, const int* __restrict__ tiles,
-                     __half* __restrict__ out, int tile_count, int heads, int kv_heads, float scale) {
+                     Element* __restrict__ out, int tile_count, int heads, int kv_heads, float scale) {
     extern __shared__ unsigned char dynamic[];
     __shared__ uint64_t barriers[Shared::BARRIERS];
     __shared__ Item told[2];

@@ -33,7 +33,7 @@ static __device__ __forceinline__ uint32_t place(int row, int chunk) {
     return static_cast<uint32_t>(row * D * 2 + ((chunk ^ (row & 7)) * 16));
 }
 
-static __device__ __forceinline__ void load_tile(uint32_t target, const __half* __restrict__ cache,
+static __device__ __forceinline__ void load_tile(uint32_t target, const Element* __restrict__ cache,
                                                  const int* __restrict__ table, int kv_heads, int kv_head,
                                                  int first_key, int keys) {
 #pragma unroll
@@ -43,7 +43,7 @@ static __device__ __forceinline__ void load_tile(uint32_t target, const __half* 
         const int key = first_key + row;
         const bool wanted = key < keys;
         const int page = wanted ? table[key / PAGE] : 0;
-        const __half* source = cache + (page_row(page, kv_head, kv_heads) + key % PAGE) * D + chunk * 8;
+        const Element* source = cache + (page_row(page, kv_head, kv_heads) + key % PAGE) * D + chunk * 8;
         copy_async(target + place(row, chunk), source, wanted);
     }
 }
@@ -54,7 +54,7 @@ struct Queries {
     int visible[PARTS][2];
 
     // `first_row`: of qkv, the tile's first token.
-    __device__ __forceinline__ void load(const __half* __restrict__ qkv, int first_row, int all_heads, int first_head,
+    __device__ __forceinline__ void load(const Element* __restrict__ qkv, int first_row, int all_heads, int first_head,
                                          int group, int tokens, int first_visible) {
         const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
 #pragma unroll
@@ -66,7 +66,7 @@ struct Queries {
                 const bool exists = token < tokens;
                 visible[part][half] = exists ? first_visible + token : 0;
                 const int64_t place = static_cast<int64_t>(first_row + token) * all_heads + first_head;
-                const __half* source = qkv + (place + row % group) * D + 2 * t;
+                const Element* source = qkv + (place + row % group) * D + 2 * t;
 #pragma unroll
                 for (int step = 0; step < D / 16; ++step) {
                     q[part][step][half] = exists ? *reinterpret_cast<const uint32_t*>(source + step * 16) : 0;
@@ -175,7 +175,7 @@ struct Running {
         }
     }
 
-    __device__ __forceinline__ void store(const Queries& queries, __half* __restrict__ out, int first_row, int heads,
+    __device__ __forceinline__ void store(const Queries& queries, Element* __restrict__ out, int first_row, int heads,
                                           int first_head, int group) const {
         const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
 #pragma unroll
@@ -189,20 +189,20 @@ struct Running {
                 const float inverse = 1.0f / sum;
                 const int row = (warp * PARTS + part) * 16 + g + 8 * half;
                 const int64_t place = static_cast<int64_t>(first_row + row / group) * heads + first_head;
-                __half* target = out + (place + row % group) * D + 2 * t;
+                Element* target = out + (place + row % group) * D + 2 * t;
 #pragma unroll
                 for (int n = 0; n < D / 8; ++n)
-                    *reinterpret_cast<__half2*>(target + n * 8) =
-                        __floats2half2_rn(o[part][n][2 * half] * inverse, o[part][n][2 * half + 1] * inverse);
+                    *reinterpret_cast<Element2*>(target + n * 8) =
+                        to_elements(o[part][n][2 * half] * inverse, o[part][n][2 * half + 1] * inverse);
             }
     }
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-    prefill_attention(const __half* __restrict__ qkv, const __half* __restrict__ k_cache,
-                      const __half* __restrict__ v_cache, const int* __restrict__ tables, int table_stride,
+    prefill_attention(const Element* __restrict__ qkv, const Element* __restrict__ k_cache,
+                      const Element* __restrict__ v_cache, const int* __restrict__ tables, int table_stride,
                       const int* __restrict__ lengths, const int* __restrict__ starts,
-                      const int* __restrict__ tiles, __half* __restrict__ out, int heads, int kv_heads,
+                      const int* __restrict__ tiles, Element* __restrict__ out, int heads, int kv_heads,
                       float scale) {
     extern __shared__ __align__(128) unsigned char shared[];
     launch_next();

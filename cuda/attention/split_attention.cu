@@ -54,9 +54,9 @@ struct Sent {
 };
 
 template <int ROWS>
-static __device__ __forceinline__ void decode_split(const __half* qkv, const __half* k_cache, const __half* v_cache,
+static __device__ __forceinline__ void decode_split(const Element* qkv, const Element* k_cache, const Element* v_cache,
                                                   const int* tables, int table_stride, const int* lengths,
-                                                  const int* starts, const int* listed, __half* out, float* partials,
+                                                  const int* starts, const int* listed, Element* out, float* partials,
                                                   float* sums, unsigned* counters, int heads, int kv_heads,
                                                   int segment_pages, int max_segments, float scale) {
     extern __shared__ __align__(16) unsigned char shared[];
@@ -188,8 +188,8 @@ static __device__ __forceinline__ void decode_split(const __half* qkv, const __h
 
 #define SPLIT_KERNEL(ROWS)                                                                                          \
     extern "C" __global__ void __launch_bounds__(THREADS) split_attention_##ROWS(                                    \
-        const __half* qkv, const __half* k_cache, const __half* v_cache, const int* tables, int table_stride,     \
-        const int* lengths, const int* starts, const int* listed, __half* out, float* partials, float* sums,      \
+        const Element* qkv, const Element* k_cache, const Element* v_cache, const int* tables, int table_stride,     \
+        const int* lengths, const int* starts, const int* listed, Element* out, float* partials, float* sums,      \
         unsigned* counters, int heads, int kv_heads, int segment_pages, int max_segments, float scale) {          \
         decode_split<ROWS>(qkv, k_cache, v_cache, tables, table_stride, lengths, starts, listed, out, partials,     \
                          sums, counters, heads, kv_heads, segment_pages, max_segments, scale);                    \

@@ -1,4 +1,4 @@
-// What several kernels share: 16-byte vectors of halves, warp reductions, asynchronous copies and tensor-core
+// What several kernels share: 16-byte vectors of elements, warp reductions, asynchronous copies and tensor-core
 // instructions of sm_80 and later. Fragment layouts are those of the PTX ISA, "Matrix fragments for mma.m16n8k16":
 // with g = lane / 4 and t = lane % 4,
 //   A (16x16): a0 = (row g, columns 2t, 2t+1), a1 = (row g+8, same), a2 = (row g, columns 2t+8, 2t+9), a3 = (row g+8, same)
@@ -6,40 +6,40 @@
 //   C (16x8):  c0, c1 = (row g, columns 2t, 2t+1), c2, c3 = (row g+8, same)
 #pragma once
 
-#include <cuda_fp16.h>
+#include "common/element.cuh"
 #include <stdint.h>
 
 static constexpr float LOG2_E = 1.4426950408889634f;
 
 static __device__ __forceinline__ float negative_infinity() { return __int_as_float(0xff800000); }
 
-// Eight halves, one 16-byte access.
-struct alignas(16) Half8 {
+// Eight elements, one 16-byte access.
+struct alignas(16) Element8 {
     uint32_t word[4];
 };
 
-static __device__ __forceinline__ void unpack(const Half8& packed, float (&values)[8]) {
+static __device__ __forceinline__ void unpack(const Element8& packed, float (&values)[8]) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-        const float2 pair = __half22float2(*reinterpret_cast<const __half2*>(&packed.word[i]));
+        const float2 pair = to_floats(*reinterpret_cast<const Element2*>(&packed.word[i]));
         values[2 * i] = pair.x;
         values[2 * i + 1] = pair.y;
     }
 }
 
 static __device__ __forceinline__ uint32_t pack(float low, float high) {
-    const __half2 pair = __floats2half2_rn(low, high);
+    const Element2 pair = to_elements(low, high);
     return *reinterpret_cast<const uint32_t*>(&pair);
 }
 
-static __device__ __forceinline__ Half8 pack(const float (&values)[8]) {
-    Half8 packed;
+static __device__ __forceinline__ Element8 pack(const float (&values)[8]) {
+    Element8 packed;
 #pragma unroll
     for (int i = 0; i < 4; ++i) packed.word[i] = pack(values[2 * i], values[2 * i + 1]);
     return packed;
 }
 
-static __device__ __forceinline__ float rounded(float value) { return __half2float(__float2half_rn(value)); }
+static __device__ __forceinline__ float rounded(float value) { return to_float(to_element(value)); }
 
 static __device__ __forceinline__ void load8(const float* source, float (&values)[8]) {
     const float4 a = reinterpret_cast<const float4*>(source)[0];
@@ -54,8 +54,8 @@ static __device__ __forceinline__ void store8(float* target, const float (&value
 }
 
 // Data read once: around L1.
-static __device__ __forceinline__ Half8 load_streaming(const void* source) {
-    Half8 v;
+static __device__ __forceinline__ Element8 load_streaming(const void* source) {
+    Element8 v;
     asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
                  : "=r"(v.word[0]), "=r"(v.word[1]), "=r"(v.word[2]), "=r"(v.word[3])
                  : "l"(source));
@@ -77,7 +77,7 @@ static __device__ __forceinline__ float warp_max(float value) {
 
 // C += A B in FP32.
 static __device__ __forceinline__ void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+    asm("mma.sync.aligned.m16n8k16.row.col.f32." ELEMENT "." ELEMENT ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
         "{%0, %1, %2, %3};"
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));

@@ -204,7 +204,7 @@ static __device__ __forceinline__ void wgmma_keep(float (&acc)[COUNT]) {
 #define HOPPER_WGMMA(N, COUNT, TEXT, A, B, MORE, ...)                                                             \
     static __device__ __forceinline__ void wgmma(float (&acc)[COUNT], uint64_t a, uint64_t b, int more) {         \
         asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " MORE ", 0;\n"                                            \
-                     "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.f16.f16 {" TEXT "}, " A ", " B               \
+                     "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." ELEMENT "." ELEMENT " {" TEXT "}, " A ", " B \
                      ", p, 1, 1, 0, 0;\n}\n"                                                                      \
                      : __VA_ARGS__                                                                                \
                      : "l"(a), "l"(b), "r"(more));                                                                \
@@ -223,7 +223,7 @@ HOPPER_WGMMA(256, 128, HOPPER_T128, "%128", "%129", "%130", HOPPER_R64(acc, 0), 
 // The same with A (64 x 16) in registers, as m16n8k16 has it for each warp's 16 rows.
 static __device__ __forceinline__ void wgmma(float (&acc)[32], const uint32_t (&a)[4], uint64_t b, int more) {
     asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %37, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {" HOPPER_T32
+                 "wgmma.mma_async.sync.aligned.m64n64k16.f32." ELEMENT "." ELEMENT " {" HOPPER_T32
                  "}, {%32, %33, %34, %35}, %36, p, 1, 1, 0;\n}\n"
                  : HOPPER_R32(acc, 0)
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(more));
@@ -231,13 +231,13 @@ static __device__ __forceinline__ void wgmma(float (&acc)[32], const uint32_t (&
 
 // acc += A B with A in registers and B row-major in K: N columns side by side in shared memory, 64 to a swizzled tile.
 static __device__ __forceinline__ void wgmma_rows(float (&acc)[32], const uint32_t (&a)[4], uint64_t b) {
-    asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {" HOPPER_T32
+    asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32." ELEMENT "." ELEMENT " {" HOPPER_T32
                  "}, {%32, %33, %34, %35}, %36, 1, 1, 1, 1;\n"
                  : HOPPER_R32(acc, 0)
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
 static __device__ __forceinline__ void wgmma_rows(float (&acc)[64], const uint32_t (&a)[4], uint64_t b) {
-    asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 {" HOPPER_T64
+    asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32." ELEMENT "." ELEMENT " {" HOPPER_T64
                  "}, {%64, %65, %66, %67}, %68, 1, 1, 1, 1;\n"
                  : HOPPER_R64(acc, 0)
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
@@ -265,7 +265,7 @@ static __device__ __forceinline__ uint4 transposed(uint32_t a, uint32_t b, uint3
 // Writes COLUMNS halves of a row that four lanes have between them, lane t the words `word(i)` of column groups i
 // (columns 8 i + 2 t, + 1): those groups that begin before `limit`. All lanes of the warp call it.
 template <int COLUMNS, typename Word>
-static __device__ __forceinline__ void store_row(__half* target, bool exists, int limit, int t, Word word) {
+static __device__ __forceinline__ void store_row(Element* target, bool exists, int limit, int t, Word word) {
 #pragma unroll
     for (int i = 0; i < COLUMNS / 8; i += 4) {
         uint32_t words[4];

@@ -22,7 +22,7 @@ static __device__ __forceinline__ void rotate(float& x, float& y, float cosine, 
 }
 
 struct Qkv {
-    __half *qkv, *keys, *values;  // (T, (H + 2 G) D): here only queries go; pages [pages, G, 16, D]
+    Element *qkv, *keys, *values;  // (T, (H + 2 G) D): here only queries go; pages [pages, G, 16, D]
     const float* bias;            // ((H + 2 G) D,), or null
     const int *positions;         // (T,)
     const int *cache_rows;        // (T,): page * 16 + the place in it; negative: not written
@@ -38,10 +38,10 @@ struct Qkv {
     }
 
     // The D elements of a head.
-    __device__ __forceinline__ __half* in_qkv(int token, int head) const {
+    __device__ __forceinline__ Element* in_qkv(int token, int head) const {
         return qkv + (static_cast<int64_t>(token) * all_heads() + head) * HEAD_DIM;
     }
-    __device__ __forceinline__ __half* in_cache(int cache_row, int head) const {
+    __device__ __forceinline__ Element* in_cache(int cache_row, int head) const {
         const int64_t place = token_row(cache_row, (head - heads) % kv_heads, kv_heads);
         return (is_value(head) ? values : keys) + place * HEAD_DIM;
     }

@@ -43,7 +43,7 @@ template <typename Source>
 static __device__ __forceinline__ void fetch_rows(uint32_t target, int rows, int inputs, Source row) {
     const int chunks = inputs / 8, pitch = pitch_of(inputs);
     for (int i = 0; i < rows; ++i) {
-        const __half* source = row(i);
+        const Element* source = row(i);
         for (int chunk = threadIdx.x; chunk < chunks; chunk += blockDim.x)
             copy_async(target + i * pitch + chunk * 16, source + chunk * 8, true);
     }
@@ -86,7 +86,7 @@ struct NormShape {
                                                  float scale) {
 #pragma unroll
         for (int i = 0; i < 8; ++i) values[i] *= scale * gains[i];
-        *reinterpret_cast<Half8*>(target) = pack(values);
+        *reinterpret_cast<Element8*>(target) = pack(values);
     }
 };
 
@@ -260,19 +260,19 @@ struct Pair {
         x = rounded(x), y = rounded(y);
         if (to.bias != nullptr) x += low_bias, y += high_bias;
         if (!to.is_value(head)) rotate(x, y, angle.x, angle.y);
-        __half* target = to.in_qkv(token, head);
+        Element* target = to.in_qkv(token, head);
         if (!to.is_query(head)) {
             if (cache_row < 0) return;
             target = to.in_cache(cache_row, head);
         }
-        target[low] = __float2half_rn(x);
-        target[high] = __float2half_rn(y);
+        target[low] = to_element(x);
+        target[high] = to_element(y);
     }
 };
 
 template <int HELD>
 static __device__ __forceinline__ void qkv_rows(const float* __restrict__ x, const float* __restrict__ gains, float eps,
-                                                const __half* __restrict__ w, const Qkv& to, int tokens, int width) {
+                                                const Element* __restrict__ w, const Qkv& to, int tokens, int width) {
     constexpr int BLOCKS = HEAD_DIM / ROWS;  // of a head
     const int head = blockIdx.x / BLOCKS, first_pair = blockIdx.x % BLOCKS * (ROWS / 2);
     const int pitch = pitch_of(width);
@@ -296,7 +296,7 @@ static __device__ __forceinline__ void qkv_rows(const float* __restrict__ x, con
 
 // `first`: elements of K in the first sum, a multiple of 64; the others, if there are any, are added after it.
 extern "C" __global__ void __launch_bounds__(THREADS)
-    few_residual(const __half* __restrict__ in, const __half* __restrict__ w, float* x, int tokens,
+    few_residual(const Element* __restrict__ in, const Element* __restrict__ w, float* x, int tokens,
                  int outputs, int inputs, int first) {
     __shared__ float2 second[32];  // sums of each lane
     const int first_row = blockIdx.x * ROWS, pitch = pitch_of(inputs);
@@ -331,7 +331,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 // `groups` of 8 outputs in a block, a warp each; more warps help to fetch and to norm.
 template <int HELD>
 static __device__ __forceinline__ void swiglu_rows(const float* __restrict__ x, const float* __restrict__ gains,
-                                                   float eps, const __half* __restrict__ w, __half* __restrict__ out,
+                                                   float eps, const Element* __restrict__ w, Element* __restrict__ out,
                                                    int tokens, int width, int ffn_width, int groups,
                                                    const unsigned char* down, int down_bytes) {
     const int first = blockIdx.x * groups * ROWS, pitch = pitch_of(width);
@@ -360,16 +360,16 @@ static __device__ __forceinline__ void swiglu_rows(const float* __restrict__ x, 
 
 #define NORM_KERNELS(HELD)                                                                                        \
     extern "C" __global__ void __launch_bounds__(THREADS) few_qkv_##HELD(                                         \
-        const float* __restrict__ x, const float* __restrict__ norm, float eps, const __half* __restrict__ w,     \
+        const float* __restrict__ x, const float* __restrict__ norm, float eps, const Element* __restrict__ w,     \
         const float* __restrict__ bias, const int* __restrict__ positions, const int* __restrict__ cache_rows,    \
-        const float* __restrict__ table, int table_rows, __half* __restrict__ qkv, __half* __restrict__ k_cache,  \
-        __half* __restrict__ v_cache, int tokens, int width, int heads, int kv_heads) {                           \
+        const float* __restrict__ table, int table_rows, Element* __restrict__ qkv, Element* __restrict__ k_cache,  \
+        Element* __restrict__ v_cache, int tokens, int width, int heads, int kv_heads) {                           \
         const Qkv to{qkv, k_cache, v_cache, bias, positions, cache_rows, table, table_rows, heads, kv_heads};     \
         qkv_rows<HELD>(x, norm, eps, w, to, tokens, width);                                                       \
     }                                                                                                             \
     extern "C" __global__ void __launch_bounds__(SWIGLU_THREADS) few_swiglu_##HELD(                               \
-        const float* __restrict__ x, const float* __restrict__ norm, float eps, const __half* __restrict__ w,     \
-        __half* __restrict__ out, int tokens, int width, int ffn_width, int groups,                               \
+        const float* __restrict__ x, const float* __restrict__ norm, float eps, const Element* __restrict__ w,     \
+        Element* __restrict__ out, int tokens, int width, int ffn_width, int groups,                               \
         const unsigned char* __restrict__ down, int down_bytes) {                                                 \
         swiglu_rows<HELD>(x, norm, eps, w, out, tokens, width, ffn_width, groups, down, down_bytes);              \
     }

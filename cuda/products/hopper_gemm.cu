@@ -18,7 +18,7 @@ enum class Kind { HALF, SWIGLU, RESIDUAL };
 
 template <Kind>
 struct Written {
-    using type = __half;
+    using type = Element;
 };
 template <>
 struct Written<Kind::RESIDUAL> {
@@ -127,7 +127,7 @@ static __device__ __forceinline__ void product(const TensorMap* x_map, const Ten
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 const int my_row = row + 8 * half;
-                __half* target = y + static_cast<int64_t>(my_row) * outputs + column;
+                Element* target = y + static_cast<int64_t>(my_row) * outputs + column;
                 store_row<BN / SIDES>(target, my_row < rows, outputs - column, t,
                                       [&](int j) { return word(half, j); });
             }

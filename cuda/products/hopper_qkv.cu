@@ -103,7 +103,7 @@ static __device__ __forceinline__ void qkv_product(const TensorMap* x_map, const
                     const int head = column / HEAD_DIM + i;
                     if (head >= all_heads) break;
                     const bool is_query = to.is_query(head), by_copy = BUFFERS > 0 && is_query;
-                    __half* target = to.in_qkv(token, head);
+                    Element* target = to.in_qkv(token, head);
                     if (!is_query) target = to.in_cache(max(cache_row, 0), head);
                     auto put = [&](const uint32_t(&words)[4], int first) {  // from column group `first` of the head on
                         const int place = (i - begin) * (HEAD_DIM / 8) + first;
@@ -144,7 +144,7 @@ static __device__ __forceinline__ void qkv_product(const TensorMap* x_map, const
         qkv_##GROUPS##_##BN##_##STAGES##_##CLUSTER##_##BUFFERS(                                                    \
             const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w,                             \
             const __grid_constant__ TensorMap qkv_map, const float* bias, const int* positions,                   \
-            const int* cache_rows, const float* table, int table_rows, __half* qkv, __half* keys, __half* values, \
+            const int* cache_rows, const float* table, int table_rows, Element* qkv, Element* keys, Element* values, \
             int tokens, int heads, int kv_heads, int width) {                                                     \
         const Qkv to{qkv, keys, values, bias, positions, cache_rows, table, table_rows, heads, kv_heads};         \
         qkv_product<GROUPS, BN, STAGES, CLUSTER, BUFFERS>(&x, &w, &qkv_map, to, tokens, width);                   \

@@ -56,7 +56,7 @@ static __device__ __forceinline__ bool elected() {
 
 // `weights`: 0, or W, whose lines are then asked for ahead of the copies, into L2.
 template <int BR, int BN, int BOXES, int HALVES, int DOWN, int STAGES>
-static __device__ __forceinline__ void product(const TensorMap* x_map, const TensorMap* w_map, const __half* weights,
+static __device__ __forceinline__ void product(const TensorMap* x_map, const TensorMap* w_map, const Element* weights,
                                                float* y, int rows, int outputs, int inputs, int first) {
     constexpr int GROUPS = (BR + 63) / 64, CLUSTER = HALVES * DOWN, COPIES = 4 * GROUPS;  // the warp that copies
     constexpr int X_BYTES = BR * WIDTH * 2, W_BYTES = BN * WIDTH * 2, DEPTH = BOXES * WIDTH;
@@ -125,7 +125,7 @@ static __device__ __forceinline__ void product(const TensorMap* x_map, const Ten
         __syncwarp();
     } else if (weights != nullptr) {
         const int lines = (end - begin) / 64, all = lines * min(BN, outputs - column);
-        const __half* part = weights + static_cast<int64_t>(column) * inputs + begin;
+        const Element* part = weights + static_cast<int64_t>(column) * inputs + begin;
         for (int i = threadIdx.x; i < all; i += 128 * GROUPS)
             prefetch_line(part + static_cast<int64_t>(i / lines) * inputs + i % lines * 64);
     }
@@ -232,7 +232,7 @@ static __device__ __forceinline__ void product(const TensorMap* x_map, const Ten
 #define SPLIT_KERNEL(BR, BN, BOXES, HALVES, DOWN, STAGES)                                                         \
     extern "C" __global__ void __launch_bounds__(((BR) + 63) / 64 * 128 + 32)                                     \
         __cluster_dims__((HALVES) * (DOWN), 1, 1) split_##BR##_##BN##_##BOXES##_##HALVES##_##DOWN##_##STAGES(     \
-            const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w, const __half* weights,      \
+            const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w, const Element* weights,      \
             float* y, int rows, int outputs, int inputs, int first) {                                             \
         product<BR, BN, BOXES, HALVES, DOWN, STAGES>(&x, &w, weights, y, rows, outputs, inputs, first);           \
     }

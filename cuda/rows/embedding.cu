@@ -9,7 +9,7 @@
 #include "common/common.cuh"
 
 extern "C" __global__ void __launch_bounds__(256)
-    embed(const int* __restrict__ tokens, const __half* __restrict__ table, float* __restrict__ out, int count,
+    embed(const int* __restrict__ tokens, const Element* __restrict__ table, float* __restrict__ out, int count,
           int width, int vocab) {
     launch_next();
     wait_for_previous(tokens);
@@ -21,7 +21,7 @@ extern "C" __global__ void __launch_bounds__(256)
     const int token = tokens[row];
     float values[8] = {};
     if (token >= 0 && token < vocab)
-        unpack(*reinterpret_cast<const Half8*>(table + static_cast<int64_t>(token) * width + chunk * 8), values);
+        unpack(*reinterpret_cast<const Element8*>(table + static_cast<int64_t>(token) * width + chunk * 8), values);
     store8(out + index * 8, values);
 }
 

@@ -20,21 +20,21 @@ static constexpr int power_of_two(int n) { return n <= 1 ? 1 : 2 * power_of_two(
 static constexpr int LANES = power_of_two(WORKERS);
 static_assert(LANES <= 32, "a head is the work of one warp at most: 16 must divide head sizes over 128");
 
-[[maybe_unused]] static __device__ __forceinline__ void load_half(const __half* source, float (&values)[8]) {
-    unpack(*reinterpret_cast<const Half8*>(source), values);
+[[maybe_unused]] static __device__ __forceinline__ void load_half(const Element* source, float (&values)[8]) {
+    unpack(*reinterpret_cast<const Element8*>(source), values);
 }
 
-[[maybe_unused]] static __device__ __forceinline__ void load_half(const __half* source, float (&values)[2]) {
-    const float2 pair = __half22float2(*reinterpret_cast<const __half2*>(source));
+[[maybe_unused]] static __device__ __forceinline__ void load_half(const Element* source, float (&values)[2]) {
+    const float2 pair = to_floats(*reinterpret_cast<const Element2*>(source));
     values[0] = pair.x, values[1] = pair.y;
 }
 
-[[maybe_unused]] static __device__ __forceinline__ void store_half(__half* target, const float (&values)[8]) {
-    *reinterpret_cast<Half8*>(target) = pack(values);
+[[maybe_unused]] static __device__ __forceinline__ void store_half(Element* target, const float (&values)[8]) {
+    *reinterpret_cast<Element8*>(target) = pack(values);
 }
 
-[[maybe_unused]] static __device__ __forceinline__ void store_half(__half* target, const float (&values)[2]) {
-    *reinterpret_cast<__half2*>(target) = __floats2half2_rn(values[0], values[1]);
+[[maybe_unused]] static __device__ __forceinline__ void store_half(Element* target, const float (&values)[2]) {
+    *reinterpret_cast<Element2*>(target) = to_elements(values[0], values[1]);
 }
 
 // VECTOR floats, which lie at a multiple of their size.
@@ -62,10 +62,10 @@ static __device__ __forceinline__ void multiply_by(const float* source, float sc
 }
 
 extern "C" __global__ void __launch_bounds__(256)
-    qkv_rope_write(__half* __restrict__ qkv, const float* __restrict__ bias, const float* __restrict__ q_norm,
+    qkv_rope_write(Element* __restrict__ qkv, const float* __restrict__ bias, const float* __restrict__ q_norm,
                    const float* __restrict__ k_norm, float eps, const int* __restrict__ positions,
                    const int* __restrict__ cache_rows, const float* __restrict__ table, int table_rows,
-                   __half* __restrict__ k_cache, __half* __restrict__ v_cache, int tokens, int heads,
+                   Element* __restrict__ k_cache, Element* __restrict__ v_cache, int tokens, int heads,
                    int kv_heads) {
     launch_next();
     wait_for_previous(qkv);
@@ -78,7 +78,7 @@ extern "C" __global__ void __launch_bounds__(256)
     const int head = exists ? group % static_cast<unsigned>(all_heads) : 0;
     const int first = lane * VECTOR;
     const int second = HEAD_DIM / 2 + first;
-    __half* source = to.in_qkv(token, head);
+    Element* source = to.in_qkv(token, head);
 
     float low[VECTOR] = {}, high[VECTOR] = {};
     if (exists) {
@@ -124,7 +124,7 @@ extern "C" __global__ void __launch_bounds__(256)
             }
         }
     }
-    __half* target = source;
+    Element* target = source;
     if (!is_query) {
         if (cache_rows[token] < 0) return;
         target = to.in_cache(cache_rows[token], head);

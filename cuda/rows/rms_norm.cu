@@ -8,7 +8,7 @@
 
 template <int PIECES>
 static __device__ __forceinline__ void norm_row(const float* __restrict__ x, const float* __restrict__ weight,
-                                                __half* __restrict__ out, int width, float eps) {
+                                                Element* __restrict__ out, int width, float eps) {
     __shared__ float partial[32];
     constexpr bool EARLY = PIECES <= 2;
     launch_next();
@@ -41,13 +41,13 @@ static __device__ __forceinline__ void norm_row(const float* __restrict__ x, con
         if (!EARLY) load8(weight + column_of(piece), gains[piece]);
 #pragma unroll
         for (int i = 0; i < 8; ++i) values[piece][i] *= scale * gains[piece][i];
-        *reinterpret_cast<Half8*>(out + row + column_of(piece)) = pack(values[piece]);
+        *reinterpret_cast<Element8*>(out + row + column_of(piece)) = pack(values[piece]);
     }
 }
 
 #define NORM_KERNELS(PIECES, THREADS)                                                                             \
     extern "C" __global__ void __launch_bounds__(THREADS)                                                         \
-        rms_norm_##PIECES(const float* x, const float* weight, __half* out, int width, float eps) {               \
+        rms_norm_##PIECES(const float* x, const float* weight, Element* out, int width, float eps) {               \
         norm_row<PIECES>(x, weight, out, width, eps);                                                             \
     }
 
