@@ -1,6 +1,7 @@
 // GGUF blocks to numbers: what `gguf.quants.dequantize` computes, bit for bit in float32.
 //
-// in   blocks of BYTES bytes as they stand in the file, each holding SIZE consecutive weights of a row
+// in   blocks of BYTES bytes as they stand in the file, each holding SIZE consecutive weights of a row; for types that have
+//      one, their `grid` (grid_blocks.cuh)
 // out  the weights in the same order: float (vectors), or half rounded to nearest even (matrices)
 //
 // One thread a weight, 256 a block of threads; neighbours share their block's bytes through L1. Moves BYTES / SIZE
@@ -72,11 +73,34 @@ struct Q8_0 {  // half d, 32 signed bytes
     static __device__ float at(const uint8_t* b, int i) { return __fmul_rn(float(int8_t(b[2 + i])), half_at(b)); }
 };
 
+__device__ __forceinline__ float uneven(int nibble) {  // closer together around 0
+    constexpr int8_t values[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
+    return float(values[nibble]);
+}
+
 struct IQ4_NL {  // half d, nibbles that index a table
     static constexpr int SIZE = 32, BYTES = 18;
+    static __device__ float at(const uint8_t* b, int i) { return __fmul_rn(half_at(b), uneven(nibble(b + 2, i))); }
+};
+
+struct IQ4_XS {  // half d, 8 times two high bits of scales, 4 bytes of their low bits, 128 of nibbles that index the table
+    static constexpr int SIZE = 256, BYTES = 136;
     static __device__ float at(const uint8_t* b, int i) {
-        constexpr int8_t values[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
-        return __fmul_rn(half_at(b), float(values[nibble(b + 2, i)]));
+        const int group = i >> 5;
+        const int low = b[4 + (group >> 1)] >> (group & 1 ? 4 : 0) & 15;
+        const int high = b[2 + (group >> 2)] >> 2 * (group & 3) & 3;
+        const float d = __fmul_rn(half_at(b), float((low | high << 4) - 32));
+        return __fmul_rn(d, uneven(nibble(b + 8 + group * 16, i)));
+    }
+};
+
+struct MXFP4 {  // an exponent, nibbles that are E2M1 numbers (OCP Microscaling Formats 1.0)
+    static constexpr int SIZE = 32, BYTES = 17;
+    static __device__ float at(const uint8_t* b, int i) {
+        constexpr int8_t doubled[8] = {0, 1, 2, 3, 4, 6, 8, 12};
+        const int q = nibble(b + 1, i), e = b[0];
+        const float d = __uint_as_float(e < 2 ? 0x00200000u << e : uint32_t(e - 1) << 23);  // half of 2^(e - 127)
+        return __fmul_rn(d, float(q & 8 ? -doubled[q & 7] : doubled[q & 7]));
     }
 };
 
@@ -150,23 +174,61 @@ struct Q6_K {  // 128 bytes of low nibbles, 64 of two high bits, 16 signed scale
     }
 };
 
+// Digit `place` of five in base 3, of a byte that holds their number as a fraction of 256; less 1.
+__device__ __forceinline__ float ternary(uint8_t digits, int place) {
+    constexpr uint8_t powers[5] = {1, 3, 9, 27, 81};
+    return float((uint8_t(digits * powers[place]) * 3 >> 8) - 1);
+}
+
+struct TQ1_0 {  // -1, 0 and 1: 32 bytes of five weights, 16 of five, 4 of four; half d
+    static constexpr int SIZE = 256, BYTES = 54;
+    static __device__ float at(const uint8_t* b, int i) {
+        const float q = i < 160   ? ternary(b[i & 31], i >> 5)
+                        : i < 240 ? ternary(b[32 + (i & 15)], (i - 160) >> 4)
+                                  : ternary(b[48 + (i & 3)], (i - 240) >> 2);
+        return __fmul_rn(half_at(b + 52), q);
+    }
+};
+
+struct TQ2_0 {  // -1, 0 and 1: 64 bytes of two bits, half d
+    static constexpr int SIZE = 256, BYTES = 66;
+    static __device__ float at(const uint8_t* b, int i) { return __fmul_rn(half_at(b + 64), float(two_bits(b, i) - 1)); }
+};
+
+}  // namespace
+
+#include "grid_blocks.cuh"
+
+namespace {
+
 template <typename Type>
-__device__ __forceinline__ float weight(const uint8_t* blocks, int64_t i) {
-    return Type::at(blocks + i / Type::SIZE * Type::BYTES, int(i % Type::SIZE));
+__device__ __forceinline__ auto at(const uint8_t* block, int i, const int8_t*) -> decltype(Type::at(block, i)) {
+    return Type::at(block, i);
+}
+
+template <typename Type>
+__device__ __forceinline__ auto at(const uint8_t* block, int i, const int8_t* grid) -> decltype(Type::at(block, i, grid)) {
+    return Type::at(block, i, grid);
+}
+
+template <typename Type>
+__device__ __forceinline__ float weight(const uint8_t* blocks, int64_t i, const int8_t* grid) {
+    return at<Type>(blocks + i / Type::SIZE * Type::BYTES, int(i % Type::SIZE), grid);
 }
 
 }  // namespace
 
 #define DEQUANTIZE(TYPE)                                                                                      \
-    extern "C" __global__ void dequantize_##TYPE##_f32(const uint8_t* blocks, float* out, int64_t count, int*) { \
+    extern "C" __global__ void dequantize_##TYPE##_f32(const uint8_t* blocks, float* out, int64_t count,       \
+                                                       const int8_t* grid, int*) {                            \
         const int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;                                     \
-        if (i < count) out[i] = weight<TYPE>(blocks, i);                                                      \
+        if (i < count) out[i] = weight<TYPE>(blocks, i, grid);                                                \
     }                                                                                                         \
     extern "C" __global__ void dequantize_##TYPE##_f16(const uint8_t* blocks, __half* out, int64_t count,     \
-                                                       int* bad) {                                            \
+                                                       const int8_t* grid, int* bad) {                        \
         const int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;                                     \
         if (i >= count) return;                                                                               \
-        const __half value = __float2half_rn(weight<TYPE>(blocks, i));                                        \
+        const __half value = __float2half_rn(weight<TYPE>(blocks, i, grid));                                  \
         out[i] = value;                                                                                       \
         if ((__half_as_ushort(value) & 0x7c00) == 0x7c00) *bad = 1;                                           \
     }
@@ -179,9 +241,20 @@ DEQUANTIZE(Q4_1)
 DEQUANTIZE(Q5_0)
 DEQUANTIZE(Q5_1)
 DEQUANTIZE(Q8_0)
-DEQUANTIZE(IQ4_NL)
 DEQUANTIZE(Q2_K)
 DEQUANTIZE(Q3_K)
 DEQUANTIZE(Q4_K)
 DEQUANTIZE(Q5_K)
 DEQUANTIZE(Q6_K)
+DEQUANTIZE(TQ1_0)
+DEQUANTIZE(TQ2_0)
+DEQUANTIZE(MXFP4)
+DEQUANTIZE(IQ4_NL)
+DEQUANTIZE(IQ4_XS)
+DEQUANTIZE(IQ3_XXS)
+DEQUANTIZE(IQ3_S)
+DEQUANTIZE(IQ2_XXS)
+DEQUANTIZE(IQ2_XS)
+DEQUANTIZE(IQ2_S)
+DEQUANTIZE(IQ1_S)
+DEQUANTIZE(IQ1_M)

@@ -4,7 +4,6 @@ import math
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
@@ -17,33 +16,10 @@ from nightmill.worker.runners.gpu.device.operands import ABSENT, Buffer, Matrix
 from nightmill.worker.runners.gpu.weights.dequantizer import SUPPORTED, Dequantizer
 from nightmill.worker.runners.gpu.weights.layout import weight_bytes
 from nightmill.worker.runners.gpu.weights.loading import load_weights
+from tests.blocks import random_blocks
 from tests.ggufs import write_model
 
 Kind = GGMLQuantizationType
-# Where a block keeps its half-precision scales; random bytes there would be NaN or huge.
-SCALES = {
-    Kind.Q4_0: (0,), Kind.Q4_1: (0, 2), Kind.Q5_0: (0,), Kind.Q5_1: (0, 2), Kind.Q8_0: (0,),
-    Kind.IQ4_NL: (0,),
-    Kind.Q2_K: (80, 82), Kind.Q3_K: (108,), Kind.Q4_K: (0, 2), Kind.Q5_K: (0, 2), Kind.Q6_K: (208,),
-}  # fmt: skip
-
-
-def random_blocks(kind: GGMLQuantizationType, count: int) -> npt.NDArray[np.uint8]:
-    """Random bytes with scales of both signs, subnormal ones and zeros among them: (count, bytes)."""
-    rng = np.random.default_rng(int(kind))
-    size = GGML_QUANT_SIZES[kind][1]
-    if kind is Kind.F32:
-        return rng.standard_normal(count).astype("<f4").view(np.uint8).reshape(count, 4)
-    if kind is Kind.F16:
-        return rng.standard_normal(count).astype("<f2").view(np.uint8).reshape(count, 2)
-    if kind is Kind.BF16:
-        floats = rng.standard_normal(count).astype("<f4").view("<u4") >> 16
-        return floats.astype("<u2").view(np.uint8).reshape(count, 2)
-    blocks = rng.integers(0, 256, (count, size), dtype=np.uint8)
-    for offset in SCALES[kind]:
-        scales = rng.standard_normal(count) * np.choose(rng.integers(0, 4, count), [1e-2, 1e-4, 1e-7, 0.0])
-        blocks[:, offset : offset + 2] = scales.astype("<f2").view(np.uint8).reshape(count, 2)
-    return blocks
 
 
 @pytest.mark.parametrize("kind", SUPPORTED, ids=lambda kind: kind.name)

@@ -14,13 +14,16 @@ from nightmill.worker.model.spec import ModelSpec
 from nightmill.worker.runners.gpu.device.device import Device
 from nightmill.worker.runners.gpu.device.functions import Function, Module
 from nightmill.worker.runners.gpu.device.sources import Source, source_of
+from nightmill.worker.runners.gpu.weights.grids import grid_of
 
 __all__ = ["SUPPORTED", "Dequantizer"]
 
 _Kind = GGMLQuantizationType
 SUPPORTED = (
     _Kind.F32, _Kind.F16, _Kind.BF16, _Kind.Q8_0, _Kind.Q4_0, _Kind.Q4_1, _Kind.Q5_0, _Kind.Q5_1,
-    _Kind.Q2_K, _Kind.Q3_K, _Kind.Q4_K, _Kind.Q5_K, _Kind.Q6_K, _Kind.IQ4_NL,
+    _Kind.Q2_K, _Kind.Q3_K, _Kind.Q4_K, _Kind.Q5_K, _Kind.Q6_K, _Kind.IQ4_NL, _Kind.IQ4_XS,
+    _Kind.IQ3_XXS, _Kind.IQ3_S, _Kind.IQ2_XXS, _Kind.IQ2_XS, _Kind.IQ2_S, _Kind.IQ1_S, _Kind.IQ1_M,
+    _Kind.TQ1_0, _Kind.TQ2_0, _Kind.MXFP4,
 )  # fmt: skip
 """The tensor types that `dequantize.cu` knows."""
 
@@ -44,6 +47,7 @@ class Dequantizer:
         self._device = device
         self._module = Module.of(device, source_of("dequantize"))
         self._functions: dict[str, Function] = {}
+        self._grids: dict[GGMLQuantizationType, int] = {}  # addresses of their tables; 0 where there is none
         self._pinned = [device.pinned(staging, np.uint8) for _ in range(2)]
         self._raw = [device.allocate(staging, "staged weights") for _ in range(2)]
         self._free = [device.event() for _ in range(2)]
@@ -72,13 +76,25 @@ class Dequantizer:
         list(self._pool.map(lambda piece: np.copyto(pinned[piece], part[piece]), pieces))
         device.copy_in(self._raw[turn], pinned)
         self._function(f"dequantize_{kind.name}_{'f16' if half else 'f32'}")(
-            (-(-count // _THREADS), 1), (_THREADS, 1, 1), self._raw[turn], out, count, self._bad
+            (-(-count // _THREADS), 1),
+            (_THREADS, 1, 1),
+            self._raw[turn],
+            out,
+            count,
+            self._grid(kind),
+            self._bad,
         )
         self._free[turn].record(device.stream)
 
+    def _grid(self, kind: GGMLQuantizationType) -> int:
+        if kind not in self._grids:
+            grid = grid_of(kind)
+            self._grids[kind] = 0 if grid is None else self._device.upload(grid, f"the table of {kind.name}")
+        return self._grids[kind]
+
     def _function(self, name: str) -> Function:
         if name not in self._functions:
-            self._functions[name] = self._module.function(name, "PPqP")
+            self._functions[name] = self._module.function(name, "PPqPP")
         return self._functions[name]
 
     def fits_half(self) -> bool:
@@ -89,6 +105,6 @@ class Dequantizer:
         """Give the staging memory back."""
         self._device.synchronize()
         self._pool.shutdown()
-        for address in (*self._raw, self._bad):
+        for address in filter(None, (*self._raw, self._bad, *self._grids.values())):
             self._device.free(address)
         self._raw, self._pinned = [], []
