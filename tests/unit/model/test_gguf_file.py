@@ -74,7 +74,7 @@ FAULTS: dict[str, tuple[bytes, str]] = {
     "html": (b"\n<!DOCTYPE html><html>", "it is a web page"),
     "lfs pointer": (b"version https://git-lfs.github.com/spec/v1\noid sha256:00", "git lfs pull"),
     "ggml": (b"tjgg" + bytes(60), "old llama.cpp format"),
-    "big-endian": (gguf(head=b"GGUF" + struct.pack(">I", 3)), "big-endian GGUF file; convert it"),
+    "big-endian": (gguf(head=b"GGUF" + struct.pack(">I", 3)), "big-endian GGUF file; turn it around"),
     "version 1": (gguf(head=b"GGUF" + u32(1)), "is GGUF version 1"),
     "version 9": (gguf(head=b"GGUF" + u32(9)), "is GGUF version 9; versions 2 and 3"),
     "key count": (gguf(counts=(0, 2**63)), "claims 9223372036854775808 metadata keys"),

@@ -62,9 +62,18 @@ def test_what_is_closed_lets_go_of_all_parts(first: Path) -> None:
             file.raw(name)
 
 
-def test_another_part_than_the_first_is_refused(first: Path) -> None:
-    with pytest.raises(ModelFileError, match=r"is part 2 of the \d of a split model; give the path"):
-        GgufFile.open(parts(first)[1])
+def test_another_part_than_the_first_is_refused_with_the_name_of_the_first(first: Path) -> None:
+    second = parts(first)[1]
+    with pytest.raises(ModelFileError) as told:
+        GgufFile.open(second)
+    count = len(parts(first))
+    assert (
+        str(told.value)
+        == f"{second}: is part 2 of the {count} of a split model; give its first part, {first}"
+    )
+    renamed = second.rename(second.with_name("second.gguf"))
+    with pytest.raises(ModelFileError, match="give the path of its first part"):
+        GgufFile.open(renamed)
 
 
 def test_a_part_that_is_missing_is_named(first: Path) -> None:

@@ -22,7 +22,7 @@ from gguf.quants import dequantize
 
 from nightmill.jobs.errors import ModelFileError
 from nightmill.worker.model.gguf.header import SCALAR_FORMATS, HeaderWalk, TensorInfo, Value
-from nightmill.worker.model.gguf.parts import MAX_PARTS, part_paths
+from nightmill.worker.model.gguf.parts import MAX_PARTS, first_part, part_paths
 
 __all__ = ["GgufFile", "TensorInfo"]
 
@@ -251,9 +251,9 @@ class GgufFile:
         if count < 2:
             return
         if (number := self.integer("split.no", maximum=count - 1)) != 0:
-            self.fail(
-                f"is part {number + 1} of the {count} of a split model; give the path of its first part"
-            )
+            first = first_part(self.path, number + 1, count)
+            where = "the path of its first part" if first is None else f"its first part, {first}"
+            self.fail(f"is part {number + 1} of the {count} of a split model; give {where}")
         paths = part_paths(self.path, count)
         if paths is None:
             self.fail(

@@ -125,7 +125,8 @@ class HeaderWalk:
         version = self._u32("the version")
         if version & 0xFFFF == 0 and version:
             self._fail(
-                "is a big-endian GGUF file; convert it with gguf-convert-endian, or use another download"
+                "is a big-endian GGUF file; turn it around in place with `gguf-convert-endian FILE little`, "
+                "or use another download"
             )
         if version == 1:
             self._fail("is GGUF version 1, which is no longer read; convert the model again")

@@ -1,6 +1,7 @@
 """How the parts of a split model are called: `NAME-00001-of-00003.gguf` and so on, as in llama.cpp."""
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
@@ -11,11 +12,22 @@ _PART = re.compile(r"(?P<stem>.+)-(?P<part>\d{5})-of-(?P<parts>\d{5})", re.DOTAL
 
 def part_paths(path: Path, count: int) -> list[Path] | None:
     """Where all parts of the model lie, the first of which is `path`; None if its name does not say so."""
+    paths = _all_parts(path, 1, count)
+    return list(paths) if paths is not None else None
+
+
+def first_part(path: Path, number: int, count: int) -> Path | None:
+    """Where the first part lies of the model whose part `number`, from 1, is `path`; None as above."""
+    paths = _all_parts(path, number, count)
+    return next(paths) if paths is not None else None
+
+
+def _all_parts(path: Path, number: int, count: int) -> Iterator[Path] | None:
     match = _PART.fullmatch(path.stem)
-    if match is None or (int(match["part"]), int(match["parts"])) != (1, count):
+    if match is None or (int(match["part"]), int(match["parts"])) != (number, count):
         return None
-    names = (f"{match['stem']}-{part:05}-of-{count:05}{path.suffix}" for part in range(1, count + 1))
-    return [path.with_name(name) for name in names]
+    stem, suffix = match["stem"], path.suffix
+    return (path.with_name(f"{stem}-{part:05}-of-{count:05}{suffix}") for part in range(1, count + 1))
 
 
 def whole_name(stem: str) -> str:
