@@ -17,7 +17,7 @@ class Arithmetic:
 
     runner   "cuda" or "numpy"
     device   the kind of GPU, as its driver calls it; for NumPy, the BLAS and the processor it is made for
-    weights  the format in which the runner keeps the weights: "f16", "f32"
+    weights  the type in which the runner keeps the weights and computes with them: "f16", "bf16", "f32"
     kernels  the revision of the code that computes, and of the compiler and libraries it is made with
     model    digest of the model file: its header and samples of each tensor (`GgufFile.digest`)
     """

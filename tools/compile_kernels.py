@@ -14,6 +14,7 @@ import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 from nightmill.worker.model.families import read_spec
@@ -22,7 +23,7 @@ from nightmill.worker.model.rope import RopeStyle
 from nightmill.worker.model.spec import ModelSpec
 from nightmill.worker.runners.gpu.catalogue import sources_for
 from nightmill.worker.runners.gpu.device.compiler import COMMON_OPTIONS, cubin_name, kernel_directory
-from nightmill.worker.runners.gpu.device.sources import Source
+from nightmill.worker.runners.gpu.device.element import Element
 
 ROOT = Path(__file__).resolve().parent.parent
 DONE = ROOT / "build" / "kernels" / "nightmill" / "cubins"  # a worker's, with XDG_CACHE_HOME=build/kernels
@@ -49,13 +50,12 @@ def main() -> int:
 
 
 def every_source() -> Iterator[tuple[Path, tuple[str, ...], str]]:
-    """File, options and architecture of all that runners compile, for heads of 64, 128 and other sizes."""
+    """File, options and architecture of all that runners compile, for heads of 64, 128 and others."""
     bundled = read_spec(GgufFile.open(ROOT / "models" / "nightmill-demo.gguf"))
     large, small = with_heads(bundled, 128, RopeStyle.PAIRS), with_heads(bundled, 32, RopeStyle.HALVES)
-    for spec in (bundled, large, small):
-        for architecture in ARCHITECTURES:
-            sources: list[Source] = sources_for(spec, hopper=architecture == HOPPER)
-            sources += sources_for(spec, hopper=False)  # as a runner of portable kernels does
+    for spec, architecture, element in product((bundled, large, small), ARCHITECTURES, Element):
+        for hopper in {architecture == HOPPER, False}:  # portable kernels are compiled for Hopper too
+            sources = sources_for(spec, hopper=hopper, element=element)
             yield from ((path, options, architecture) for path, options in sources)
 
 

@@ -1,17 +1,13 @@
-// What several kernels share: 16-byte vectors of elements, warp reductions, asynchronous copies and tensor-core
-// instructions of sm_80 and later. Fragment layouts are those of the PTX ISA, "Matrix fragments for mma.m16n8k16":
+// What kernels that compute with elements share: 16-byte vectors, asynchronous copies and tensor-core instructions of
+// sm_80 and later. Fragment layouts are those of the PTX ISA, "Matrix fragments for mma.m16n8k16":
 // with g = lane / 4 and t = lane % 4,
 //   A (16x16): a0 = (row g, columns 2t, 2t+1), a1 = (row g+8, same), a2 = (row g, columns 2t+8, 2t+9), a3 = (row g+8, same)
 //   B (16x8):  b0 = (rows 2t, 2t+1, column g), b1 = (rows 2t+8, 2t+9, column g)
 //   C (16x8):  c0, c1 = (row g, columns 2t, 2t+1), c2, c3 = (row g+8, same)
 #pragma once
 
+#include "common/basics.cuh"
 #include "common/element.cuh"
-#include <stdint.h>
-
-static constexpr float LOG2_E = 1.4426950408889634f;
-
-static __device__ __forceinline__ float negative_infinity() { return __int_as_float(0xff800000); }
 
 // Eight elements, one 16-byte access.
 struct alignas(16) Element8 {
@@ -62,48 +58,12 @@ static __device__ __forceinline__ Element8 load_streaming(const void* source) {
     return v;
 }
 
-static __device__ __forceinline__ float warp_sum(float value) {
-#pragma unroll
-    for (int offset = 16; offset > 0; offset >>= 1) value += __shfl_xor_sync(0xffffffffu, value, offset);
-    return value;
-}
-
-static __device__ __forceinline__ float warp_max(float value) {
-#pragma unroll
-    for (int offset = 16; offset > 0; offset >>= 1)
-        value = fmaxf(value, __shfl_xor_sync(0xffffffffu, value, offset));
-    return value;
-}
-
 // C += A B in FP32.
 static __device__ __forceinline__ void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32." ELEMENT "." ELEMENT ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
         "{%0, %1, %2, %3};"
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-
-// Dependent launch (sm_90 and later; elsewhere kernels follow each other without overlap). A kernel that is launched so
-// may start while the one ahead of it runs: until `wait_for_previous` it touches nothing that a kernel of the same
-// step writes, and writes nothing. All kernels wait, so what one sees after waiting is the work of all before it.
-static __device__ __forceinline__ void launch_next() {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
-}
-
-// `pointers`: to what others write; where they are const __restrict__, the compiler would otherwise read ahead.
-template <typename Pointer>
-static __device__ __forceinline__ void read_after(Pointer& pointer) {
-    asm volatile("" : "+l"(pointer)::"memory");
-}
-
-template <typename... Pointers>
-static __device__ __forceinline__ void wait_for_previous(Pointers&... pointers) {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-    (read_after(pointers), ...);
-#endif
 }
 
 // silu(gate) * up; exp(-gate) = inf makes silu 0, its limit. Numbers too small for normal ones are taken as 0, which saves

@@ -5,7 +5,7 @@
 //
 // The grid is (C, R): C blocks share a row. A thread takes 4 tokens at a time. Bytes: V / 8 read and 4 written for each
 // token that is not allowed: at most 4 V a row.
-#include "common/common.cuh"
+#include "common/basics.cuh"
 #include "sampling/slots.cuh"
 
 extern "C" __global__ void __launch_bounds__(256)

@@ -3,7 +3,7 @@
 // (Salmon, Moraes, Dror, Shaw: Parallel Random Numbers: As Easy as 1, 2, 3, SC'11).
 #pragma once
 
-#include "common/common.cuh"
+#include "common/basics.cuh"
 #include "sampling/slots.cuh"
 
 static constexpr float LARGEST_NOISE = 22.88f;  // -ln(-ln(1 - 2^-33)) = 22.874, rounded up

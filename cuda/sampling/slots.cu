@@ -4,7 +4,7 @@
 //   gather_tokens  out[i] = tokens[i], or where that is negative the token last drawn in slot slot_of_token[i]
 //
 // Slots are 40 bytes; a thread takes one. Both are a few microseconds, of which most is the launch.
-#include "common/common.cuh"
+#include "common/basics.cuh"
 #include "sampling/slots.cuh"
 
 extern "C" __global__ void __launch_bounds__(256)

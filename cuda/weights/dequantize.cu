@@ -2,14 +2,15 @@
 //
 // in   blocks of BYTES bytes as they stand in the file, each holding SIZE consecutive weights of a row; for types that have
 //      one, their `grid` (grid_blocks.cuh)
-// out  the weights in the same order: float (vectors), or half rounded to nearest even (matrices)
+// out  the weights in the same order: float (vectors), or elements, rounded to nearest even (matrices)
 //
 // One thread a weight, 256 a block of threads; neighbours share their block's bytes through L1. Moves BYTES / SIZE
 // bytes in and 4 or 2 out a weight. It runs once, behind the upload over PCIe, which is the slower of the two.
 //
 // Products and sums are written as intrinsics, because contraction into an FMA would round once instead of twice.
-// `bad` is set where a weight does not fit into half: an infinity there would spread through the whole model.
+// `bad` is set where a weight does not fit into an element: an infinity would spread through the whole model.
 
+#include "common/element.cuh"
 #include <cuda_fp16.h>
 #include <stdint.h>
 
@@ -224,13 +225,13 @@ __device__ __forceinline__ float weight(const uint8_t* blocks, int64_t i, const 
         const int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;                                     \
         if (i < count) out[i] = weight<TYPE>(blocks, i, grid);                                                \
     }                                                                                                         \
-    extern "C" __global__ void dequantize_##TYPE##_f16(const uint8_t* blocks, __half* out, int64_t count,     \
-                                                       const int8_t* grid, int* bad) {                        \
+    extern "C" __global__ void dequantize_##TYPE##_element(const uint8_t* blocks, Element* out, int64_t count, \
+                                                           const int8_t* grid, int* bad) {                    \
         const int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;                                     \
         if (i >= count) return;                                                                               \
-        const __half value = __float2half_rn(weight<TYPE>(blocks, i, grid));                                  \
+        const Element value = to_element(weight<TYPE>(blocks, i, grid));                                      \
         out[i] = value;                                                                                       \
-        if ((__half_as_ushort(value) & 0x7c00) == 0x7c00) *bad = 1;                                           \
+        if (!isfinite(to_float(value))) *bad = 1;                                                             \
     }
 
 DEQUANTIZE(F32)

@@ -8,13 +8,14 @@ import numpy as np
 import numpy.typing as npt
 
 from nightmill.worker.runners.gpu.device.device import Device
-from nightmill.worker.runners.gpu.device.operands import HALF, Buffer, Matrix
+from nightmill.worker.runners.gpu.device.operands import ELEMENT, Buffer, Matrix
 from nightmill.worker.runners.gpu.kv_cache import LayerCache
 from nightmill.worker.runners.gpu.products.chooser import Products
 from nightmill.worker.runners.gpu.products.library import LibraryProducts
 from nightmill.worker.runners.gpu.products.shapes import Kind, Shape, Way, padded_rows
 from nightmill.worker.runners.gpu.rows.swiglu import SwiGlu
 from nightmill.worker.runners.gpu.steps import StepInputs, StepShape
+from tests.elements import as_words, from_words
 
 Array = npt.NDArray[Any]
 MOST_ROWS, MOST_FFN = 4096, 4864  # of products with SwiGLU
@@ -31,19 +32,28 @@ def room(device: Device, shape: Sequence[int], dtype: npt.DTypeLike) -> Buffer:
     return Buffer(device.allocate(int(np.prod(shape)) * kind.itemsize), tuple(shape), kind)
 
 
+def elements(device: Device, array: Array) -> Buffer:
+    """The array on the device, in its elements."""
+    return Buffer(device.upload(as_words(array, device.element)), array.shape, ELEMENT)
+
+
 def poisoned(device: Device, shape: Sequence[int], dtype: npt.DTypeLike) -> Buffer:
     """Full of NaN."""
+    if np.dtype(dtype) == ELEMENT:
+        return elements(device, np.full(shape, np.nan))
     return buffer(device, np.full(shape, np.nan, dtype=dtype))
 
 
 def matrix(device: Device, array: Array) -> Matrix:
-    """Weights (outputs, inputs) in half."""
-    return Matrix(device.upload(array.astype(np.float16)), *array.shape)
+    """Weights (outputs, inputs) in the device's elements."""
+    return Matrix(elements(device, array).address, *array.shape, device.element.format)
 
 
 def fetched(device: Device, held: Buffer, rows: int | None = None) -> Array:
-    """What a buffer holds, or its first rows."""
+    """What a buffer holds, or its first rows; bfloat16 as float."""
     shape = held.shape if rows is None else (rows, *held.shape[1:])
+    if held.dtype == ELEMENT:
+        return from_words(device.download(held.address, shape, np.uint16), device.element)
     return device.download(held.address, shape, held.dtype)
 
 
@@ -67,7 +77,7 @@ def shape_of(**sizes: Any) -> StepShape:
 @contextmanager
 def all_products(device: Device) -> Iterator[Products]:
     """Products of up to MOST_ROWS rows, with SwiGLU of up to MOST_FFN."""
-    products = Products(device, SwiGlu(device), room(device, (MOST_ROWS, 2 * MOST_FFN), HALF))
+    products = Products(device, SwiGlu(device), room(device, (MOST_ROWS, 2 * MOST_FFN), ELEMENT))
     yield products
     products.close()
 
@@ -77,7 +87,7 @@ class ByLibrary:
 
     def __init__(self, device: Device) -> None:
         self._products = LibraryProducts(
-            device, SwiGlu(device), room(device, (MOST_ROWS, 2 * MOST_FFN), HALF)
+            device, SwiGlu(device), room(device, (MOST_ROWS, 2 * MOST_FFN), ELEMENT)
         )
 
     def way(self, shape: Shape) -> Way:
@@ -85,7 +95,7 @@ class ByLibrary:
 
     def __call__(self, x: Buffer, weight: Matrix, y: Buffer, rows: int, kind: Kind = Kind.HALF) -> None:
         """Queue it; operands have room for `padded_rows(rows)`."""
-        shape = Shape(padded_rows(rows), weight.rows, weight.columns, kind)
+        shape = Shape(padded_rows(rows), weight.rows, weight.columns, kind, weight.format)
         self.way(shape)(x, weight, y)
 
     def close(self) -> None:

@@ -8,7 +8,7 @@ import numpy.typing as npt
 import pytest
 
 from nightmill.worker.runners.gpu.device.device import Device
-from nightmill.worker.runners.gpu.device.operands import FLOAT, HALF, Buffer, Matrix
+from nightmill.worker.runners.gpu.device.operands import ELEMENT, FLOAT, Buffer, Matrix
 from nightmill.worker.runners.gpu.products.chooser import Products
 from nightmill.worker.runners.gpu.products.hopper_tiles import TILES, HopperTiles, Tile
 from nightmill.worker.runners.gpu.products.shapes import Kind, Shape, Way, first_sum, padded_rows
@@ -76,7 +76,7 @@ def test_a_row_has_the_same_bits_among_any_number_of_rows(
     for outputs, inputs in (*SIZES[:3], (256, 832)):
         product = products.of(Kind.HALF, outputs, inputs)
         values, weights = operands(1024, outputs, inputs)
-        x, weight, y = buffer(device, values), matrix(device, weights), room(device, (1024, outputs), HALF)
+        x, weight, y = buffer(device, values), matrix(device, weights), room(device, (1024, outputs), ELEMENT)
         expected = None
         for rows in (1024, 1, 2, 5, 8, 9, 24, 63, 65, 200, 256, 300, 700):
             if tuned:
@@ -124,7 +124,7 @@ def test_swiglu_in_a_product_gives_the_bits_of_two_kernels(
         for rows in (1, 65, 300, 1000):
             values, weights = operands(padded_rows(rows), 2 * ffn, inputs)
             x, weight = buffer(device, values), matrix(device, weights)
-            gate_up = room(device, (padded_rows(rows), 2 * ffn), HALF)
+            gate_up = room(device, (padded_rows(rows), 2 * ffn), ELEMENT)
             fused, plain = (poisoned(device, (rows + 1, ffn), np.float16) for _ in range(2))
             library(x, weight, gate_up, rows)
             activation(gate_up, plain, rows)
@@ -243,7 +243,7 @@ def test_a_row_has_the_same_bits_among_any_number_of_rows_whatever_becomes_of_it
         x, weight = buffer(device, values), matrix(device, weights)
         y = memory = room(device, (most, outputs), FLOAT)
         if kind is Kind.SWIGLU:
-            y = replace(memory, dtype=HALF)
+            y = replace(memory, dtype=ELEMENT)
         expected = None
         for rows in (most, 1, 2, 5, 9, 24, 63, 65, 200, 256, 300, 700, 1024, 1500):
             product.tune(x, [weight], y, rows, lambda: None)
@@ -265,7 +265,7 @@ def test_many_rows_are_computed_as_was_fastest_at_the_nearest_size_tried(
     outputs, inputs = 896, 896
     product = products.of(Kind.HALF, outputs, inputs)
     values, weights = operands(4096, outputs, inputs)
-    x, weight, y = buffer(device, values), matrix(device, weights), room(device, (4096, outputs), HALF)
+    x, weight, y = buffer(device, values), matrix(device, weights), room(device, (4096, outputs), ELEMENT)
     product.tune(x, [weight], y, 4096, lambda: None)
     for rows in (1025, 3000, 4096):
         device.fill(y.address, 0xFF, y.bytes)

@@ -31,9 +31,9 @@ def test_dequantising_gives_the_same_bits_as_gguf(device: Device, kind: GGMLQuan
     dequantizer = Dequantizer(device, staging=size * 256 * 3)  # so small that a tensor takes several turns
     out_float = device.upload(np.full(expected.size + 8, np.nan, dtype=np.float32))
     out_half = device.upload(np.full(expected.size + 8, np.nan, dtype=np.float16))
-    dequantizer.load(blocks.reshape(-1), kind, out_float, half=False)
-    dequantizer.load(blocks.reshape(-1), kind, out_half, half=True)
-    assert dequantizer.fits_half()
+    dequantizer.load(blocks.reshape(-1), kind, out_float, floats=True)
+    dequantizer.load(blocks.reshape(-1), kind, out_half, floats=False)
+    assert dequantizer.fits()
     floats = device.download(out_float, expected.size + 8, np.float32)
     halves = device.download(out_half, expected.size + 8, np.float16)
     np.testing.assert_array_equal(floats[:-8].view(np.uint32), expected.view(np.uint32))

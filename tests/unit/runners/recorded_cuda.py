@@ -57,11 +57,13 @@ class RecordedDriver:
     """Install it, then use `Device` and all that is built on it.
 
     launches  how often each kernel was launched; `library`: products by cuBLASLt
+    types     of numbers, as tensor maps (FLOAT16) and the library (2: half) are told
     checked   kernels whose parameters were compared
     """
 
     capability: tuple[int, int]
     launches: Counter[str] = field(default_factory=Counter)
+    types: set[str] = field(default_factory=set)
     checked: set[str] = field(default_factory=set)
     _starts: list[int] = field(default_factory=list)
     _ends: list[int] = field(default_factory=list)
@@ -180,8 +182,9 @@ class RecordedDriver:
         lt.MatmulPreferenceAttribute = _Numbers()
         lt.cuBLASLtError = DriverError
         lt.matmul_heuristic_result_dtype = np.dtype([("algo", "u8", 8), ("workspace_size", "u8")])
-        for name in ("create", "matmul_desc_create", "matmul_preference_create", "matrix_layout_create"):
+        for name in ("create", "matmul_desc_create", "matmul_preference_create"):
             setattr(lt, name, lambda *arguments: 1)
+        lt.matrix_layout_create = self._layout
         for name in ("matmul_desc_set_attribute", "matmul_preference_set_attribute", "matmul_algo_check"):
             setattr(lt, name, _nothing)
         lt.destroy = _nothing
@@ -193,6 +196,10 @@ class RecordedDriver:
         lt.matmul_algo_get_heuristic = heuristic
         lt.matmul = lambda *arguments: self.launches.update(library=1)
         return cublas, lt
+
+    def _layout(self, kind: int, rows: int, columns: int, stride: int) -> int:
+        self.types.add(str(kind))
+        return 1
 
     def _launch(self, config: Any, kernel: Kernel, parameters: int, extra: int) -> tuple[int]:
         grid = (config.gridDimX, config.gridDimY, config.gridDimZ)
@@ -219,6 +226,7 @@ class RecordedDriver:
         box: Sequence[int], steps: Sequence[int], *_: Any,
     ) -> tuple[int, Any]:  # fmt: skip
         item = 2 if kind.endswith("FLOAT16") else 4
+        self.types.add(kind.rpartition("_")[2])
         assert len(sizes) == len(box) == len(steps) == len(strides) + 1 == rank
         assert address % 16 == 0
         assert all(stride % 16 == 0 for stride in strides)

@@ -29,9 +29,10 @@ from nightmill.worker.runners.gpu.attention.choice import decode_attention, pref
 from nightmill.worker.runners.gpu.catalogue import check_spec, sources_for
 from nightmill.worker.runners.gpu.device import compiler
 from nightmill.worker.runners.gpu.device.compiler import compile_all
-from nightmill.worker.runners.gpu.device.device import Device
+from nightmill.worker.runners.gpu.device.device import Device, NoDeviceError
+from nightmill.worker.runners.gpu.device.element import Element
 from nightmill.worker.runners.gpu.device.graphs import Graph
-from nightmill.worker.runners.gpu.device.operands import HALF, Buffer, Matrix
+from nightmill.worker.runners.gpu.device.operands import ELEMENT, Buffer, Matrix
 from nightmill.worker.runners.gpu.kv_cache import PAGE
 from nightmill.worker.runners.gpu.products.chooser import Product
 from nightmill.worker.runners.gpu.products.few_rows import MAX_ROWS
@@ -78,7 +79,10 @@ def cubins() -> Path:
                 with pytest.MonkeyPatch.context() as patch:
                     record(capability, patch, directory)
                     with Device() as device:
-                        compile_all(sources_for(spec, hopper=capability == HOPPER), device.architecture)
+                        compile_all(
+                            sources_for(spec, hopper=capability == HOPPER, element=device.element),
+                            device.architecture,
+                        )
     return directory
 
 
@@ -273,7 +277,7 @@ def test_every_way_of_a_product_can_be_launched(hopper: RecordedDriver, kind: Ki
         for rows in (1, 8, 17, 64, 200, 256, 300, 2048):
             for outputs, inputs in ((896, 4864), (1152, 896), (520, 72)):
                 product = products.of(kind, outputs, inputs)
-                x = room(device, (padded_rows(rows), inputs), HALF)
+                x = room(device, (padded_rows(rows), inputs), ELEMENT)
                 y = room(device, (padded_rows(rows), outputs), np.float32)
                 weight = Matrix(device.allocate(4 * outputs * inputs), outputs, inputs)
                 product.tune(x, [weight], y, rows, lambda: None)
@@ -292,7 +296,7 @@ def test_attention_of_all_shapes_is_launched_as_it_was_compiled(
         prefill = prefill_attention(device, attention)
         rows, pages = 128, np.zeros((64, attention.kv_heads, PAGE, attention.head_dim), dtype=np.float16)
         cache = cache_of(device, pages, pages)
-        qkv, out = (room(device, (rows, width), HALF) for width in (attention.qkv, attention.queries))
+        qkv, out = (room(device, (rows, width), ELEMENT) for width in (attention.qkv, attention.queries))
         numbers = np.zeros(1024, dtype=np.int32)
         inputs = inputs_of(
             device, table_width=256, block_tables=numbers, context_lengths=numbers, pieces=numbers,
@@ -379,3 +383,34 @@ def test_only_buffers_that_are_declared_to_share_memory_do(hopper: RecordedDrive
         }
         declared = {("qkv", "mixed_drawing"), ("tokens", "numbers")}
         assert sharing == declared | {pair[::-1] for pair in declared}
+
+
+def test_a_runner_of_bfloat16_launches_its_kernels_and_says_so_in_the_name_of_its_arithmetic(
+    driver: RecordedDriver,
+) -> None:
+    """In the same memory; maps and products of the library are told of it."""
+    file = GgufFile.open(MODEL)
+    names, plans = [], []
+    for element in Element:
+        options = {"slots": 8, "context": CONTEXT, "kv_blocks": 64, "tune": False, "element": element}
+        driver.types.clear()
+        with closing(CudaRunner(file, read_spec(file), **options)) as runner:  # type: ignore[arg-type]
+            pages, tokens = Pages(8, CONTEXT // 16), [1] * CONTEXT
+            runner.launch(pages.batch([Chunk(slot, tokens, 0, 70) for slot in range(8)], admit=True))
+            runner.launch(decode_all(8, pages.tables))
+            assert [len(runner.collect().tokens) for _ in range(2)] == [8, 8]  # type: ignore[union-attr]
+            names.append(runner.arithmetic)
+            plans.append(runner.memory)
+        library, maps = {Element.F16: ("2", "FLOAT16"), Element.BF16: ("14", "BFLOAT16")}[element]
+        expected = {library, maps} if driver.capability == HOPPER else {library}
+        assert driver.types - {"0", "FLOAT32"} == expected
+    assert plans[0] == plans[1]
+    assert names[0].difference(names[1]) == ("weights: f16, now bf16",)
+    assert driver.launches.keys() - {"library"} <= driver.checked
+
+
+def test_a_gpu_without_bfloat16_says_what_to_do(monkeypatch: pytest.MonkeyPatch, cubins: Path) -> None:
+    record((7, 5), monkeypatch, cubins)
+    with pytest.raises(NoDeviceError, match=r"GPU 0 \(recorded\) has no BF16.*--dtype f16"):
+        Device(0, Element.BF16)
+    Device(0).close()

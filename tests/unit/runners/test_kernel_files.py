@@ -8,7 +8,8 @@ import pytest
 
 from nightmill.worker.runners.gpu.device import compiler
 from nightmill.worker.runners.gpu.device.compiler import KernelCompileError, cubin_name, kernel_directory
-from nightmill.worker.runners.gpu.device.sources import source_of
+from nightmill.worker.runners.gpu.device.element import Element
+from nightmill.worker.runners.gpu.device.sources import for_element, source_of
 
 
 @pytest.fixture
@@ -42,6 +43,17 @@ def test_a_changed_header_is_compiled_again_in_every_file_that_reaches_it(kernel
         "attention_any", "decode_attention", "hopper_attention", "prefill_attention", "split_attention",
         "few_rows", "hopper_qkv", "qkv_rope",
     }  # fmt: skip
+
+
+def test_only_files_that_know_elements_are_compiled_for_each_of_them() -> None:
+    """What samples is the same for all, and compiled once."""
+    names = sorted(path.stem for path in kernel_directory().rglob("*.cu"))
+    half, brain = ([for_element(source_of(name), element) for name in names] for element in Element)
+    assert all(options == () for _, options in half)
+    assert {path.stem for path, options in brain if options == ()} == {
+        "apply_masks", "sample", "sample_filtered", "slots",
+    }  # fmt: skip
+    assert {options for _, options in brain} == {(), ("-DELEMENT_BF16",)}
 
 
 def test_a_missing_header_is_named(kernels: Path) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 
 from nightmill.worker.model.spec import LayerSpec, ModelSpec
 from nightmill.worker.runners.gpu.device.device import Arena, Device, aligned
-from nightmill.worker.runners.gpu.device.operands import FLOAT, HALF, INT, Buffer
+from nightmill.worker.runners.gpu.device.operands import ELEMENT, FLOAT, INT, Buffer
 from nightmill.worker.runners.gpu.products.shapes import padded_rows
 from nightmill.worker.runners.gpu.weights.layout import padded_vocab
 
@@ -40,11 +40,11 @@ class Activations:
     tokens: Buffer  # int32: ids, those drawn last filled in
     numbers: Buffer  # int32
     x: Buffer  # the residual stream, float
-    normed: Buffer  # half
-    qkv: Buffer  # half
-    mixed: Buffer  # what attention gives, half
-    gate_up: Buffer  # half
-    activated: Buffer  # half
+    normed: Buffer  # elements
+    qkv: Buffer  # elements
+    mixed: Buffer  # what attention gives, elements
+    gate_up: Buffer  # elements
+    activated: Buffer  # elements
     x_drawing: Buffer  # of the residual stream, the rows that draw
     mixed_drawing: Buffer  # of what attention gives, the rows that draw
     logits: Buffer  # float, LOGIT_ROWS of them
@@ -90,8 +90,8 @@ def _arrays(spec: ModelSpec, max_tokens: int, max_draws: int) -> dict[str, _Arra
         "tokens": _Array((tokens,), INT),
         "numbers": _Array((tokens,), INT),
         "x": _Array((tokens, spec.width), FLOAT),
-        "normed": _Array((tokens, spec.width), HALF),
-        **{name: _Array((rows[name], max(one[name] for one in widths)), HALF) for name in rows},
+        "normed": _Array((tokens, spec.width), ELEMENT),
+        **{name: _Array((rows[name], max(one[name] for one in widths)), ELEMENT) for name in rows},
         "x_drawing": _Array((draws, spec.width), FLOAT),
         "logits": _Array((padded_rows(min(draws, LOGIT_ROWS)), padded_vocab(spec)), FLOAT),
         "drawn": _Array((draws,), INT),

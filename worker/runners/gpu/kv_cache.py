@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from nightmill.worker.model.spec import Attention, ModelSpec
 from nightmill.worker.runners.gpu.device.device import Arena, Device, aligned
-from nightmill.worker.runners.gpu.device.operands import HALF, Buffer
+from nightmill.worker.runners.gpu.device.operands import ELEMENT, Buffer
 
 __all__ = ["PAGE", "KvCache", "LayerCache", "page_bytes"]
 
@@ -40,7 +40,7 @@ class KvCache:
         sizes = [pages * _part_bytes(layer.attention) for layer in spec.layers]
         arena = Arena(device, sum(2 * aligned(size) for size in sizes), "the KV cache")
         layers = tuple(
-            LayerCache(*(Buffer(arena.take(size), shape, HALF) for _ in range(2)))
+            LayerCache(*(Buffer(arena.take(size), shape, ELEMENT) for _ in range(2)))
             for shape, size in zip(shapes, sizes, strict=True)
         )
         device.fill(layers[0].keys.address, 0, arena.size)
@@ -54,4 +54,4 @@ def page_bytes(spec: ModelSpec) -> int:
 
 def _part_bytes(attention: Attention) -> int:
     """Bytes of the keys, or of the values, of a layer in a page."""
-    return attention.keys * PAGE * HALF.itemsize
+    return attention.keys * PAGE * ELEMENT.itemsize

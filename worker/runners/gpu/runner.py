@@ -26,6 +26,7 @@ from nightmill.worker.runners.gpu.attention.pieces import whole_pieces
 from nightmill.worker.runners.gpu.catalogue import check_spec, sources_for, workspace_bytes
 from nightmill.worker.runners.gpu.device.compiler import compile_all, compiler_release, kernel_revision
 from nightmill.worker.runners.gpu.device.device import Device
+from nightmill.worker.runners.gpu.device.element import Element
 from nightmill.worker.runners.gpu.device.graphs import Graph, bucket_of, buckets
 from nightmill.worker.runners.gpu.kv_cache import PAGE, KvCache
 from nightmill.worker.runners.gpu.layers import bind_layers
@@ -72,6 +73,7 @@ class CudaRunner:
     context        the most tokens of a sequence, by default the model's limit
     max_tokens     the most tokens of a step; at least `slots`
     max_draws      the most rows that draw in a step, by default `slots`
+    element        type of weights, activations, keys and values
     graphs         replay decode steps from CUDA graphs
     tune           time the algorithms of products at start-up, else take the library's first guess
     report         told what is being done, for a person who waits
@@ -83,8 +85,8 @@ class CudaRunner:
     def __init__(
         self, file: GgufFile, spec: ModelSpec, *, kv_blocks: int | None = None, gpu_memory: float = 0.9,
         slots: int, depth: int = 2, context: int | None = None, max_tokens: int = 8192,
-        max_draws: int | None = None, gpu: int = 0, graphs: bool = True, tune: bool = True,
-        report: Callable[[str], None] = log.info,
+        max_draws: int | None = None, gpu: int = 0, element: Element = Element.F16, graphs: bool = True,
+        tune: bool = True, report: Callable[[str], None] = log.info,
     ) -> None:  # fmt: skip
         if max_tokens < slots:
             raise ValueError(f"a step of {max_tokens} tokens cannot hold one token of each of {slots} slots")
@@ -107,7 +109,7 @@ class CudaRunner:
         self._tune = tune
         self._turn = 0
         self._products: Products | None = None
-        self.device = Device(gpu)
+        self.device = Device(gpu, element)
         try:
             self.arithmetic = _arithmetic(file, self.device)
             self._build(file, spec, kv_blocks, gpu_memory)
@@ -123,7 +125,7 @@ class CudaRunner:
     def _build(self, file: GgufFile, spec: ModelSpec, kv_blocks: int | None, gpu_memory: float) -> None:
         device, slots, context = self.device, self.slots, self._context
         check_spec(spec)
-        sources = sources_for(spec, hopper=device.hopper)
+        sources = sources_for(spec, hopper=device.hopper, element=device.element)
         compile_all(sources, device.architecture)  # at once; each is then in the cache
         free = device.free_memory()
         attention = spec.layers[0].attention
@@ -325,5 +327,9 @@ def _arithmetic(file: GgufFile, device: Device) -> Arithmetic:
     """Our kernels and what makes machine code of them, NVIDIA's library, and the kind of GPU."""
     kernels = f"{kernel_revision()[:DIGITS]}, nvcc {compiler_release()}, cuBLASLt {library_release()}"
     return Arithmetic(
-        runner="cuda", device=device.name, weights="f16", kernels=kernels, model=file.digest()[:DIGITS]
+        runner="cuda",
+        device=device.name,
+        weights=device.element.value,
+        kernels=kernels,
+        model=file.digest()[:DIGITS],
     )

@@ -1,6 +1,7 @@
 // As much of CUDA as kernels need in which threads do not meet: they become functions of C++, called once for each thread.
 #pragma once
 
+#include <math.h>
 #include <stdint.h>
 #include <string.h>
 
@@ -11,6 +12,11 @@
 struct Index {
     unsigned x, y, z;
 };
+struct float2 {
+    float x, y;
+};
+
+using std::isfinite;
 
 extern "C" {
 Index blockIdx, blockDim, threadIdx;  // set by who calls

@@ -26,6 +26,7 @@ __all__ = [
     "KernelCompileError",
     "compile_all",
     "compile_kernels",
+    "included_files",
     "kernel_directory",
     "kernel_revision",
 ]
@@ -138,13 +139,16 @@ def cubin_name(source: Path, options: Sequence[str], arch: str, version: str) ->
     """A file's name with a digest of all that its machine code depends on; `version`: of nvcc."""
     digest = hashlib.sha256()
     parts = [_FORMAT, arch.encode(), version.encode(), *(option.encode() for option in options)]
-    for part in (*parts, *_texts(source)):
+    for part in (*parts, *included_files(source).values()):
         digest.update(len(part).to_bytes(8, "little") + part)
     return f"{source.stem}-{digest.hexdigest()[:32]}.cubin"
 
 
-def _texts(source: Path) -> list[bytes]:
-    """The file and everything it includes with quotes, in a fixed order; see `_included`."""
+def included_files(source: Path) -> dict[Path, bytes]:
+    """The texts of a file and of all that it includes with quotes, in a fixed order; see `_included`.
+
+    Raises KernelCompileError where one cannot be read.
+    """
     texts: dict[Path, bytes] = {}
     waiting = [source.resolve()]
     while waiting:
@@ -156,7 +160,7 @@ def _texts(source: Path) -> list[bytes]:
         except OSError as error:
             raise KernelCompileError(f"{path}: cannot be read: {error.strerror or error}") from error
         waiting += [_included(name.decode(), path.parent) for name in _INCLUDE.findall(texts[path])]
-    return list(texts.values())
+    return texts
 
 
 def _included(name: str, folder: Path) -> Path:

@@ -22,10 +22,12 @@ import numpy as np
 import numpy.typing as npt
 
 from nightmill.jobs.errors import RunnerError
+from nightmill.worker.runners.gpu.device.element import Element
 
 log = logging.getLogger(__name__)
 
 _ALIGNMENT = 256
+_FIRST_BF16 = (8, 0)  # compute capability
 # What the driver says once the context is beyond repair (CUDA 13.0, cuda.h: errors 700 to 720, 214, 220).
 _STICKY = (
     "illegal memory access",
@@ -65,10 +67,12 @@ class DeviceLostError(CudaError):
 class Device:
     """A GPU in use by the thread that made it; a context manager.
 
-    Raises NoDeviceError where there is no driver or no GPU of that index.
+    element  what its kernels are compiled for
+
+    Raises NoDeviceError where there is no driver, no GPU of that index, or a GPU without that element.
     """
 
-    def __init__(self, index: int = 0) -> None:
+    def __init__(self, index: int = 0, element: Element = Element.F16) -> None:
         cuda = _driver()
         self._cuda = cuda
         self._closed = False
@@ -83,12 +87,18 @@ class Device:
             if not 0 <= index < found:
                 raise NoDeviceError(f"there is no GPU {index}; this machine has {found}, counted from 0")
             handle = cuda.Device(index)
+            if element is Element.BF16 and handle.compute_capability() < _FIRST_BF16:
+                raise NoDeviceError(
+                    f"GPU {index} ({handle.name()}) has no BF16, which came with compute capability 8.0: "
+                    "give --dtype f16, or another GPU"
+                )
             self._context = handle.retain_primary_context()
             self._context.push()
         except cuda.Error as error:
             raise NoDeviceError(f"GPU {index} cannot be used: {error}") from error
         try:
             self.index = index
+            self.element = element
             self.name: str = handle.name()
             self.compute_capability: tuple[int, int] = handle.compute_capability()
             self.multiprocessors: int = handle.get_attribute(cuda.device_attribute.MULTIPROCESSOR_COUNT)

@@ -18,7 +18,7 @@ from nightmill.worker.runners.gpu.device.device import (
     KernelLaunchError,
     NoDeviceError,
 )
-from nightmill.worker.runners.gpu.device.sources import Source
+from nightmill.worker.runners.gpu.device.sources import Source, for_element
 
 __all__ = ["Function", "KernelPair", "KernelPairs", "Module", "bindings", "blocks_for", "error_text"]
 
@@ -40,8 +40,8 @@ class Module:
 
     @staticmethod
     def of(device: Device, source: Source) -> "Module":
-        """That file, from the cache or compiled now."""
-        path, options = source
+        """That file, for the device's element, from the cache or compiled now."""
+        path, options = for_element(source, device.element)
         return Module(device, compile_kernels(path, options, device.architecture), path.name)
 
     def function(

@@ -7,19 +7,30 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["ABSENT", "FLOAT", "HALF", "INT", "Buffer", "Format", "Matrix"]
+__all__ = ["ABSENT", "ELEMENT", "FLOAT", "INT", "Buffer", "Format", "Matrix"]
 
-HALF, FLOAT, INT = np.dtype(np.float16), np.dtype(np.float32), np.dtype(np.int32)
+FLOAT, INT = np.dtype(np.float32), np.dtype(np.int32)
+ELEMENT = np.dtype("V2")
+"""The device's element, half or bfloat16 (`Device.element`), which NumPy does not compute with."""
 
 
 class Format(Enum):
-    """How a matrix keeps its numbers: so many of them in a block of so many bytes."""
+    """How a matrix keeps its numbers: its name, and so many of them in a block of so many bytes.
 
-    F16 = (1, 2)
+    A matrix that is not quantised has the format of the device's element.
+    """
+
+    F16 = ("f16", 1, 2)
+    BF16 = ("bf16", 1, 2)
+
+    @property
+    def plain(self) -> bool:
+        """Whether its numbers are elements, as kernels without a format of their own take them."""
+        return self in (Format.F16, Format.BF16)
 
     def bytes(self, rows: int, columns: int) -> int:
         """Of a matrix, without scales that are kept apart."""
-        numbers, size = self.value
+        _, numbers, size = self.value
         return rows * (columns // numbers) * size
 
 

@@ -8,9 +8,12 @@ import numpy as np
 
 from nightmill.worker.model.rope import RopeStyle
 from nightmill.worker.model.spec import Attention
-from nightmill.worker.runners.gpu.device.compiler import kernel_directory
+from nightmill.worker.runners.gpu.device.compiler import included_files, kernel_directory
+from nightmill.worker.runners.gpu.device.element import Element
 
-__all__ = ["TENSOR_CORE_HEADS", "Source", "by_head", "instances", "members", "rotated", "source_of"]
+__all__ = [
+    "TENSOR_CORE_HEADS", "Source", "by_head", "for_element", "instances", "members", "rotated", "source_of",
+]  # fmt: skip
 
 TENSOR_CORE_HEADS = (64, 128)  # head sizes that fast attention and fused QKV are compiled for
 
@@ -22,6 +25,15 @@ def source_of(name: str, *options: str) -> Source:
     """The file of that name in a folder of `cuda/`."""
     (path,) = kernel_directory().glob(f"*/{name}.cu")
     return path, options
+
+
+def for_element(source: Source, element: Element) -> Source:
+    """The source with the option for that element, if it includes `element.cuh`; others are for any."""
+    path, options = source
+    header = kernel_directory() / "common" / "element.cuh"
+    if element.options and header.resolve() in included_files(path):
+        return path, (*options, *element.options)
+    return source
 
 
 def by_head(attention: Attention) -> tuple[str, ...]:

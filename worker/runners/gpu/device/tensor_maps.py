@@ -5,12 +5,14 @@ import math
 
 from nightmill.worker.runners.gpu.device.device import CudaError, Device
 from nightmill.worker.runners.gpu.device.functions import bindings, error_text
+from nightmill.worker.runners.gpu.device.operands import ELEMENT
 
 __all__ = ["NO_MAP", "PIECE_BYTES", "PIECE_ROWS", "TensorMaps"]
 
 PIECE_ROWS, PIECE_BYTES = 64, 128  # of the boxes in which results leave
 NO_MAP = bytes(128)
-_BOX_COLUMNS = 64  # of half: the width of the swizzle
+_FLOATS = "CU_TENSOR_MAP_DATA_TYPE_FLOAT32"
+_BOX_COLUMNS = 64  # elements: the width of the swizzle
 
 
 class TensorMaps:
@@ -21,29 +23,30 @@ class TensorMaps:
         self._known: dict[tuple[int, ...], bytes] = {}
 
     def __call__(self, address: int, rows: int, columns: int, box: int) -> bytes:
-        """The tensor map of a row-major half matrix, with boxes of 64 columns and `box` rows."""
+        """The tensor map of a row-major matrix of elements, with boxes of 64 columns and `box` rows."""
         return self._map(address, (columns, rows), (_BOX_COLUMNS, box))
 
     def of_three(self, address: int, sizes: tuple[int, int, int], box: tuple[int, int]) -> bytes:
-        """The map of a half tensor (planes, rows, columns); boxes of `box` planes and rows, 64 columns."""
+        """The map of elements (planes, rows, columns); boxes of `box` planes and rows, 64 columns."""
         return self._map(address, sizes[::-1], (_BOX_COLUMNS, *box[::-1]))
 
     def of_results(self, address: int, rows: int, columns: int, *, floats: bool = False) -> bytes:
-        """The tensor map of a row-major matrix, half or float, with boxes of 64 rows by 128 bytes."""
-        size = 4 if floats else 2
+        """The tensor map of a row-major matrix of elements or floats, with boxes of 64 rows by 128 bytes."""
+        size = 4 if floats else ELEMENT.itemsize
         return self._map(address, (columns, rows), (PIECE_BYTES // size, PIECE_ROWS), size)
 
-    def _map(self, address: int, sizes: tuple[int, ...], box: tuple[int, ...], itemsize: int = 2) -> bytes:
+    def _map(
+        self, address: int, sizes: tuple[int, ...], box: tuple[int, ...], itemsize: int = ELEMENT.itemsize
+    ) -> bytes:
         """Sizes and box: fastest dimension first."""
         key = (address, itemsize, *sizes, *box)
         if (known := self._known.get(key)) is not None:
             return known
         driver = bindings()
-        types = driver.CUtensorMapDataType
+        name = self._device.element.map_type if itemsize == ELEMENT.itemsize else _FLOATS
         strides = [itemsize * math.prod(sizes[:count]) for count in range(1, len(sizes))]
         status, made = driver.cuTensorMapEncodeTiled(
-            types.CU_TENSOR_MAP_DATA_TYPE_FLOAT16 if itemsize == 2 else types.CU_TENSOR_MAP_DATA_TYPE_FLOAT32,
-            len(sizes), address,
+            getattr(driver.CUtensorMapDataType, name), len(sizes), address,
             [driver.cuuint64_t(size) for size in sizes], [driver.cuuint64_t(stride) for stride in strides],
             [driver.cuuint32_t(size) for size in box], [driver.cuuint32_t(1)] * len(sizes),
             driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,

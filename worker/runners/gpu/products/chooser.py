@@ -73,7 +73,7 @@ class Product:
 class Products:
     """All products with weights.
 
-    activation, gate_up  SwiGLU by itself, and room for what it reads, half (rows, 2 F)
+    activation, gate_up  SwiGLU by itself, and room for what it reads, elements (rows, 2 F)
     """
 
     def __init__(self, device: Device, activation: SwiGlu, gate_up: Buffer) -> None:
@@ -82,10 +82,12 @@ class Products:
         if device.hopper:
             self._ours = [HopperTiles(device), SplitTiles(device)]
         self.clock = Clock(device, self._library.scratch, LibraryProducts.workspace())
+        self._elements = device.element.format
         self._known: dict[tuple[Kind, int, int, Format], Product] = {}
 
-    def of(self, kind: Kind, outputs: int, inputs: int, kept: Format = Format.F16) -> Product:
-        """The product of these sizes with weights of a format."""
+    def of(self, kind: Kind, outputs: int, inputs: int, kept: Format | None = None) -> Product:
+        """The product of these sizes with weights of a format; None: elements."""
+        kept = kept or self._elements
         key = kind, outputs, inputs, kept
         if key not in self._known:
             self._known[key] = Product(

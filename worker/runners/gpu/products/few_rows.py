@@ -53,13 +53,13 @@ class FewRows:
     def suits(layer: LayerSpec, width: int, formats: Iterable[Format], *, hopper: bool) -> bool:
         """Whether the kernels take a layer.
 
-        On Hopper, with half weights, heads of 64 or 128, no QK norm, sizes in multiples of 32, and rows that
-        fit a block.
+        On Hopper, with weights that are elements, heads of 64 or 128, no QK norm, sizes in multiples of
+        32, and rows that fit a block.
         """
         attention = layer.attention
         return (
             hopper
-            and all(kept is Format.F16 for kept in formats)
+            and all(kept.plain for kept in formats)
             and attention.head_dim in TENSOR_CORE_HEADS
             and attention.qk_norm is None
             and not any(size % _DEPTH for size in (width, attention.queries, layer.feed_forward.width))
@@ -93,7 +93,7 @@ class FewRows:
         )  # fmt: skip
 
     def swiglu(self, x: Buffer, layer: LayerWeights, out: Buffer, tokens: int) -> None:
-        """Norm, gate and up, SwiGLU -> out (T, F) half; the weight of `down` comes to L2."""
+        """Norm, gate and up, SwiGLU -> out (T, F); the weight of `down` comes to L2."""
         width, ffn, groups, norm, down = self._width, self._ffn, self._groups, layer.ffn_norm, layer.ffn_down
         block = _BLOCK if groups <= 4 else _LARGE_BLOCK
         self._swiglu[_held(width, tokens, block[0])](

@@ -33,7 +33,7 @@ QKV_TILES = (
 
 
 class HopperQkv:
-    """Launches `hopper_qkv.cu`, for half weights of layers of one kind of attention.
+    """Launches `hopper_qkv.cu`, for weights that are elements, of layers of one kind of attention.
 
     angles  the rotation table of such layers
     """
@@ -47,9 +47,9 @@ class HopperQkv:
 
     @staticmethod
     def suits(attention: Attention, kept: Format, *, hopper: bool) -> bool:
-        """Whether the kernels take a layer: heads of 64 or 128, no QK norm, half weights."""
+        """Whether the kernels take a layer: heads of 64 or 128, no QK norm, weights that are elements."""
         heads = attention.head_dim in TENSOR_CORE_HEADS
-        return hopper and heads and attention.qk_norm is None and kept is Format.F16
+        return hopper and heads and attention.qk_norm is None and kept.plain
 
     @classmethod
     def sources(cls, spec: ModelSpec, *, hopper: bool) -> list[Source]:
@@ -66,7 +66,7 @@ class HopperQkv:
         self, tile: Tile, x: Buffer, layer: LayerWeights, positions: int, cache_rows: int, qkv: Buffer,
         cache: LayerCache, rows: int,
     ) -> None:  # fmt: skip
-        """Queue it for x (rows, width) half: queries to qkv, keys and values to the pages.
+        """Queue it for x (rows, width): queries to qkv, keys and values to the pages.
 
         Rows of x are read up to `padded_rows(rows)`.
         """

@@ -6,7 +6,7 @@ from functools import partial
 from nightmill.worker.model.spec import ModelSpec
 from nightmill.worker.runners.gpu.device.device import Device
 from nightmill.worker.runners.gpu.device.functions import Function, Module
-from nightmill.worker.runners.gpu.device.operands import Buffer, Format, Matrix
+from nightmill.worker.runners.gpu.device.operands import Buffer, Matrix
 from nightmill.worker.runners.gpu.device.sources import Source, instances, source_of
 from nightmill.worker.runners.gpu.device.tensor_maps import NO_MAP, PIECE_BYTES, PIECE_ROWS, TensorMaps
 from nightmill.worker.runners.gpu.products.shapes import DEPTH, Candidate, Kind, Shape, Way, first_sum
@@ -89,10 +89,11 @@ TILES = {
 
 
 class HopperTiles:
-    """Launches `hopper_gemm.cu`, for half weights."""
+    """Launches `hopper_gemm.cu`, for weights that are elements."""
 
     def __init__(self, device: Device) -> None:
         self._maps = TensorMaps(device)
+        self._format = device.element.format
         arguments = "128s128s128sPiiii"
         self._kernels = {
             kind: load_tiles(Module.of(device, source), device, f"{kind.value}_", arguments, TILES[kind])
@@ -107,7 +108,7 @@ class HopperTiles:
     def candidates(self, shape: Shape) -> list[Candidate]:
         """The tiles for a shape."""
         aligned = shape.inputs % 8 == 0 and shape.outputs % 8 == 0
-        tiles = TILES.get(shape.kind, ()) if aligned and shape.format is Format.F16 else ()
+        tiles = TILES.get(shape.kind, ()) if aligned and shape.format is self._format else ()
         return [Candidate(partial(self.way, tile)) for tile in tiles]
 
     def way(self, tile: Tile, shape: Shape) -> Way:

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from nightmill.worker.runners.gpu.device.device import CudaError, Device, KernelLaunchError
-from nightmill.worker.runners.gpu.device.operands import HALF, Buffer, Format, Matrix
+from nightmill.worker.runners.gpu.device.operands import ELEMENT, Buffer, Matrix
 from nightmill.worker.runners.gpu.products.shapes import Candidate, Kind, Shape, Way, first_sum
 from nightmill.worker.runners.gpu.rows.swiglu import SwiGlu
 
@@ -25,8 +25,7 @@ __all__ = ["LibraryProducts", "library_release"]
 _WORKSPACE_BYTES = 32 << 20  # what cuBLAS recommends for Hopper
 _CANDIDATES = 8
 _COUNTER_BYTES = 1024  # of workspace, and no sums: for many rows, some hand out tiles by a counter of 4 bytes
-_HALF, _FLOAT = 2, 0  # cudaDataType: CUDA_R_16F, CUDA_R_32F
-_FORMATS = frozenset({Format.F16})
+_FLOAT = 0  # cudaDataType: CUDA_R_32F
 _ALIGNMENT = 16  # bytes; rows of a chunk of logits start at multiples of 4 * vocab
 
 _Algorithm = npt.NDArray[Any]
@@ -37,7 +36,7 @@ _Algorithm = npt.NDArray[Any]
 class _Call:
     """y (rows, outputs) = x (rows, inputs) weight^T, as the library is asked for it.
 
-    floats  y is float, not half
+    floats  y is float, not elements
     added   y += the product; float
     stride  from a row of x and of the weight to the next, in elements
     """
@@ -58,13 +57,14 @@ def library_release() -> str:
 
 
 class _Library:
-    """A cuBLASLt handle for products of half matrices on the device's stream."""
+    """A cuBLASLt handle for products of matrices of elements on the device's stream."""
 
     def __init__(self, device: Device, workspace: int) -> None:
         from nvmath.bindings import cublas, cublasLt
 
         self._lt = cublasLt
         self._stream = device.stream_handle
+        self._element = device.element.library_type
         self._layouts: dict[_Call, tuple[int, int, int]] = {}
         self._workspace = workspace
         self._one, self._zero = np.ones(1, dtype=np.float32), np.zeros(1, dtype=np.float32)
@@ -146,10 +146,10 @@ class _Library:
         """Of weight, x and y."""
         if call not in self._layouts:
             create = self._lt.matrix_layout_create
-            kind = _FLOAT if call.floats or call.added else _HALF
+            kind = _FLOAT if call.floats or call.added else self._element
             self._layouts[call] = (
-                create(_HALF, call.inputs, call.outputs, call.stride),
-                create(_HALF, call.inputs, call.rows, call.stride),
+                create(self._element, call.inputs, call.outputs, call.stride),
+                create(self._element, call.inputs, call.rows, call.stride),
                 create(kind, call.outputs, call.rows, call.outputs),
             )
         return self._layouts[call]
@@ -160,9 +160,9 @@ class _Library:
 
 
 class LibraryProducts:
-    """Launches cuBLASLt, which takes half matrices; for SwiGLU, the kernel that does nothing else follows.
+    """Launches cuBLASLt for weights that are elements; for SwiGLU, the kernel that does nothing else follows.
 
-    activation, gate_up  that kernel, and room for gate and up, half (rows, 2 F)
+    activation, gate_up  that kernel, and room for gate and up, elements (rows, 2 F)
     """
 
     def __init__(self, device: Device, activation: SwiGlu, gate_up: Buffer) -> None:
@@ -172,6 +172,7 @@ class LibraryProducts:
         """Address of so much memory, which may be overwritten between products."""
         self._library = _Library(device, self.scratch)
         self._two_sums = device.hopper
+        self._format = device.element.format
 
     @staticmethod
     def workspace() -> int:
@@ -180,7 +181,7 @@ class LibraryProducts:
 
     def candidates(self, shape: Shape) -> list[Candidate]:
         """The library's algorithms that compute all of a product, its best guess first."""
-        if shape.format not in _FORMATS:
+        if shape.format is not self._format:
             return []
         first, *others = self._calls(shape)
         found = self._library.algorithms(first)
@@ -209,7 +210,7 @@ class LibraryProducts:
         calls = self._calls(shape)
         first, *others = [self._library.bound(algorithm, call) for call in calls]
         if others:
-            (second,), skipped = others, calls[0].inputs * HALF.itemsize
+            (second,), skipped = others, calls[0].inputs * ELEMENT.itemsize
 
             def two_sums(x: Buffer, weight: Matrix, y: Buffer) -> None:
                 first(x.address, weight.address, y.address)

@@ -42,7 +42,7 @@ class Qkv:
     def __call__(
         self, x: Buffer, layer: LayerWeights, inputs: StepInputs, qkv: Buffer, cache: LayerCache, rows: int
     ) -> None:
-        """Queue it for x (rows, width) half, which has room for `padded_rows(rows)`."""
+        """Queue it for x (rows, width), which has room for `padded_rows(rows)`."""
         if rows:
             padded = padded_rows(rows)
             way = self._ways.get(padded) or self._choose(padded)

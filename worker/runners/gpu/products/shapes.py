@@ -1,7 +1,7 @@
 """What a product is, and the rules that all ways to compute one keep, so that they give the same bits.
 
-y (rows, outputs) = x (rows, inputs) times weight (outputs, inputs) transposed; x is half, y half or float,
-sums float, all row-major. Also with SwiGLU, and added to the residual stream.
+y (rows, outputs) = x (rows, inputs) times weight (outputs, inputs) transposed; x is elements, y elements or
+float, sums float, all row-major. Also with SwiGLU, and added to the residual stream.
 
 The number of rows is rounded up to one of few sizes, so that a way is chosen a bounded number of times: x and
 y must have room for `padded_rows(rows)` rows. What the rows in between hold does not matter, and what is
@@ -40,7 +40,7 @@ class Kind(Enum):
 
     HALF = "product"
     FLOAT = "float"
-    SWIGLU = "swiglu"  # the weight is gate rows, then up rows; the result their SwiGLU, half
+    SWIGLU = "swiglu"  # the weight is gate rows, then up rows; the result their SwiGLU, elements
     RESIDUAL = "residual"  # added to what is there, float
 
 

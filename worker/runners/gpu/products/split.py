@@ -6,7 +6,7 @@ from functools import partial
 from nightmill.worker.model.spec import ModelSpec
 from nightmill.worker.runners.gpu.device.device import Device
 from nightmill.worker.runners.gpu.device.functions import Function, Module
-from nightmill.worker.runners.gpu.device.operands import Buffer, Format, Matrix
+from nightmill.worker.runners.gpu.device.operands import Buffer, Matrix
 from nightmill.worker.runners.gpu.device.sources import Source, instances, source_of
 from nightmill.worker.runners.gpu.device.tensor_maps import TensorMaps
 from nightmill.worker.runners.gpu.products.shapes import Candidate, Kind, Shape, Way, first_sum
@@ -105,11 +105,12 @@ def split_tiles(rows: int, outputs: int, inputs: int) -> list[SplitTile]:
 
 
 class SplitTiles:
-    """Launches `hopper_split.cu`, for half weights: the sums of `HopperTiles`, to the same bits."""
+    """Launches `hopper_split.cu`, for weights that are elements: `HopperTiles`' sums, to the same bits."""
 
     def __init__(self, device: Device) -> None:
         module = Module.of(device, _source())
         self._maps = TensorMaps(device)
+        self._format = device.element.format
         self._functions: dict[SplitTile, Function] = {
             tile: module.function(tile.name, "128s128sPPiiii", shared=tile.shared, dependent=True)
             for tile in SPLIT_TILES
@@ -123,7 +124,7 @@ class SplitTiles:
     def candidates(self, shape: Shape) -> list[Candidate]:
         """The tiles that are worth timing for a shape."""
         aligned = shape.inputs % 8 == 0 and shape.outputs % 8 == 0
-        if shape.kind is not Kind.RESIDUAL or not aligned or shape.format is not Format.F16:
+        if shape.kind is not Kind.RESIDUAL or not aligned or shape.format is not self._format:
             return []
         return [
             Candidate(partial(self.way, tile))

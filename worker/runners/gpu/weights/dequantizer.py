@@ -1,4 +1,4 @@
-"""Raw GGUF bytes to half or float, on the GPU.
+"""Raw GGUF bytes to elements or float, on the GPU.
 
 The bytes travel from the mapped file through two pinned buffers: while the GPU fetches and dequantises one,
 threads fill the other.
@@ -13,6 +13,7 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from nightmill.worker.model.spec import ModelSpec
 from nightmill.worker.runners.gpu.device.device import Device
 from nightmill.worker.runners.gpu.device.functions import Function, Module
+from nightmill.worker.runners.gpu.device.operands import ELEMENT, FLOAT
 from nightmill.worker.runners.gpu.device.sources import Source, source_of
 from nightmill.worker.runners.gpu.weights.grids import grid_of
 
@@ -56,17 +57,18 @@ class Dequantizer:
         self._staging = staging
         self._pool = ThreadPoolExecutor(_COPY_THREADS, "weights")
 
-    def load(self, raw: npt.NDArray[np.uint8], kind: GGMLQuantizationType, out: int, *, half: bool) -> None:
-        """Queue the tensor with these bytes to be written at `out` as half, or else as float."""
+    def load(self, raw: npt.NDArray[np.uint8], kind: GGMLQuantizationType, out: int, *, floats: bool) -> None:
+        """Queue the tensor with these bytes to be written at `out` as floats, or else as elements."""
         block, size = GGML_QUANT_SIZES[kind]
         step = self._staging // (size * 256) * size * 256  # whole blocks, and aligned results
+        written = (FLOAT if floats else ELEMENT).itemsize
         for start in range(0, len(raw), step):
             part = raw[start : start + step]
             count = len(part) // size * block
-            self._load_part(part, kind, out + start // size * block * (2 if half else 4), count, half)
+            self._load_part(part, kind, out + start // size * block * written, count, floats)
 
     def _load_part(
-        self, part: npt.NDArray[np.uint8], kind: GGMLQuantizationType, out: int, count: int, half: bool
+        self, part: npt.NDArray[np.uint8], kind: GGMLQuantizationType, out: int, count: int, floats: bool
     ) -> None:
         turn, self._turn = self._turn, 1 - self._turn
         device, pinned = self._device, self._pinned[turn][: len(part)]
@@ -75,7 +77,7 @@ class Dequantizer:
         pieces = [slice(start, start + share) for start in range(0, len(part), share)]
         list(self._pool.map(lambda piece: np.copyto(pinned[piece], part[piece]), pieces))
         device.copy_in(self._raw[turn], pinned)
-        self._function(f"dequantize_{kind.name}_{'f16' if half else 'f32'}")(
+        self._function(f"dequantize_{kind.name}_{'f32' if floats else 'element'}")(
             (-(-count // _THREADS), 1),
             (_THREADS, 1, 1),
             self._raw[turn],
@@ -97,8 +99,8 @@ class Dequantizer:
             self._functions[name] = self._module.function(name, "PPqPP")
         return self._functions[name]
 
-    def fits_half(self) -> bool:
-        """Wait for all that was queued; False where a weight stored as half was too large, or no number."""
+    def fits(self) -> bool:
+        """Wait for all that was queued; False where what became an element was too large, or no number."""
         return not self._device.download(self._bad, 1, np.int32)[0]
 
     def close(self) -> None:

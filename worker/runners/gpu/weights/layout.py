@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from nightmill.worker.model.spec import ModelSpec, Role, Weight
 from nightmill.worker.runners.gpu.device.device import aligned
+from nightmill.worker.runners.gpu.device.element import Element
 from nightmill.worker.runners.gpu.device.operands import FLOAT, Buffer, Format, Matrix
 
 __all__ = ["LayerWeights", "NormWeight", "Weights", "format_of", "padded_vocab", "stored", "weight_bytes"]
@@ -48,9 +49,9 @@ class Weights:
     head: Matrix  # (padded_vocab, width), with rows of 0 at the end; the embedding's where the head is tied
 
 
-def format_of(weight: Weight) -> Format:
+def format_of(weight: Weight, element: Element) -> Format:
     """In which format a matrix is kept."""
-    return Format.F16
+    return element.format
 
 
 def padded_vocab(spec: ModelSpec) -> int:
@@ -75,5 +76,5 @@ def weight_bytes(spec: ModelSpec) -> int:
 def _bytes(spec: ModelSpec, role: Role, weight: Weight) -> int:
     shape = stored(spec, role, weight)
     if weight.is_matrix:
-        return format_of(weight).bytes(shape[0], shape[1])
+        return format_of(weight, Element.F16).bytes(shape[0], shape[1])  # as many in any other
     return math.prod(shape) * FLOAT.itemsize

@@ -1,7 +1,7 @@
 """Gets a model's weights onto the GPU: raw GGUF bytes go up, and are dequantised there.
 
-Matrices become half, row-major (outputs, inputs) as in the file; those that share an input are stacked, as
-`Role` says. Vectors become float.
+Matrices become elements, row-major (outputs, inputs) as in the file; those that share an input are
+stacked, as `Role` says. Vectors become float.
 """
 
 import logging
@@ -12,6 +12,7 @@ from nightmill.jobs.errors import ModelFileError
 from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.model.spec import ModelSpec, Norm, Role, Weight
 from nightmill.worker.runners.gpu.device.device import Arena, Device
+from nightmill.worker.runners.gpu.device.element import Element
 from nightmill.worker.runners.gpu.device.operands import ABSENT, FLOAT, Buffer, Matrix
 from nightmill.worker.runners.gpu.weights.dequantizer import SUPPORTED, Dequantizer
 from nightmill.worker.runners.gpu.weights.layout import (
@@ -33,7 +34,7 @@ def load_weights(
 ) -> Weights:
     """Upload all weights into one allocation of `weight_bytes(spec)`.
 
-    Raises ModelFileError for a tensor type that is not supported and for weights beyond half's range,
+    Raises ModelFileError for a tensor type that is not supported and for weights beyond the element's range,
     DeviceMemoryError where the device has no room.
     """
     for _, weight in spec.all_weights():
@@ -46,10 +47,12 @@ def load_weights(
     dequantizer = Dequantizer(device)
     try:
         weights = _Loader(device, file, spec, arena, dequantizer).load()
-        if not dequantizer.fits_half():
+        if not dequantizer.fits():
+            element = device.element
+            remedy = "--dtype bf16" if element is Element.F16 else "--reference"
             raise ModelFileError(
-                f"{file.path}: a weight is beyond 65504, the largest number of FP16, or is not a number; "
-                "such a model runs only with --reference"
+                f"{file.path}: a weight is beyond {element.largest:g}, the largest number of {element.name}, "
+                f"or is not a number; if the file is not damaged, give {remedy}"
             )
     finally:
         dequantizer.close()
@@ -97,9 +100,9 @@ class _Loader:
     def _matrix(self, own: dict[Role, Weight], role: Role) -> Matrix:
         weight = own[role]
         rows, columns = stored(self._spec, role, weight)
-        kept = format_of(weight)
+        kept = format_of(weight, self._device.element)
         size, used = kept.bytes(rows, columns), kept.bytes(weight.shape[0], columns)
-        address = self._place(weight, size, [kept.bytes(*shape) for _, shape in weight.parts], half=True)
+        address = self._place(weight, size, [kept.bytes(*shape) for _, shape in weight.parts], floats=False)
         self._device.fill(address + used, 0, size - used)
         return Matrix(address, rows, columns, kept)
 
@@ -111,13 +114,13 @@ class _Loader:
             return ABSENT
         weight = own[role]
         sizes = [math.prod(shape) * FLOAT.itemsize for _, shape in weight.parts]
-        return Buffer(self._place(weight, sum(sizes), sizes, half=False), weight.shape, FLOAT)
+        return Buffer(self._place(weight, sum(sizes), sizes, floats=True), weight.shape, FLOAT)
 
-    def _place(self, weight: Weight, size: int, sizes: list[int], *, half: bool) -> int:
+    def _place(self, weight: Weight, size: int, sizes: list[int], *, floats: bool) -> int:
         """Take `size` bytes and queue the weight's tensors, of these sizes, one behind the other."""
         start = address = self._arena.take(size)
         for name, taken in zip(weight.names, sizes, strict=True):
             kind = self._file.tensors[name].kind
-            self._dequantizer.load(self._file.raw(name), kind, address, half=half)
+            self._dequantizer.load(self._file.raw(name), kind, address, floats=floats)
             address += taken
         return start

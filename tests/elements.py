@@ -1,0 +1,34 @@
+"""Numbers as a device's elements: NumPy knows half, bfloat16 is the upper two bytes of a float."""
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from nightmill.worker.runners.gpu.device.element import Element
+
+Array = npt.NDArray[Any]
+
+PRECISION = {Element.F16: 2.0**-11, Element.BF16: 2.0**-8}
+"""The largest relative error of rounding to nearest."""
+
+
+def as_words(array: Array, element: Element) -> npt.NDArray[np.uint16]:
+    """The array's numbers as elements, rounded to nearest even, in 16-bit words."""
+    if element is Element.F16:
+        return array.astype(np.float16).view(np.uint16)
+    bits = np.ascontiguousarray(array, dtype=np.float32).view(np.uint32)
+    rounded = ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
+    return np.where(np.isnan(array), np.uint16(0x7FC0), rounded)
+
+
+def from_words(words: npt.NDArray[np.uint16], element: Element) -> Array:
+    """The numbers: half, or for bfloat16 float."""
+    if element is Element.F16:
+        return words.view(np.float16)
+    return (words.astype(np.uint32) << 16).view(np.float32)
+
+
+def rounded(array: Array, element: Element) -> Array:
+    """The nearest numbers that are elements."""
+    return from_words(as_words(array, element), element)
