@@ -95,6 +95,8 @@ def demo(
     bundled one writes haiku.
     """
     require_worker_extra("demo")
+    if gpu is not None:
+        _require_gpu(gpu)
     home = Settings.from_env().data_dir / "demo"
     draw = random.Random(seed)
     show = _choose(draw, haiku=haiku, quiet=as_json)
@@ -131,6 +133,18 @@ def demo(
             f"{counted(count, 'text')}, {tokens} tokens in {seconds:.1f} s: {tokens / seconds:,.0f} tokens/s"
         )
         _say_what_is_next(str(settings.resolved_database_url.database), show.model)
+
+
+def _require_gpu(index: int) -> None:
+    """Raise NoDeviceError, before anything is enqueued, where this GPU cannot generate."""
+    from nightmill.worker.runners.gpu.device.compiler import CompilerMissingError, find_nvcc
+    from nightmill.worker.runners.gpu.device.device import NoDeviceError, describe_device
+
+    try:
+        describe_device(index)
+        find_nvcc()
+    except (CompilerMissingError, NoDeviceError) as error:
+        raise NoDeviceError(f"{error}. Without --gpu the demo uses NumPy") from error
 
 
 def installed_model() -> Path | None:

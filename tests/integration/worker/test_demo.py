@@ -8,8 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 from nightmill.jobs.client import Client
+from nightmill.jobs.commands.main import main
 from nightmill.jobs.contract import JobState
 from nightmill.jobs.settings import Settings
 from nightmill.worker.commands.demo import QUESTIONS, demo, installed_model
@@ -101,6 +103,17 @@ def test_what_an_interrupted_demo_has_left_is_not_generated(directory: Path) -> 
 )
 def test_the_gpu_may_be_named_or_is_the_first(arguments: list[str], gpu: int | None) -> None:
     assert demo.make_context("demo", arguments).params["gpu"] == gpu
+
+
+def test_without_a_gpu_the_demo_says_so_before_it_does_anything(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "pycuda", None)
+    done = CliRunner().invoke(main, ["demo", "--gpu"], env={"NIGHTMILL_DATA_DIR": str(directory)})
+    assert done.exit_code == 1
+    assert done.output.startswith("Error: PyCUDA cannot be imported")
+    assert done.output.endswith("Without --gpu the demo uses NumPy\n")
+    assert not list(directory.iterdir())
 
 
 def test_what_to_type_next_can_be_typed(install: Install, directory: Path) -> None:
