@@ -193,8 +193,6 @@ def recorded(model: Model, inputs: StepInputs, shape: StepShape) -> list[tuple[s
     kept = model.shared, model.layers, model.head
     model.shared = Shared(
         embedding=noted(model.shared.embedding), norm=noted(model.shared.norm, "rms_norm"),
-        decode=noted(model.shared.decode, "decode_attention"),
-        prefill=noted(model.shared.prefill, "prefill_attention"),
         sampler=noted(model.shared.sampler),
     )  # fmt: skip
     model.head = noted(model.head, "head")
@@ -202,7 +200,9 @@ def recorded(model: Model, inputs: StepInputs, shape: StepShape) -> list[tuple[s
         replace(
             layer,
             kernels=LayerKernels(
-                qkv=noted(layer.kernels.qkv, "qkv"), output=noted(layer.kernels.output, "output"),
+                qkv=noted(layer.kernels.qkv, "qkv"), decode=noted(layer.kernels.decode, "decode_attention"),
+                prefill=noted(layer.kernels.prefill, "prefill_attention"),
+                output=noted(layer.kernels.output, "output"),
                 gate_up=noted(layer.kernels.gate_up, "gate_up and swiglu"),
                 down=noted(layer.kernels.down, "down"), few=in_few_rows(layer),
             ),

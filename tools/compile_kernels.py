@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 from nightmill.worker.model.families import read_spec
 from nightmill.worker.model.gguf.file import GgufFile
@@ -50,10 +51,19 @@ def main() -> int:
 
 
 def every_source() -> Iterator[tuple[Path, tuple[str, ...], str]]:
-    """File, options and architecture of all that runners compile, for heads of 64, 128 and others."""
+    """File, options and architecture of all that runners compile, for heads of 64, 128 and others.
+
+    Each size with one more kind of scores, for which attention has kernels of its own.
+    """
     bundled = read_spec(GgufFile.open(ROOT / "models" / "nightmill-demo.gguf"))
-    large, small = with_heads(bundled, 128, RopeStyle.PAIRS), with_heads(bundled, 32, RopeStyle.HALVES)
-    for spec, architecture, element in product((bundled, large, small), ARCHITECTURES, Element):
+    small = with_heads(bundled, 32, RopeStyle.HALVES)
+    large = with_heads(bundled, 128, RopeStyle.PAIRS)
+    specs = (
+        with_scores(bundled, window=512),
+        with_scores(large, window=512, softcap=50.0),
+        with_scores(small, softcap=50.0),
+    )
+    for spec, architecture, element in product(specs, ARCHITECTURES, Element):
         for hopper in {architecture == HOPPER, False}:  # portable kernels are compiled for Hopper too
             sources = sources_for(spec, hopper=hopper, element=element)
             yield from ((path, options, architecture) for path, options in sources)
@@ -65,6 +75,12 @@ def with_heads(spec: ModelSpec, size: int, style: RopeStyle) -> ModelSpec:
     rope = replace(layer.attention.rope, dim=size, style=style)
     attention = replace(layer.attention, head_dim=size, rope=rope)
     return replace(spec, layers=(replace(layer, attention=attention),) * len(spec.layers))
+
+
+def with_scores(spec: ModelSpec, **scores: Any) -> ModelSpec:
+    """The model with other attention in its last layer."""
+    *layers, last = spec.layers
+    return replace(spec, layers=(*layers, replace(last, attention=replace(last.attention, **scores))))
 
 
 def compile_one(nvcc: str, version: str, source: Path, options: tuple[str, ...], architecture: str) -> str:

@@ -1,10 +1,12 @@
-// What the attention kernels share: how partial results over parts of a context are put together.
+// What the attention kernels share: what becomes of the product of a query and a key, which keys a token sees, and how
+// partial results over parts of a context are put together.
 //
 // A partial result is (m, l, o): the largest score (in units of log2), the sum of 2^(score - m), and the sum of
 // 2^(score - m) v, all FP32. The roundings are written out, so that every kernel that merges the same parts in the
 // same order arrives at the same bits.
 //
-// Option: -DHEAD_DIM (64).
+// Options: -DHEAD_DIM (64); -DWINDOW: a token sees the last `window` keys, its own included; -DSOFTCAP: scores are
+// capped. Without the last two, `window` and `cap` are not used.
 #pragma once
 
 #include "common/common.cuh"
@@ -15,6 +17,41 @@
 #endif
 
 static constexpr int D = HEAD_DIM;
+
+#ifdef WINDOW
+static constexpr bool WINDOWED = true;
+#else
+static constexpr bool WINDOWED = false;
+#endif
+#ifdef SOFTCAP
+static constexpr bool CAPPED = true;
+#else
+static constexpr bool CAPPED = false;
+#endif
+
+// How products of queries and keys become scores, in units of log2: product * scale; CAPPED: c tanh(score / c), with
+// cap = c log2(e) and a scale that makes 2^(product * scale) = e^(2 score / c).
+struct Scores {
+    float scale, cap;
+    int window;
+
+    __device__ __forceinline__ float operator()(float product) const { return capped(product * scale); }
+
+    __device__ __forceinline__ float capped(float scaled) const {
+        if constexpr (!CAPPED) return scaled;
+        // tanh(x) = 1 - 2 / (e^2x + 1), whose error is 1e-7 of the cap; tanh.approx has 5e-4 of the score.
+        float power, inverse;
+        asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(scaled));
+        asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(__fadd_rn(power, 1.0f)));
+        return __fmaf_rn(-2.0f * cap, inverse, cap);
+    }
+
+    // The first key that a token sees which is the last of `length` tokens.
+    __device__ __forceinline__ int first_seen(int length) const {
+        if constexpr (!WINDOWED) return 0;
+        return max(length - window, 0);
+    }
+};
 
 // 2^(m - reference), where m may be -inf (a part without keys), and then 0.
 static __device__ __forceinline__ float weight_of(float m, float reference) {

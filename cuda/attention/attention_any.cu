@@ -5,7 +5,7 @@
 // over the warp, then the running softmax, all FP32. Decode: grid (H, S), blocks of one warp. Prefill: grid
 // (H, tiles), blocks of 4 warps, which take the tile's tokens in turn.
 //
-// Options: -DHEAD_DIM, up to 512 (64).
+// Options: -DHEAD_DIM, up to 512 (64); -DWINDOW, -DSOFTCAP.
 #include "attention/attention.cuh"
 
 static_assert(D <= 512, "head sizes are at most 512");
@@ -14,20 +14,20 @@ static constexpr int EACH = (D + 31) / 32;
 
 static __device__ __forceinline__ void attend(const Element* __restrict__ q, const Element* __restrict__ k_cache,
                                               const Element* __restrict__ v_cache, const int* __restrict__ table,
-                                              int kv_heads, int kv_head, int keys, float scale,
+                                              int kv_heads, int kv_head, int keys, const Scores& scores,
                                               Element* __restrict__ out) {
     const int lane = threadIdx.x % 32;
     float query[EACH], o[EACH] = {};
 #pragma unroll
-    for (int i = 0; i < EACH; ++i) query[i] = lane + 32 * i < D ? to_float(q[lane + 32 * i]) * scale : 0.0f;
+    for (int i = 0; i < EACH; ++i) query[i] = lane + 32 * i < D ? to_float(q[lane + 32 * i]) * scores.scale : 0.0f;
     float m = negative_infinity(), l = 0.0f;
-    for (int key = 0; key < keys; ++key) {
+    for (int key = scores.first_seen(keys); key < keys; ++key) {
         const int64_t row = page_row(table[key / PAGE], kv_head, kv_heads) + key % PAGE;
         float score = 0.0f;
 #pragma unroll
         for (int i = 0; i < EACH; ++i)
             if (lane + 32 * i < D) score = fmaf(query[i], to_float(k_cache[row * D + lane + 32 * i]), score);
-        score = warp_sum(score);
+        score = scores.capped(warp_sum(score));
         const float largest = fmaxf(m, score);
         const float shrink = weight_of(m, largest), p = exp2f(score - largest);
         l = l * shrink + p;
@@ -46,13 +46,13 @@ extern "C" __global__ void __launch_bounds__(32)
                          const Element* __restrict__ v_cache, const int* __restrict__ tables, int table_stride,
                          const int* __restrict__ lengths, const int* __restrict__ starts,
                          const int* __restrict__ listed, Element* __restrict__ out, int heads, int kv_heads,
-                         float scale) {
+                         float scale, float cap, int window) {
     const int sequence = listed != nullptr ? listed[blockIdx.y] : blockIdx.y;
     if (sequence < 0 || lengths[sequence] <= 0) return;
     const int64_t row = starts != nullptr ? starts[sequence + 1] - 1 : sequence;
     attend(qkv + (row * (heads + 2 * kv_heads) + blockIdx.x) * D, k_cache, v_cache,
            tables + static_cast<int64_t>(sequence) * table_stride, kv_heads, blockIdx.x / (heads / kv_heads),
-           lengths[sequence], scale, out + (row * heads + blockIdx.x) * D);
+           lengths[sequence], Scores{scale, cap, window}, out + (row * heads + blockIdx.x) * D);
 }
 
 extern "C" __global__ void __launch_bounds__(128)
@@ -60,7 +60,7 @@ extern "C" __global__ void __launch_bounds__(128)
                           const Element* __restrict__ v_cache, const int* __restrict__ tables, int table_stride,
                           const int* __restrict__ lengths, const int* __restrict__ starts,
                           const int* __restrict__ tiles, Element* __restrict__ out, int heads, int kv_heads,
-                          float scale) {
+                          float scale, float cap, int window) {
     const int sequence = tiles[2 * blockIdx.y];
     if (sequence < 0) return;
     const int start = starts[sequence], chunk_tokens = starts[sequence + 1] - start;
@@ -70,6 +70,7 @@ extern "C" __global__ void __launch_bounds__(128)
         const int64_t row = start + token;
         attend(qkv + (row * (heads + 2 * kv_heads) + blockIdx.x) * D, k_cache, v_cache,
                tables + static_cast<int64_t>(sequence) * table_stride, kv_heads, blockIdx.x / (heads / kv_heads),
-               lengths[sequence] - chunk_tokens + token + 1, scale, out + (row * heads + blockIdx.x) * D);
+               lengths[sequence] - chunk_tokens + token + 1, Scores{scale, cap, window},
+               out + (row * heads + blockIdx.x) * D);
     }
 }

@@ -20,7 +20,9 @@
 // the block that has all, or in that of a sequence's blocks that ends last. `split_attention.cu` does the same, to the same
 // bits: a result depends neither on which of the two computed it, nor on how it was cut, nor on the other sequences.
 //
-// Options: -DHEAD_DIM, 64 or 128. Dynamic shared memory: 4 warps of AHEAD pages of 64 D bytes.
+// With a window, pages, segments and pieces wholly before it are passed over; the others are those that they were.
+//
+// Options: -DHEAD_DIM, 64 or 128; -DWINDOW, -DSOFTCAP. Dynamic shared memory: 4 warps of AHEAD pages of 64 D bytes.
 #include "attention/decode_page.cuh"
 
 static constexpr int CHUNKS = D / 8;                 // 16-byte pieces of a key's row
@@ -59,19 +61,20 @@ struct Places {
           value(place(lane % 4 * 2, lane / 4)),
           policy(read_once()) {}
 
-    // Starts copying a page; keys past the context become zeros: 0 times NaN is NaN.
+    // Starts copying a page; keys that the token does not see become zeros: 0 times NaN is NaN.
     __device__ __forceinline__ void fetch(uint32_t target, const Cache& cache, int entry, int page) const {
         constexpr int AT_ONCE = 32 / CHUNKS;  // rows
         const int lane = threadIdx.x % 32;
         const int64_t offset = page_row(entry, cache.kv_head, cache.kv_heads) * D + lane * 8;
         const Element *keys = cache.k + offset, *values = cache.v + offset;
-        const int left = cache.length - page * PAGE - lane / CHUNKS;
+        const int left = cache.length - page * PAGE - lane / CHUNKS, hidden = cache.seen - page * PAGE - lane / CHUNKS;
 #pragma unroll
         for (int row = 0; row < PAGE; row += AT_ONCE) {
             const int turned = (row & 4 ? OTHER_HALF : 0) ^ (row & 2) * 16;
             const uint32_t at = target + (copied ^ turned) + row * ROW_BYTES;
-            copy_async(at, keys + row * D, row < left, policy);
-            copy_async(at + HALF_BYTES, values + row * D, row < left, policy);
+            const bool wanted = is_seen(row, left, hidden);
+            copy_async(at, keys + row * D, wanted, policy);
+            copy_async(at + HALF_BYTES, values + row * D, wanted, policy);
         }
     }
 
@@ -99,14 +102,20 @@ struct Piece {
 
 template <int ROWS, int AHEAD>
 static __device__ __forceinline__ void decode(const Element* q, const Cache& cache, const Piece& piece,
-                                              const Meeting& meeting, int shared_heads, int segment_pages, float scale,
-                                              Element* out) {
+                                              const Meeting& meeting, int shared_heads, int segment_pages,
+                                              const Scores& scores, Element* out) {
     static_assert((AHEAD & (AHEAD - 1)) == 0, "a power of two");
     extern __shared__ __align__(128) unsigned char rings[];  // 16 bytes further on, copies of rows take 14% longer
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int g = lane / 4, t = lane % 4;
     const int pages = (cache.length + PAGE - 1) / PAGE;
-    const int first = piece.first * segment_pages + warp, end = min(piece.end * segment_pages, pages);
+    const int end = min(piece.end * segment_pages, pages);
+    int first_segment = piece.first, first = first_segment * segment_pages + warp;
+    if constexpr (WINDOWED) {
+        const int page = cache.seen / PAGE;
+        first_segment = max(first_segment, page / segment_pages);
+        first = max(first, page + ((warp - page) & (WARPS - 1)));  // a warp's pages are always the same
+    }
     const uint32_t ring = shared_address(rings) + warp * AHEAD * PAGE_BYTES;
     const Places places(lane);
     const bool own = Segment<ROWS>::row() < shared_heads;
@@ -132,7 +141,7 @@ static __device__ __forceinline__ void decode(const Element* q, const Cache& cac
     const int* entries = cache.table + first + AHEAD * WARPS;
     asm volatile("" : "+l"(entries));  // else it is computed anew for each page, which others then wait for
     int entry = page + AHEAD * WARPS < end ? __ldg(entries) : 0;  // of the page to ask for next
-    for (int segment = piece.first; segment < piece.end; ++segment) {
+    for (int segment = first_segment; segment < piece.end; ++segment) {
         const int segment_end = min((segment + 1) * segment_pages, pages);
         Running<ROWS> running;
         for (; page < segment_end; page += WARPS, ++turn) {
@@ -154,7 +163,7 @@ static __device__ __forceinline__ void decode(const Element* q, const Cache& cac
             entries += WARPS;
             if (next + WARPS < end) entry = __ldg(entries);
             float largest[2] = {running.m[0], running.m[1]};
-            running.hide(largest, s, page * PAGE, cache.length, scale, t);
+            running.hide(largest, s, page * PAGE, cache, scores, t);
 #pragma unroll
             for (int half = 0; half < Running<ROWS>::HALVES; ++half)
                 if (__any_sync(0xffffffffu, largest[half] > running.m[half])) running.rescale(half, largest[half]);
@@ -171,8 +180,9 @@ static __device__ __forceinline__ void decode(const Element* q, const Cache& cac
     }
     if (piece.base >= 0) {
         const int segments = (pages + segment_pages - 1) / segment_pages;
-        if (!meeting.is_last(piece.end - piece.first, segments)) return;
-        if (own) kept = meeting.merged_segments<ROWS>(segments);
+        const int passed = WINDOWED ? cache.seen / PAGE / segment_pages : 0;
+        if (!meeting.is_last(piece.end - first_segment, segments - passed)) return;
+        if (own) kept = meeting.merged_segments<ROWS>(passed, segments);
     }
     if (own) store_result(kept, out);
 }
@@ -182,23 +192,25 @@ static __device__ __forceinline__ void decode(const Element* q, const Cache& cac
         decode_attention_##ROWS##_##AHEAD(                                                                        \
             const Element* qkv, const Element* k_cache, const Element* v_cache, const int* tables, int table_stride, \
             const int* starts, const int4* pieces, Element* out, float* partials, float* sums, unsigned* counters, \
-            int heads, int kv_heads, int segment_pages, float scale) {                                            \
+            int heads, int kv_heads, int segment_pages, float scale, float cap, int window) {                     \
         launch_next();                                                                                            \
         const int4 words = pieces[blockIdx.y];                                                                    \
         const Piece piece{words.x, words.y & 0xffff, words.y >> 16, words.z};                                     \
         if (piece.sequence < 0) return;                                                                           \
+        const Scores scores{scale, cap, window};                                                                  \
         const int group = heads / kv_heads, tiles = (group + ROWS - 1) / ROWS;                                    \
         const int kv_head = blockIdx.x / tiles, first = (blockIdx.x % tiles) * ROWS;                              \
         const int head = kv_head * group + first;                                                                 \
         const Cache cache{k_cache, v_cache, tables + static_cast<int64_t>(piece.sequence) * table_stride,         \
-                          kv_heads, kv_head, words.w};                                                            \
+                          kv_heads, kv_head, words.w, scores.first_seen(words.w)};                                \
+        if (WINDOWED && piece.end * segment_pages * PAGE <= cache.seen) return;                                   \
         const int64_t row = row_of(starts, piece.sequence);                                                       \
         const int base = max(piece.base, 0);                                                                      \
         const int64_t part = static_cast<int64_t>(base) * heads + head;                                           \
         const Meeting meeting{partials + part * D, sums + part * 2, counters + base * gridDim.x + blockIdx.x,      \
                               heads};                                                                             \
         decode<ROWS, AHEAD>(qkv + (row * (heads + 2 * kv_heads) + head) * D, cache, piece, meeting,               \
-                            min(ROWS, group - first), segment_pages, scale, out + (row * heads + head) * D);      \
+                            min(ROWS, group - first), segment_pages, scores, out + (row * heads + head) * D);     \
     }
 
 DECODE_KERNEL(8, 2)

@@ -6,7 +6,7 @@
 // steps, for queries and keys alike; and for V, lane g takes elements 8 g .. 8 g + 7 of four keys' rows, of which byte
 // permutations make the pairs of keys that a fragment holds.
 //
-// Options: -DHEAD_DIM, 64 or 128.
+// Options: -DHEAD_DIM, 64 or 128; -DWINDOW, -DSOFTCAP.
 #pragma once
 
 #include "attention/attention.cuh"
@@ -31,7 +31,14 @@ struct Cache {
     int kv_heads;
     int kv_head;
     int length;
+    int seen;  // the first key that the token sees: those before are as those past the end
 };
+
+// Whether a token sees a key at `place`, of which `left` lie before the end and `hidden` before the window.
+static __device__ __forceinline__ bool is_seen(int place, int left, int hidden) {
+    if constexpr (!WINDOWED) return place < left;
+    return place < left && place >= hidden;
+}
 
 static __device__ __forceinline__ Element8 load_if(bool wanted, const Element* source) {
     if (wanted) return load_streaming(source);
@@ -46,22 +53,23 @@ static __device__ __forceinline__ int64_t page_offset(const Cache& cache, int pa
 static __device__ __forceinline__ void load_keys(Page& tile, const Cache& cache, int64_t offset, int page, int g,
                                                  int t) {
     const Element* mine = cache.k + offset + (g * D + t * 8);
-    const int left = cache.length - page * PAGE - g;
+    const int left = cache.length - page * PAGE - g, hidden = cache.seen - page * PAGE - g;
 #pragma unroll
     for (int j = 0; j < 2; ++j)
 #pragma unroll
-        for (int i = 0; i < K_LOADS; ++i) tile.k[j][i] = load_if(j * 8 < left, mine + j * 8 * D + i * 32);
+        for (int i = 0; i < K_LOADS; ++i)
+            tile.k[j][i] = load_if(is_seen(j * 8, left, hidden), mine + j * 8 * D + i * 32);
 }
 
 static __device__ __forceinline__ void load_values(Page& tile, const Cache& cache, int64_t offset, int page, int g,
                                                    int t) {
     const Element* mine = cache.v + offset + (2 * t * D + g * 8);
-    const int left = cache.length - page * PAGE - 2 * t;
+    const int left = cache.length - page * PAGE - 2 * t, hidden = cache.seen - page * PAGE - 2 * t;
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
         const int key = (j & 1) + (j >> 1) * 8;
 #pragma unroll
-        for (int i = 0; i < V_LOADS; ++i) tile.v[j][i] = load_if(key < left, mine + key * D + i * 64);
+        for (int i = 0; i < V_LOADS; ++i) tile.v[j][i] = load_if(is_seen(key, left, hidden), mine + key * D + i * 64);
     }
 }
 
@@ -100,10 +108,10 @@ struct Running {
             }
     }
 
-    // Scales a page's scores and hides those of keys past `length`; `largest`: raised to each row's largest.
-    static __device__ __forceinline__ void hide(float (&largest)[2], float (&s)[2][4], int first_key, int length,
-                                                float scale, int t) {
-        const int left = length - first_key - 2 * t;
+    // Products to scores, -inf for keys that the token does not see; `largest`: raised to each row's largest.
+    static __device__ __forceinline__ void hide(float (&largest)[2], float (&s)[2][4], int first_key, const Cache& cache,
+                                                const Scores& scores, int t) {
+        const int left = cache.length - first_key - 2 * t, hidden = cache.seen - first_key - 2 * t;
 #pragma unroll
         for (int half = 0; half < HALVES; ++half) {
 #pragma unroll
@@ -111,7 +119,7 @@ struct Running {
 #pragma unroll
                 for (int i = 0; i < 2; ++i) {
                     float& score = s[j][2 * half + i];
-                    score = j * 8 + i < left ? score * scale : negative_infinity();
+                    score = is_seen(j * 8 + i, left, hidden) ? scores(score) : negative_infinity();
                     largest[half] = fmaxf(largest[half], score);
                 }
             largest[half] = fmaxf(largest[half], __shfl_xor_sync(0xffffffffu, largest[half], 1));
@@ -244,7 +252,7 @@ struct Meeting {
         if (Segment<ROWS>::column() == 0) sums[place * 2] = result.m, sums[place * 2 + 1] = result.l;
     }
 
-    // Whether this block, which left `done` segments, is the last of those that compute all; its threads all call this.
+    // Whether this block, which left `done` segments, is the last of those that compute them; its threads all call this.
     __device__ __forceinline__ bool is_last(int done, int segments) const {
         __shared__ bool last;
         __threadfence();
@@ -257,17 +265,17 @@ struct Meeting {
         return true;
     }
 
-    // All segments, merged in order. Many loads are under way at once: with four, attention of 32,000 tokens took 34 us,
-    // not 24.
+    // The segments `first` to `end` - 1, merged in order. Many loads are under way at once: with four, attention of 32,000
+    // tokens took 34 us, not 24.
     template <int ROWS>
-    __device__ __forceinline__ Segment<ROWS> merged_segments(int segments) const {
+    __device__ __forceinline__ Segment<ROWS> merged_segments(int first, int end) const {
         constexpr int PART = Segment<ROWS>::PART, AT_ONCE = PART <= 4 ? 16 : PART <= 8 ? 8 : 4;
         Segment<ROWS> kept{negative_infinity(), 0.0f, {}};
-        for (int begin = 0; begin < segments; begin += AT_ONCE) {
+        for (int begin = first; begin < end; begin += AT_ONCE) {
             Segment<ROWS> next[AT_ONCE];
 #pragma unroll
             for (int i = 0; i < AT_ONCE; ++i) {
-                if (begin + i >= segments) break;
+                if (begin + i >= end) break;
                 const int64_t place = static_cast<int64_t>(begin + i) * heads + Segment<ROWS>::row();
                 const float2 sum = __ldcg(reinterpret_cast<const float2*>(sums + place * 2));
                 next[i].m = sum.x, next[i].l = sum.y;
@@ -280,7 +288,7 @@ struct Meeting {
             }
 #pragma unroll
             for (int i = 0; i < AT_ONCE; ++i)
-                if (begin + i < segments) merge_segment(kept, next[i]);
+                if (begin + i < end) merge_segment(kept, next[i]);
         }
         return kept;
     }

@@ -19,10 +19,13 @@
 // by itself: its bits do not depend on the rows beside it, nor on how a prompt was cut into chunks.
 //
 // Keys behind the last visible one may hold anything, NaN too, or be those of an earlier tile: scores are masked, and
-// values set to zero, since P = 0 times NaN is NaN.
+// values set to zero, since P = 0 times NaN is NaN. With a window, tiles of keys wholly before that of an item's first
+// token are not loaded, and a warpgroup passes over those before its own; other hidden keys and values are the
+// sequence's, and finite.
 //
 // FLOPs 4 D for each visible (query head, key) pair; memory traffic is small beside it.
-// Options: -DHEAD_DIM, 64 or 128. Dynamic shared memory: (2 * 192 + STAGES * 128) * D halves, and 1,024 bytes.
+// Options: -DHEAD_DIM, 64 or 128; -DWINDOW, -DSOFTCAP. Dynamic shared memory: (2 * 192 + STAGES * 128) * D
+// halves, and 1,024 bytes.
 #include "attention/attention.cuh"
 #include "common/hopper.cuh"
 
@@ -68,6 +71,11 @@ struct Item {
 
     __device__ __forceinline__ int keys() const { return first_visible + tokens - 1; }  // that the last token sees
 };
+
+// The tile of keys with which a token's begin, `visible` keys being there with its own.
+static __device__ __forceinline__ int first_tile(int visible, const Scores& scores) {
+    return scores.first_seen(visible) / KEYS;
+}
 
 // A place in the ring of keys and values, and the parity of its barriers' phase.
 struct Stage {
@@ -116,6 +124,7 @@ struct Shared {
 struct Loader {
     const Shared& shared;
     const TensorMap *q_map, *k_map, *v_map;
+    const Scores& scores;
     int lane, group, tile_tokens, kv_heads;
     Stage stage{0, 1};  // waiting for the odd phase before a barrier's first returns at once
     int count = 0;      // of items
@@ -142,9 +151,10 @@ struct Loader {
     __device__ __forceinline__ void load_item(const Item& item, const int* table) {
         const int side = lane / TILE_PAGES, place = lane % TILE_PAGES;
         const int pages = (item.keys() + PAGE - 1) / PAGE;
-        int page = place < pages ? table[place] : 0;
+        const int begin = first_tile(item.first_visible, scores) * TILE_PAGES;
+        int page = begin + place < pages ? table[begin + place] : 0;
         load_queries(item);
-        for (int first = 0; first < pages; first += TILE_PAGES) {
+        for (int first = begin; first < pages; first += TILE_PAGES) {
             const int here = min(TILE_PAGES, pages - first);
             const int row = static_cast<int>(page_row(page, item.kv_head, kv_heads));
             if (first + TILE_PAGES + place < pages) page = table[first + TILE_PAGES + place];
@@ -209,12 +219,22 @@ struct Running {
         wgmma_commit();
     }
 
-    // `visible`: keys of the tile that the rows see.
-    __device__ __forceinline__ void mask(const int (&visible)[2], int t) {
+    // Products to scores with a cap, in units of log2; else they stay as they are, and are scaled as they are used.
+    __device__ __forceinline__ void cap(const Scores& scores) {
+        if constexpr (CAPPED) {
+#pragma unroll
+            for (int i = 0; i < KEYS / 2; ++i) s[i] = scores(s[i]);
+        }
+    }
+
+    // `visible`: keys of the tile up to the last that the rows see; of these, the last `window`.
+    __device__ __forceinline__ void mask(const int (&visible)[2], int t, int window) {
         const int mine[2] = {visible[0] - 2 * t, visible[1] - 2 * t};  // from this thread's first on
 #pragma unroll
-        for (int i = 0; i < KEYS / 2; ++i)
-            if (i / 4 * 8 + i % 2 >= mine[i >> 1 & 1]) s[i] = negative_infinity();
+        for (int i = 0; i < KEYS / 2; ++i) {
+            const int key = i / 4 * 8 + i % 2, end = mine[i >> 1 & 1];
+            if (key >= end || (WINDOWED && key < end - window)) s[i] = negative_infinity();
+        }
     }
 
     __device__ __forceinline__ float largest(int half, float scale) const {
@@ -292,14 +312,17 @@ struct Running {
 struct Warpgroup {
     const Shared& shared;
     int warp, lane, heads, group;
-    float scale;
+    Scores scores;
+    float scale;             // of what is left of it after `cap`
     int token[2], place[2];  // of this thread's rows, in the tile: the token, and the row of `out`
-    int first_of_warp, first_of_warpgroup, last_of_warpgroup;  // tokens
+    int first_of_warp, last_of_warp, first_of_warpgroup, last_of_warpgroup;  // tokens
     uint32_t k_low, v_low;
     Stage stage{0, 0};  // of the next keys
 
-    __device__ __forceinline__ Warpgroup(const Shared& shared, int warp, int lane, int heads, int group, float scale)
-        : shared(shared), warp(warp), lane(lane), heads(heads), group(group), scale(scale) {
+    __device__ __forceinline__ Warpgroup(const Shared& shared, int warp, int lane, int heads, int group,
+                                         const Scores& scores)
+        : shared(shared), warp(warp), lane(lane), heads(heads), group(group), scores(scores),
+          scale(CAPPED ? 1.0f : scores.scale) {
         k_low = low_word(shared.k_tiles), v_low = low_word(shared.v_tiles, KEYS * 128);
 #pragma unroll
         for (int half = 0; half < 2; ++half) {  // divisions take long: once, not for every tile
@@ -307,7 +330,7 @@ struct Warpgroup {
             token[half] = row / group;
             place[half] = token[half] * heads + row % group;
         }
-        first_of_warp = warp * 16 / group;
+        first_of_warp = warp * 16 / group, last_of_warp = (warp * 16 + 15) / group;
         first_of_warpgroup = warp / 4 * 64 / group, last_of_warpgroup = (warp / 4 * 64 + 63) / group;
     }
 
@@ -316,12 +339,14 @@ struct Warpgroup {
     }
 
     __device__ __forceinline__ void mask(Running& running, const Item& item, int tile) const {
-        if ((tile + 1) * KEYS <= item.first_visible + first_of_warp) return;
+        // A token's window begins behind the tile's first key.
+        const bool begins = WINDOWED && tile * KEYS < scores.first_seen(item.first_visible + last_of_warp);
+        if ((tile + 1) * KEYS <= item.first_visible + first_of_warp && !begins) return;
         int visible[2];
 #pragma unroll
         for (int half = 0; half < 2; ++half)
             visible[half] = (token[half] < item.tokens ? item.first_visible + token[half] : 0) - tile * KEYS;
-        running.mask(visible, lane % 4);
+        running.mask(visible, lane % 4, scores.window);
     }
 
     // Zeros for the stage's values from key `first` on. Every warpgroup clears what it reads: none waits for another.
@@ -336,19 +361,21 @@ struct Warpgroup {
         group_sync(warp / 4);
     }
 
-    // Attention over the first `tiles` tiles of keys; values are taken in one tile behind the keys.
-    __device__ __forceinline__ void attend(Running& running, const Queries& q, const Item& item, int tiles, int slot) {
+    // Attention over the tiles `first` to `end` - 1 of keys; values are taken in one tile behind the keys.
+    __device__ __forceinline__ void attend(Running& running, const Queries& q, const Item& item, int first, int end,
+                                           int slot) {
         barrier_wait(shared.keys_full(stage.index), stage.parity);
         running.start_scores(q, k_low + stage.index * (STAGE_BYTES / 16));
         wgmma_wait<0>();
         wgmma_keep(running.s);
         release(shared.keys_empty(stage.index));
         if (Q_IN_REGISTERS) release(shared.queries_empty(slot));
-        mask(running, item, 0);
+        running.cap(scores);
+        mask(running, item, first);
         running.weigh_first(scale);
         running.round_weights();
         barrier_wait(shared.values_full(stage.index), stage.parity);
-        for (int tile = 1; tile < tiles; ++tile) {
+        for (int tile = first + 1; tile < end; ++tile) {
             const int before = stage.index;
             stage.advance();
             barrier_wait(shared.keys_full(stage.index), stage.parity);
@@ -357,6 +384,7 @@ struct Warpgroup {
             wgmma_wait<1>();
             wgmma_keep(running.s);
             release(shared.keys_empty(stage.index));
+            running.cap(scores);
             mask(running, item, tile);
             running.weigh_next(scale, lane);
             // The loop that waits for values keeps the compiler from waiting for the product first.
@@ -368,7 +396,7 @@ struct Warpgroup {
             running.shrink_values();
             running.round_weights();
         }
-        if (tiles * KEYS > item.keys()) clear_values(item.keys() - (tiles - 1) * KEYS);
+        if (end * KEYS > item.keys()) clear_values(item.keys() - (end - 1) * KEYS);
         running.start_values(v_low + stage.index * (STAGE_BYTES / 16));
         wgmma_wait<0>();
         wgmma_keep(running.o);
@@ -410,12 +438,15 @@ struct Warpgroup {
             item.first_visible = uniform(shared.items[slot].first_visible);
             const bool has_tokens = first_of_warpgroup < item.tokens;
             const int seen = item.first_visible + min(last_of_warpgroup, item.tokens - 1);  // keys, by the warpgroup
-            const int tiles = (item.keys() + KEYS - 1) / KEYS, seen_tiles = has_tokens ? (seen + KEYS - 1) / KEYS : 0;
+            const int first = first_tile(item.first_visible, scores), end = (item.keys() + KEYS - 1) / KEYS;
+            const int seen_first = has_tokens ? first_tile(item.first_visible + first_of_warpgroup, scores) : first;
+            const int seen_end = has_tokens ? (seen + KEYS - 1) / KEYS : first;
             const Queries q(shared.q_tiles + slot * Q_BYTES + warp / 4 * 64 * 128, warp, lane);
             Running running;
-            if (has_tokens) attend(running, q, item, seen_tiles, slot);
+            for (int tile = first; tile < seen_first; ++tile) skip();
+            if (has_tokens) attend(running, q, item, seen_first, seen_end, slot);
             if (!Q_IN_REGISTERS || !has_tokens) release(shared.queries_empty(slot));
-            for (int tile = seen_tiles; tile < tiles; ++tile) skip();
+            for (int tile = seen_end; tile < end; ++tile) skip();
             const int64_t row = static_cast<int64_t>(item.first) * heads + item.kv_head * group;
             if (has_tokens) store(running, out + row * D, item.tokens);
         }
@@ -426,11 +457,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     hopper_attention(const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,
                      const __grid_constant__ TensorMap v_map, const int* __restrict__ tables, int table_stride,
                      const int* __restrict__ lengths, const int* __restrict__ starts, const int* __restrict__ tiles,
-                     Element* __restrict__ out, int tile_count, int heads, int kv_heads, float scale) {
+                     Element* __restrict__ out, int tile_count, int heads, int kv_heads, float scale, float cap,
+                     int window) {
     extern __shared__ unsigned char dynamic[];
     __shared__ uint64_t barriers[Shared::BARRIERS];
     __shared__ Item told[2];
     const Shared shared(barriers, dynamic, told);
+    const Scores scores{scale, cap, window};
     const int warp = uniform(threadIdx.x / 32), lane = threadIdx.x % 32;
     const int group = heads / kv_heads, tile_tokens = ROWS / group;
     launch_next();
@@ -446,7 +479,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             prefetch_map(&v_map);
         }
         wait_for_previous(tables, lengths, starts, tiles);
-        Loader loader{shared, &q_map, &k_map, &v_map, lane, group, tile_tokens, kv_heads};
+        Loader loader{shared, &q_map, &k_map, &v_map, scores, lane, group, tile_tokens, kv_heads};
         const int items = tile_count * kv_heads, blocks = gridDim.x;
         for (int round = 0; round * blocks < items; ++round) {
             const int index = round * blocks + (round & 1 ? blocks - 1 - blockIdx.x : blockIdx.x);
@@ -466,6 +499,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     }
     asm volatile("setmaxnreg.inc.sync.aligned.u32 160;");
     wait_for_previous();
-    Warpgroup(shared, warp, lane, heads, group, scale).compute_items(out);
+    Warpgroup(shared, warp, lane, heads, group, scores).compute_items(out);
 }
 #endif

@@ -13,9 +13,10 @@
 // D = 128 (8 warps), where the registers do not suffice for more. Products m16n8k16, scores and sums FP32.
 //
 // Key tiles count from the sequence's first key, so that a row's result does not depend on how the prompt was cut into
-// chunks. FLOPs 4 D for each visible (query head, key) pair; memory traffic is small beside it.
+// chunks; with a window, those are passed over that no token of the tile sees. FLOPs 4 D for each visible (query head,
+// key) pair; memory traffic is small beside it.
 //
-// Options: -DHEAD_DIM, 64 or 128. Dynamic shared memory: 4 tiles of 64 D halves.
+// Options: -DHEAD_DIM, 64 or 128; -DWINDOW, -DSOFTCAP. Dynamic shared memory: 4 tiles of 64 D halves.
 #include "attention/attention.cuh"
 
 static_assert(D == 64 || D == 128, "other head sizes: attention_any.cu");
@@ -33,15 +34,16 @@ static __device__ __forceinline__ uint32_t place(int row, int chunk) {
     return static_cast<uint32_t>(row * D * 2 + ((chunk ^ (row & 7)) * 16));
 }
 
+// Keys `first_key` and on; those before `seen`, and from `keys` on, are zeros: 0 times NaN is NaN.
 static __device__ __forceinline__ void load_tile(uint32_t target, const Element* __restrict__ cache,
                                                  const int* __restrict__ table, int kv_heads, int kv_head,
-                                                 int first_key, int keys) {
+                                                 int first_key, int seen, int keys) {
 #pragma unroll
     for (int i = 0; i < KEYS * CHUNKS / THREADS; ++i) {
         const int index = i * THREADS + threadIdx.x;
         const int row = index / CHUNKS, chunk = index % CHUNKS;
         const int key = first_key + row;
-        const bool wanted = key < keys;
+        const bool wanted = key < keys && (!WINDOWED || key >= seen);
         const int page = wanted ? table[key / PAGE] : 0;
         const Element* source = cache + (page_row(page, kv_head, kv_heads) + key % PAGE) * D + chunk * 8;
         copy_async(target + place(row, chunk), source, wanted);
@@ -76,8 +78,14 @@ struct Queries {
     }
 };
 
+// Whether a token that sees `visible` keys, of these the last `window`, does not see this one.
+static __device__ __forceinline__ bool is_hidden(int key, int visible, int window) {
+    if constexpr (!WINDOWED) return key >= visible;
+    return key >= visible || key < visible - window;
+}
+
 // A warp's scores of a tile of keys, then their weights, as C fragments.
-using Scores = float[PARTS][KEYS / 8][4];
+using Tile = float[PARTS][KEYS / 8][4];
 
 // A warp's result so far.
 struct Running {
@@ -89,7 +97,7 @@ struct Running {
         for (int part = 0; part < PARTS; ++part) m[part][0] = m[part][1] = negative_infinity();
     }
 
-    static __device__ __forceinline__ void score(Scores& s, const Queries& queries, uint32_t keys) {
+    static __device__ __forceinline__ void score(Tile& s, const Queries& queries, uint32_t keys) {
         const int lane = threadIdx.x % 32;
 #pragma unroll
         for (int step = 0; step < D / 16; ++step)
@@ -108,7 +116,8 @@ struct Running {
     }
 
     // `masked`: some rows do not see all keys of the tile.
-    __device__ __forceinline__ void weigh(Scores& s, const Queries& queries, int first_key, bool masked, float scale) {
+    __device__ __forceinline__ void weigh(Tile& s, const Queries& queries, int first_key, bool masked,
+                                          const Scores& scores) {
         const int t = threadIdx.x % 32 % 4;
 #pragma unroll
         for (int part = 0; part < PARTS; ++part)
@@ -120,8 +129,9 @@ struct Running {
 #pragma unroll
                     for (int i = 0; i < 2; ++i) {
                         float& score = s[part][n][2 * half + i];
-                        score *= scale;
-                        if (masked && first_key + n * 8 + 2 * t + i >= queries.visible[part][half])
+                        score = scores(score);
+                        const int key = first_key + n * 8 + 2 * t + i;
+                        if (masked && is_hidden(key, queries.visible[part][half], scores.window))
                             score = negative_infinity();
                         largest = fmaxf(largest, score);
                     }
@@ -148,7 +158,7 @@ struct Running {
             }
     }
 
-    __device__ __forceinline__ void mix(const Scores& s, uint32_t values) {
+    __device__ __forceinline__ void mix(const Tile& s, uint32_t values) {
         const int lane = threadIdx.x % 32;
 #pragma unroll
         for (int block = 0; block < KEYS / 16; ++block) {
@@ -203,7 +213,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
                       const Element* __restrict__ v_cache, const int* __restrict__ tables, int table_stride,
                       const int* __restrict__ lengths, const int* __restrict__ starts,
                       const int* __restrict__ tiles, Element* __restrict__ out, int heads, int kv_heads,
-                      float scale) {
+                      float scale, float cap, int window) {
     extern __shared__ __align__(128) unsigned char shared[];
     launch_next();
     wait_for_previous(qkv, k_cache, v_cache);
@@ -219,30 +229,34 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     const int before = length - chunk_tokens;                // tokens of the context before the chunk
     const int first_visible = before + first_token + 1;      // keys that the tile's first token sees
     const int keys = first_visible + tokens - 1;             // and the last one
+    const Scores scores{scale, cap, window};
+    const int seen = scores.first_seen(first_visible);       // the first of those
+    const int first_tile = seen / KEYS;
     const int* table = tables + static_cast<int64_t>(sequence) * table_stride;
 
     const uint32_t base = shared_address(shared);
     auto k_tile = [&](int stage) { return base + stage * 2 * TILE_BYTES; };
     auto v_tile = [&](int stage) { return base + stage * 2 * TILE_BYTES + TILE_BYTES; };
-    load_tile(k_tile(0), k_cache, table, kv_heads, kv_head, 0, keys);
-    load_tile(v_tile(0), v_cache, table, kv_heads, kv_head, 0, keys);
+    load_tile(k_tile(first_tile & 1), k_cache, table, kv_heads, kv_head, first_tile * KEYS, seen, keys);
+    load_tile(v_tile(first_tile & 1), v_cache, table, kv_heads, kv_head, first_tile * KEYS, seen, keys);
     commit_copies();
     Queries queries;
     queries.load(qkv, start + first_token, heads + 2 * kv_heads, kv_head * group, group, tokens, first_visible);
     Running running;
     const int key_tiles = (keys + KEYS - 1) / KEYS;
-    for (int tile = 0; tile < key_tiles; ++tile) {
+    for (int tile = first_tile; tile < key_tiles; ++tile) {
         const int stage = tile & 1;
         if (tile + 1 < key_tiles) {
-            load_tile(k_tile(stage ^ 1), k_cache, table, kv_heads, kv_head, (tile + 1) * KEYS, keys);
-            load_tile(v_tile(stage ^ 1), v_cache, table, kv_heads, kv_head, (tile + 1) * KEYS, keys);
+            load_tile(k_tile(stage ^ 1), k_cache, table, kv_heads, kv_head, (tile + 1) * KEYS, seen, keys);
+            load_tile(v_tile(stage ^ 1), v_cache, table, kv_heads, kv_head, (tile + 1) * KEYS, seen, keys);
         }
         commit_copies();
         wait_for_copies<1>();
         __syncthreads();
-        Scores s = {};
+        Tile s = {};
         running.score(s, queries, k_tile(stage));
-        running.weigh(s, queries, tile * KEYS, (tile + 1) * KEYS > first_visible, scale);
+        const bool begins = WINDOWED && tile * KEYS < scores.first_seen(keys);  // a token's window, behind the first key
+        running.weigh(s, queries, tile * KEYS, (tile + 1) * KEYS > first_visible || begins, scores);
         running.mix(s, v_tile(stage));
         __syncthreads();  // the stage is overwritten next
     }

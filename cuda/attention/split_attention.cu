@@ -11,7 +11,7 @@
 // than that is merged in shared memory: its other blocks send theirs to the first, and end. Dynamic shared memory:
 // a `Sent` for each block of the cluster but the first.
 //
-// Options: -DHEAD_DIM, 64 or 128.
+// Options: -DHEAD_DIM, 64 or 128; -DWINDOW, -DSOFTCAP.
 #include "attention/decode_page.cuh"
 #include "common/hopper.cuh"
 
@@ -58,7 +58,7 @@ static __device__ __forceinline__ void decode_split(const Element* qkv, const El
                                                   const int* tables, int table_stride, const int* lengths,
                                                   const int* starts, const int* listed, Element* out, float* partials,
                                                   float* sums, unsigned* counters, int heads, int kv_heads,
-                                                  int segment_pages, int max_segments, float scale) {
+                                                  int segment_pages, int max_segments, const Scores& scores) {
     extern __shared__ __align__(16) unsigned char shared[];
     __shared__ uint64_t all_sent;
     launch_next();
@@ -66,7 +66,9 @@ static __device__ __forceinline__ void decode_split(const Element* qkv, const El
     const int sequence = listed != nullptr ? listed[blockIdx.y] : blockIdx.y;
     if (sequence < 0 || lengths[sequence] <= 0) return;
     const int length = lengths[sequence], pages = (length + PAGE - 1) / PAGE;
-    const int segments = (pages + segment_pages - 1) / segment_pages;
+    const int seen = scores.first_seen(length);
+    const int passed = WINDOWED ? seen / PAGE / segment_pages : 0;  // segments before the window: they do not count
+    const int segments = (pages + segment_pages - 1) / segment_pages - passed;
     int segment = blockIdx.z;
     const int blocks = cluster_blocks(), rank = segment & (blocks - 1);
     if (segment - rank >= segments) return;  // all blocks of the cluster do
@@ -87,14 +89,19 @@ static __device__ __forceinline__ void decode_split(const Element* qkv, const El
     const int group = heads / kv_heads, tiles = (group + ROWS - 1) / ROWS;
     const int kv_head = blockIdx.x / tiles, first_head = blockIdx.x % tiles * ROWS;
     const int head = kv_head * group + first_head, shared_heads = min(ROWS, group - first_head);
-    int first = segment * segment_pages, end = min(first + segment_pages, pages);
+    auto first_page = [&](int segment) {
+        const int page = (passed + segment) * segment_pages;
+        return WINDOWED ? page + max(seen / PAGE - page, 0) / STEP * STEP : page;
+    };
+    auto end_page = [&](int segment) { return min((passed + segment + 1) * segment_pages, pages); };
+    int first = first_page(segment), end = end_page(segment);
     Cache cache{k_cache, v_cache, tables + static_cast<int64_t>(sequence) * table_stride,
-                kv_heads, kv_head, min(length, end * PAGE)};
+                kv_heads, kv_head, min(length, end * PAGE), seen};
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int g = lane / 4, t = lane % 4;
 
-    // Pages past the end are zeros and of weight 0, which leaves sums as they are: no branch keeps the compiler from
-    // working on all pages at once.
+    // Pages that the token does not see are zeros and of weight 0, which leaves sums as they are: no branch keeps the
+    // compiler from working on all pages at once.
     Page tile[AHEAD];
     int64_t offset[AHEAD];
     auto find = [&](int begin) {
@@ -137,7 +144,7 @@ static __device__ __forceinline__ void decode_split(const Element* qkv, const El
 #pragma unroll
             for (int i = 0; i < AHEAD; ++i) {
                 largest[i][0] = largest[i][1] = negative_infinity();
-                running.hide(largest[i], s[i], (begin + i * WARPS + warp) * PAGE, cache.length, scale, t);
+                running.hide(largest[i], s[i], (begin + i * WARPS + warp) * PAGE, cache, scores, t);
             }
             if (next < end) {
 #pragma unroll
@@ -176,23 +183,24 @@ static __device__ __forceinline__ void decode_split(const Element* qkv, const El
         ++done;
         segment += gridDim.z;
         if (segment >= segments) break;
-        first = segment * segment_pages, end = min(first + segment_pages, pages);
+        first = first_page(segment), end = end_page(segment);
         cache.length = min(length, end * PAGE);
         __syncthreads();  // what `merge_warps` has in shared memory was read
         find(first);
         load(false);
         load(true);
     }
-    if (meeting.is_last(done, segments) && own) store_result(meeting.merged_segments<ROWS>(segments), out);
+    if (meeting.is_last(done, segments) && own) store_result(meeting.merged_segments<ROWS>(0, segments), out);
 }
 
 #define SPLIT_KERNEL(ROWS)                                                                                          \
     extern "C" __global__ void __launch_bounds__(THREADS) split_attention_##ROWS(                                    \
         const Element* qkv, const Element* k_cache, const Element* v_cache, const int* tables, int table_stride,     \
         const int* lengths, const int* starts, const int* listed, Element* out, float* partials, float* sums,      \
-        unsigned* counters, int heads, int kv_heads, int segment_pages, int max_segments, float scale) {          \
+        unsigned* counters, int heads, int kv_heads, int segment_pages, int max_segments, float scale, float cap,   \
+        int window) {                                                                                             \
         decode_split<ROWS>(qkv, k_cache, v_cache, tables, table_stride, lengths, starts, listed, out, partials,     \
-                         sums, counters, heads, kv_heads, segment_pages, max_segments, scale);                    \
+                         sums, counters, heads, kv_heads, segment_pages, max_segments, Scores{scale, cap, window});\
     }
 
 SPLIT_KERNEL(8)

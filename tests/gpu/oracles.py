@@ -1,6 +1,6 @@
 """What the kernel tests share: configurations, paged caches full of poison, comparisons, float64 oracles."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -11,6 +11,7 @@ from nightmill.worker.runners.gpu.kv_cache import PAGE
 from nightmill.worker.runners.philox import token_words, uniform
 from nightmill.worker.runners.reference import ops
 from nightmill.worker.runners.sampling import SamplingRows, filter_rows, gumbel, penalise
+from tests.specs import dense_spec
 
 Array = npt.NDArray[Any]
 EXACT = 1e-6  # NMSE allowed to a kernel whose result is rounded to half once (the rounding alone: 8e-8)
@@ -69,8 +70,23 @@ def make_paged(
     return Paged(*held, *caches, tables)
 
 
-def attention_oracle(q: Array, keys: Array, values: Array, visible: Array) -> Array:
-    """`ops.attention` in float64: q (M, H, D), keys and values (L, G, D), visible (M,)."""
+def poison_before(paged: Paged, sequence: int, key: int) -> None:
+    """NaN for the sequence's keys before this one, in the cache alone."""
+    places = np.arange(max(key, 0))
+    for cache in (paged.k_cache, paged.v_cache):
+        cache[paged.tables[sequence, places // PAGE], :, places % PAGE] = np.nan
+
+
+def attention_of(shape: tuple[int, int, int], **changes: Any) -> Attention:
+    """Of that many query and KV heads, of that size."""
+    spec = dense_spec(heads=shape[0], kv_heads=shape[1], head_dim=shape[2])
+    return replace(spec.layers[0].attention, **changes)
+
+
+def attention_oracle(attention: Attention, qkv: Array, keys: Array, values: Array, visible: Array) -> Array:
+    """`ops.attention` in float64: qkv (M, H + 2 G, D), keys and values (L, G, D), visible (M,)."""
+    q = qkv[:, : attention.heads]
+    how = ops.Scores(attention.scale, attention.softcap, attention.window)
     length = -(-len(keys) // ops.KEY_TILE) * ops.KEY_TILE
     padded = [np.zeros((1, length, *keys.shape[1:])) for _ in range(2)]
     padded[0][0, : len(keys)] = keys
@@ -78,7 +94,7 @@ def attention_oracle(q: Array, keys: Array, values: Array, visible: Array) -> Ar
     result = np.empty(q.shape)
     for first in range(0, len(q), 64):  # bounds the memory of scores
         part = slice(first, first + 64)
-        result[part] = ops.attention(q[None, part].astype(np.float64), *padded, visible[None, part])[0]
+        result[part] = ops.attention(q[None, part].astype(np.float64), *padded, visible[None, part], how)[0]
     return result
 
 

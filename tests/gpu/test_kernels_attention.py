@@ -17,11 +17,12 @@ from tests.gpu.oracles import (  # fmt: skip
     SLOW_SHAPES,
     Paged,
     assert_close,
+    attention_of,
     attention_oracle,
     make_paged,
     make_queries,
+    poison_before,
 )
-from tests.specs import dense_spec
 
 BORDERS = [1, 2, 15, 16, 17, 63, 64, 65, 255, 256, 257, 511, 513, 1000]
 
@@ -49,7 +50,7 @@ def run_decode(
 def decode_oracle(attention: Attention, qkv: np.ndarray, paged: Paged, lengths: list[int]) -> np.ndarray:
     return np.concatenate(
         [
-            attention_oracle(qkv[s : s + 1, : attention.heads], k, v, np.array([length]))
+            attention_oracle(attention, qkv[s : s + 1], k, v, np.array([length]))
             for s, (k, v, length) in enumerate(zip(paged.keys, paged.values, lengths, strict=True))
         ]
     )
@@ -57,8 +58,7 @@ def decode_oracle(attention: Attention, qkv: np.ndarray, paged: Paged, lengths: 
 
 @pytest.mark.parametrize("shape", SHAPES + SLOW_SHAPES)
 def test_decode_at_page_and_segment_borders(device: Device, shape: tuple[int, int, int]) -> None:
-    spec = dense_spec(heads=shape[0], kv_heads=shape[1], head_dim=shape[2])
-    attention = spec.layers[0].attention
+    attention = attention_of(shape)
     decode = decode_attention(device, attention, max_context=LONG)
     rng = np.random.default_rng(shape[2])
     paged = make_paged(rng, BORDERS, attention.kv_heads, attention.head_dim)
@@ -67,10 +67,34 @@ def test_decode_at_page_and_segment_borders(device: Device, shape: tuple[int, in
     assert_close(actual, decode_oracle(attention, qkv, paged, BORDERS), ATTENTION)
 
 
+@pytest.mark.parametrize("softcap", [None, 3.0], ids=["plain", "capped"])
+@pytest.mark.parametrize("window", [None, 1, 16, 17, 100, 300, LONG])
+@pytest.mark.parametrize("shape", SHAPES + SLOW_SHAPES)
+def test_decode_with_a_window_and_a_cap(
+    device: Device, shape: tuple[int, int, int], window: int | None, softcap: float | None
+) -> None:
+    """In pieces and split; what lies on pages before the window is not read."""
+    attention = attention_of(shape, window=window, softcap=softcap, scale=0.3)
+    decode = decode_attention(device, attention, max_context=LONG)
+    rng = np.random.default_rng(shape[0])
+    lengths = [*BORDERS, 5000]
+    paged = make_paged(rng, lengths, attention.kv_heads, attention.head_dim, stride=LONG // 16)
+    for sequence, length in enumerate(lengths):
+        poison_before(paged, sequence, length - (window or LONG))
+    qkv = make_queries(rng, len(lengths), attention)
+    split = run_decode(device, decode, attention, qkv, paged, lengths, pieces=NO_PIECES)
+    assert_close(split, decode_oracle(attention, qkv, paged, lengths), ATTENTION)
+    contexts, everyone = np.array(lengths, dtype=np.int32), np.arange(len(lengths), dtype=np.int32)
+    if isinstance(decode, DecodeAttention):
+        for at_once in (1, 20):
+            pieces = decode_pieces(contexts, everyone, segment=256, at_once=at_once, most_cut=1000)
+            actual = run_decode(device, decode, attention, qkv, paged, lengths, pieces=pieces)
+            np.testing.assert_array_equal(actual, split)
+
+
 @pytest.mark.parametrize("shape", SHAPES[:2])
 def test_decode_of_long_contexts(device: Device, shape: tuple[int, int, int]) -> None:
-    spec = dense_spec(heads=shape[0], kv_heads=shape[1], head_dim=shape[2])
-    attention = spec.layers[0].attention
+    attention = attention_of(shape)
     decode = decode_attention(device, attention, max_context=LONG)
     rng = np.random.default_rng(5)
     for lengths in ([LONG], [LONG, 1, 31_999, 7000]):
@@ -84,8 +108,7 @@ def test_decode_of_long_contexts(device: Device, shape: tuple[int, int, int]) ->
 def test_decode_alone_and_in_a_large_batch_gives_the_same_bits(
     device: Device, shape: tuple[int, int, int]
 ) -> None:
-    spec = dense_spec(heads=shape[0], kv_heads=shape[1], head_dim=shape[2])
-    attention = spec.layers[0].attention
+    attention = attention_of(shape)
     decode = decode_attention(device, attention, max_context=LONG)
     rng = np.random.default_rng(6)
     lengths = [int(length) for length in rng.integers(1, 1500, 300)]
@@ -103,13 +126,13 @@ def test_decode_alone_and_in_a_large_batch_gives_the_same_bits(
         np.testing.assert_array_equal(alone, together[7 : 7 + count])
 
 
+@pytest.mark.parametrize("window", [None, 600])
 @pytest.mark.parametrize("context", [500, 1000, 2048, LONG])  # clusters of 2, 4, 8, and of 8 in a longer grid
 @pytest.mark.parametrize("shape", [(14, 2, 64), (16, 2, 128), (32, 2, 64), (32, 2, 128), (20, 1, 64)])
 def test_decode_in_clusters_gives_the_bits_of_other_launches(
-    device: Device, shape: tuple[int, int, int], context: int
+    device: Device, shape: tuple[int, int, int], context: int, window: int | None
 ) -> None:
-    spec = dense_spec(heads=shape[0], kv_heads=shape[1], head_dim=shape[2])
-    attention = spec.layers[0].attention
+    attention = attention_of(shape, window=window)
     best, portable = (
         DecodeAttention(device, attention, max_context=context, clusters=device.hopper and clusters)
         for clusters in (True, False)
@@ -137,10 +160,12 @@ def test_decode_in_clusters_gives_the_bits_of_other_launches(
                 np.testing.assert_array_equal(actual, together[some])
 
 
+@pytest.mark.parametrize("window", [None, 16, 1500])
 @pytest.mark.parametrize("shape", [(14, 2, 64), (16, 2, 128), (32, 2, 64), (20, 1, 64)])
-def test_contexts_cut_anyhow_give_the_bits_of_whole_ones(device: Device, shape: tuple[int, int, int]) -> None:
-    spec = dense_spec(heads=shape[0], kv_heads=shape[1], head_dim=shape[2])
-    attention = spec.layers[0].attention
+def test_contexts_cut_anyhow_give_the_bits_of_whole_ones(
+    device: Device, shape: tuple[int, int, int], window: int | None
+) -> None:
+    attention = attention_of(shape, window=window)
     decode = decode_attention(device, attention, max_context=LONG)
     rng = np.random.default_rng(13)
     lengths = [9000, 1, 300, 5000, 255, 256, 257, LONG, 0, 4097, 2000, 16]
@@ -176,8 +201,7 @@ def test_contexts_cut_anyhow_give_the_bits_of_whole_ones(device: Device, shape: 
 
 @pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[1], SLOW_SHAPES[0]])
 def test_decode_leaves_empty_sequences_and_prompts_alone(device: Device, shape: tuple[int, ...]) -> None:
-    spec = dense_spec(heads=shape[0], kv_heads=shape[1], head_dim=shape[2])
-    attention = spec.layers[0].attention
+    attention = attention_of(shape)
     decode = decode_attention(device, attention, max_context=4096)
     rng = np.random.default_rng(8)
     lengths = [100, 0, 700, 0, 20]
@@ -193,7 +217,7 @@ def test_decode_leaves_empty_sequences_and_prompts_alone(device: Device, shape: 
     actual = fetched(device, out)
     for sequence in (0, 2, 4):
         expected = attention_oracle(
-            qkv[sequence : sequence + 1, : attention.heads], paged.keys[sequence], paged.values[sequence],
+            attention, qkv[sequence : sequence + 1], paged.keys[sequence], paged.values[sequence],
             np.array([lengths[sequence]]),
         )  # fmt: skip
         assert_close(actual[sequence : sequence + 1], expected, ATTENTION)
@@ -201,8 +225,7 @@ def test_decode_leaves_empty_sequences_and_prompts_alone(device: Device, shape: 
 
 
 def test_scores_far_beyond_half_precision_are_fine(device: Device) -> None:
-    spec = dense_spec()
-    attention = spec.layers[0].attention
+    attention = attention_of(SHAPES[0])
     decode = decode_attention(device, attention, max_context=4096)
     rng = np.random.default_rng(11)
     lengths = [300, 40]
@@ -219,8 +242,7 @@ def test_scores_far_beyond_half_precision_are_fine(device: Device) -> None:
 
 @pytest.mark.parametrize("count", [3, 300])  # split and in one piece
 def test_a_captured_launch_serves_other_contexts(device: Device, count: int) -> None:
-    spec = dense_spec()
-    attention = spec.layers[0].attention
+    attention = attention_of(SHAPES[0])
     decode = decode_attention(device, attention, max_context=8192)
     rng = np.random.default_rng(12)
     lengths = [int(length) for length in rng.integers(1, 900, count)]
@@ -250,7 +272,7 @@ def test_a_captured_launch_serves_other_contexts(device: Device, count: int) -> 
     assert np.isnan(actual[1]).all()
     for sequence in (0, 2):
         expected = attention_oracle(
-            qkv[sequence : sequence + 1, : attention.heads], paged.keys[sequence], paged.values[sequence],
+            attention, qkv[sequence : sequence + 1], paged.keys[sequence], paged.values[sequence],
             np.array([lengths[sequence]]),
         )  # fmt: skip
         assert_close(actual[sequence : sequence + 1], expected, ATTENTION)

@@ -16,11 +16,14 @@ from tests.gpu.oracles import (  # fmt: skip
     SLOW_SHAPES,
     Paged,
     assert_close,
+    attention_of,
     attention_oracle,
     make_paged,
     make_queries,
+    poison_before,
 )
-from tests.specs import dense_spec
+
+TILE = 64  # keys, whose tiles count from a sequence's first
 
 
 def make_prefill(device: Device, attention: Attention, *, portable: bool = False) -> Prefill:
@@ -54,7 +57,7 @@ def prefill_oracle(
     return np.concatenate(
         [
             attention_oracle(
-                qkv[end - chunk : end, : attention.heads], keys, values, length - chunk + np.arange(chunk) + 1
+                attention, qkv[end - chunk : end], keys, values, length - chunk + np.arange(chunk) + 1
             )
             for end, chunk, length, keys, values in zip(
                 ends, chunks, lengths, paged.keys, paged.values, strict=True
@@ -66,8 +69,7 @@ def prefill_oracle(
 @pytest.mark.parametrize("portable", [False, True], ids=["best", "portable"])
 @pytest.mark.parametrize("shape", SHAPES + SLOW_SHAPES)
 def test_prefill_of_ragged_chunks(device: Device, shape: tuple[int, int, int], portable: bool) -> None:
-    spec = dense_spec(heads=shape[0], kv_heads=shape[1], head_dim=shape[2])
-    attention = spec.layers[0].attention
+    attention = attention_of(shape)
     prefill = make_prefill(device, attention, portable=portable)
     rng = np.random.default_rng(shape[0])
     # First a token that was drawn; whole prompts, then chunks in the middle of a context, at page borders.
@@ -84,15 +86,42 @@ def test_prefill_of_ragged_chunks(device: Device, shape: tuple[int, int, int], p
         row += chunk
         visible = lengths[sequence] - chunk + np.arange(chunk) + 1
         expected = attention_oracle(
-            qkv[part, : attention.heads], paged.keys[sequence], paged.values[sequence], visible
+            attention, qkv[part], paged.keys[sequence], paged.values[sequence], visible
         )
         assert_close(actual[part], expected, ATTENTION)
 
 
+@pytest.mark.parametrize("softcap", [None, 3.0], ids=["plain", "capped"])
+@pytest.mark.parametrize("window", [None, 1, 16, 17, 100, 300, LONG])
+@pytest.mark.parametrize("shape", SHAPES + SLOW_SHAPES)
+def test_prefill_with_a_window_and_a_cap(
+    device: Device, shape: tuple[int, int, int], window: int | None, softcap: float | None
+) -> None:
+    """Tiles of keys before the window of a chunk's first token are not read; chunks have the whole's bits."""
+    attention = attention_of(shape, window=window, softcap=softcap, scale=0.3)
+    rng = np.random.default_rng(shape[0])
+    chunks, before = [330, 1, 130, 65, 20], [0, 400, 500, 64, 63]
+    lengths = [chunk + earlier for chunk, earlier in zip(chunks, before, strict=True)]
+    paged = make_paged(rng, lengths, attention.kv_heads, attention.head_dim)
+    for sequence, earlier in enumerate(before):
+        poison_before(paged, sequence, (earlier + 1 - (window or LONG)) // TILE * TILE)
+    qkv = make_queries(rng, sum(chunks), attention)
+    expected = prefill_oracle(attention, qkv, paged, lengths, chunks)
+    for portable in (False, True):
+        prefill = make_prefill(device, attention, portable=portable)
+        whole = run_prefill(device, prefill, attention, qkv, paged, lengths, chunks)
+        assert_close(whole, expected, ATTENTION)
+        first = 0
+        for chunk in (100, 2, 37, 191):
+            part = slice(first, first + chunk)
+            first += chunk
+            piece = run_prefill(device, prefill, attention, qkv[part], paged, [first], [chunk])
+            np.testing.assert_array_equal(piece, whole[part])
+
+
 @pytest.mark.parametrize("shape", SHAPES[:2])
 def test_prefill_deep_in_a_long_context(device: Device, shape: tuple[int, int, int]) -> None:
-    spec = dense_spec(heads=shape[0], kv_heads=shape[1], head_dim=shape[2])
-    attention = spec.layers[0].attention
+    attention = attention_of(shape)
     prefill = make_prefill(device, attention)
     rng = np.random.default_rng(9)
     chunks, lengths = [129, 1000], [LONG, 1000]
@@ -103,7 +132,7 @@ def test_prefill_deep_in_a_long_context(device: Device, shape: tuple[int, int, i
         chunk = part.stop - part.start
         visible = lengths[sequence] - chunk + np.arange(chunk) + 1
         expected = attention_oracle(
-            qkv[part, : attention.heads], paged.keys[sequence], paged.values[sequence], visible
+            attention, qkv[part], paged.keys[sequence], paged.values[sequence], visible
         )
         assert_close(actual[part], expected, ATTENTION)
 
@@ -113,8 +142,7 @@ def test_prefill_deep_in_a_long_context(device: Device, shape: tuple[int, int, i
 def test_prefill_in_chunks_gives_the_bits_of_prefill_in_one_piece(
     device: Device, shape: tuple[int, int, int], portable: bool
 ) -> None:
-    spec = dense_spec(heads=shape[0], kv_heads=shape[1], head_dim=shape[2])
-    attention = spec.layers[0].attention
+    attention = attention_of(shape)
     prefill = make_prefill(device, attention, portable=portable)
     rng = np.random.default_rng(10)
     paged = make_paged(rng, [600], attention.kv_heads, attention.head_dim)
@@ -130,8 +158,7 @@ def test_prefill_in_chunks_gives_the_bits_of_prefill_in_one_piece(
 
 @pytest.mark.parametrize("shape", [(14, 2, 64), (16, 8, 128), (4, 4, 64), (32, 1, 128)])
 def test_prefill_of_more_tiles_than_blocks(device: Device, shape: tuple[int, int, int]) -> None:
-    spec = dense_spec(heads=shape[0], kv_heads=shape[1], head_dim=shape[2])
-    attention = spec.layers[0].attention
+    attention = attention_of(shape)
     prefill = make_prefill(device, attention)
     rng = np.random.default_rng(13)
     chunks = [int(chunk) for chunk in rng.integers(2, 200, 150)]
@@ -155,8 +182,7 @@ def rising(
 
     Heads take it with factors 0, 4, -4 and 1: maxima that stay, that rise in every tile, that are the first.
     """
-    spec = dense_spec(heads=shape[0], kv_heads=shape[1], head_dim=shape[2])
-    attention = spec.layers[0].attention
+    attention = attention_of(shape)
     prefill = make_prefill(device, attention, portable=request.param)
     rng = np.random.default_rng(14)
     paged = make_paged(rng, [RISING], attention.kv_heads, attention.head_dim)

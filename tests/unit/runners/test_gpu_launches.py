@@ -286,11 +286,20 @@ def test_every_way_of_a_product_can_be_launched(hopper: RecordedDriver, kind: Ki
                 assert hopper.launches.total() > before
 
 
-@pytest.mark.parametrize("heads", [(14, 2, 64), (16, 8, 128), (2, 1, 256)], ids=str)
-def test_attention_of_all_shapes_is_launched_as_it_was_compiled(
-    driver: RecordedDriver, heads: tuple[int, int, int]
+@pytest.mark.parametrize(
+    ("heads", "scores"),
+    [
+        ((14, 2, 64), {"window": 100}),
+        ((16, 8, 128), {"softcap": 50.0}),
+        ((2, 1, 256), {"window": 100, "softcap": 50.0, "scale": 0.1}),
+    ],
+    ids=str,
+)
+def test_attention_of_all_kinds_is_launched_as_it_was_compiled(
+    driver: RecordedDriver, heads: tuple[int, int, int], scores: dict[str, Any]
 ) -> None:
-    attention = dense_spec(heads=heads[0], kv_heads=heads[1], head_dim=heads[2]).layers[0].attention
+    layer = dense_spec(heads=heads[0], kv_heads=heads[1], head_dim=heads[2]).layers[0]
+    attention = replace(layer.attention, **scores)
     with Device() as device:
         decode = decode_attention(device, attention, max_context=4096)
         prefill = prefill_attention(device, attention)
@@ -339,10 +348,20 @@ def test_layers_may_differ_in_what_a_spec_says_but_for_their_heads(
 
     mixed = with_second(rope=replace(second.attention.rope, base=500.0))
     with closing(CudaRunner(file, mixed, slots=4, context=CONTEXT, kv_blocks=64)) as runner:
-        kinds = {layer.kernels for layer in runner._model.layers}
-        assert len(kinds) == 2
+        one, other = (layer.kernels for layer in runner._model.layers)
+        assert one != other
+        assert (one.decode, one.prefill) == (other.decode, other.prefill)
         runner.launch(Pages(4, CONTEXT // 16).batch([Chunk(0, [1] * CONTEXT, 0, 70)], admit=True))
         assert runner.collect() is not None
+    windowed = with_second(window=20)
+    with closing(CudaRunner(file, windowed, slots=4, context=CONTEXT, kv_blocks=64)) as runner:
+        one, other = (layer.kernels for layer in runner._model.layers)
+        assert one.decode is not other.decode
+        assert one.prefill is not other.prefill
+        launched = hopper.launches["hopper_attention"]
+        runner.launch(Pages(4, CONTEXT // 16).batch([Chunk(0, [1] * CONTEXT, 0, 70)], admit=True))
+        assert runner.collect() is not None
+        assert hopper.launches["hopper_attention"] == launched + 2
     with pytest.raises(RunnerError, match="layers with different heads"):
         check_spec(with_second(heads=8))
 

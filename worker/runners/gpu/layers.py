@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from nightmill.worker.model.spec import LayerSpec, ModelSpec
 from nightmill.worker.runners.gpu.activations import Activations
+from nightmill.worker.runners.gpu.attention.choice import Attentions, Decode, Prefill
 from nightmill.worker.runners.gpu.device.device import Device
 from nightmill.worker.runners.gpu.device.operands import Format
 from nightmill.worker.runners.gpu.kv_cache import KvCache, LayerCache
@@ -19,12 +20,15 @@ __all__ = ["Layer", "LayerKernels", "bind_layers"]
 
 @dataclass(frozen=True, slots=True)
 class LayerKernels:
-    """What computes layers of one kind, but for norms and attention, which all layers share.
+    """What computes layers of one kind, but for norms, which all layers share.
 
-    few  the fused kernels for steps of a few sequences, where they suit
+    decode, prefill  attention of drawn tokens, and of prompts
+    few              the fused kernels for steps of a few sequences, where they suit
     """
 
     qkv: Qkv
+    decode: Decode
+    prefill: Prefill
     output: Product
     gate_up: Product
     down: Product
@@ -43,7 +47,7 @@ class Layer:
 
 def bind_layers(
     device: Device, spec: ModelSpec, weights: Weights, cache: KvCache, at: Activations, products: Products,
-    *, max_context: int,
+    attentions: Attentions, *, max_context: int,
 ) -> tuple[Layer, ...]:  # fmt: skip
     """All layers; those alike, in weights' formats too, share launchers, and so what timing finds out."""
     rotations = {
@@ -53,9 +57,12 @@ def bind_layers(
     def kernels_of(layer: LayerSpec, own: LayerWeights) -> LayerKernels:
         attention, width, ffn = layer.attention, spec.width, layer.feed_forward.width
         rotation = rotations[attention]
+        decode, prefill = attentions.of(attention)
         few = FewRows.suits(layer, width, own.formats, hopper=device.hopper)
         return LayerKernels(
             qkv=Qkv(device, attention, width, own.qkv.format, products, rotation),
+            decode=decode,
+            prefill=prefill,
             output=products.of(Kind.RESIDUAL, width, attention.queries, own.attn_output.format),
             gate_up=products.of(Kind.SWIGLU, ffn, width, own.gate_up.format),
             down=products.of(Kind.RESIDUAL, width, ffn, own.ffn_down.format),

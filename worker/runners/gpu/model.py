@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from nightmill.worker.model.spec import ModelSpec
 from nightmill.worker.runners.base import DRAW
 from nightmill.worker.runners.gpu.activations import LOGIT_ROWS, Activations
-from nightmill.worker.runners.gpu.attention.choice import Decode, Prefill
 from nightmill.worker.runners.gpu.device.operands import Buffer
 from nightmill.worker.runners.gpu.layers import Layer, LayerKernels
 from nightmill.worker.runners.gpu.products.chooser import Products
@@ -38,8 +37,6 @@ class Shared:
 
     embedding: Embedding
     norm: RmsNorm
-    decode: Decode
-    prefill: Prefill
     sampler: Sampler
 
 
@@ -159,9 +156,9 @@ class Model:
     def _attention(self, layer: Layer, inputs: StepInputs, shape: StepShape) -> None:
         """Of the drawn tokens, and of the chunks of prompts."""
         if shape.drawn:
-            self.shared.decode(layer.at.qkv, layer.cache, inputs, shape, layer.at.mixed)
+            layer.kernels.decode(layer.at.qkv, layer.cache, inputs, shape, layer.at.mixed)
         if shape.tiles:
-            self.shared.prefill(layer.at.qkv, layer.cache, inputs, shape, layer.at.mixed)
+            layer.kernels.prefill(layer.at.qkv, layer.cache, inputs, shape, layer.at.mixed)
 
     def _gathered(self, inputs: StepInputs, shape: StepShape) -> Buffer:
         """The residual stream of the rows that draw."""

@@ -21,7 +21,7 @@ from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.model.spec import ModelSpec
 from nightmill.worker.runners.base import DrawArray, Drawn, IntArray, StepBatch, masked_draws
 from nightmill.worker.runners.gpu.activations import LOGIT_ROWS, Activations
-from nightmill.worker.runners.gpu.attention.choice import decode_attention, prefill_attention
+from nightmill.worker.runners.gpu.attention.choice import Attentions
 from nightmill.worker.runners.gpu.attention.pieces import whole_pieces
 from nightmill.worker.runners.gpu.catalogue import check_spec, sources_for, workspace_bytes
 from nightmill.worker.runners.gpu.device.compiler import compile_all, compiler_release, kernel_revision
@@ -128,9 +128,9 @@ class CudaRunner:
         sources = sources_for(spec, hopper=device.hopper, element=device.element)
         compile_all(sources, device.architecture)  # at once; each is then in the cache
         free = device.free_memory()
-        attention = spec.layers[0].attention
-        self._decode = decode = decode_attention(device, attention, max_context=context)
-        self._prefill = prefill_attention(device, attention)
+        attentions = Attentions(device, spec, max_context=context)
+        self._decode = decode = attentions.decode
+        self._prefill = attentions.prefill
         rows = max(self._max_tokens, decode.most_pieces(slots))
         if rows > _MOST_ROWS:
             raise RunnerError(
@@ -154,12 +154,12 @@ class CudaRunner:
         self._products = products = Products(device, SwiGlu(device), at.gate_up)
         weights = load_weights(device, file, spec, report=self._report)
         cache = KvCache.allocate(device, spec, self.kv_blocks + 1)  # one more for rows of padding
-        layers = bind_layers(device, spec, weights, cache, at, products, max_context=context)
+        layers = bind_layers(device, spec, weights, cache, at, products, attentions, max_context=context)
         sampler = Sampler(device, spec.vocab, max_rows=LOGIT_ROWS)
         self._slots = SlotTable(device, sampler, slots=slots, vocab=spec.vocab, depth=self.depth)
         self._masks = MaskBuffers(device, vocab=spec.vocab, rows=LOGIT_ROWS, depth=self.depth)
         self._steps = StepBuffers(device, padding_page=self.kv_blocks, depth=self.depth, **step)
-        shared = Shared(Embedding(device, spec.vocab), RmsNorm(device), decode, self._prefill, sampler)
+        shared = Shared(Embedding(device, spec.vocab), RmsNorm(device), sampler)
         self._model = Model(spec, weights, shared, layers, products, self._slots.address, at)
         self._drawn = [device.pinned(self._max_draws, np.int32) for _ in range(self.depth)]
         self._done: list[Any] = [device.event() for _ in range(self.depth)]

@@ -1,21 +1,53 @@
-"""Which kernels compute a model's attention: the first that suit it."""
+"""Which kernels compute a model's attention: for each kind of layer the first that suit it."""
 
-from nightmill.worker.model.spec import Attention
+from nightmill.worker.model.spec import Attention, ModelSpec
 from nightmill.worker.runners.gpu.attention.decode import DecodeAttention
 from nightmill.worker.runners.gpu.attention.general import GeneralDecode
 from nightmill.worker.runners.gpu.attention.prefill import HopperPrefill, PortablePrefill
+from nightmill.worker.runners.gpu.attention.scores import score_arguments
 from nightmill.worker.runners.gpu.device.device import Device
 
-__all__ = ["Decode", "Prefill", "decode_attention", "prefill_attention"]
+__all__ = ["Attentions", "Decode", "Prefill", "decode_attention", "prefill_attention"]
 
 Decode = DecodeAttention | GeneralDecode
 Prefill = HopperPrefill | PortablePrefill
 
 
-def decode_attention(device: Device, attention: Attention, *, max_context: int) -> Decode:
-    """For drawn tokens; max_context: tokens that a sequence may have."""
+class Attentions:
+    """The launchers for all layers of a model, which have equal heads.
+
+    max_context  tokens that a sequence may have
+
+    A step has one set of pieces and tiles, for layers with and without a window: `decode` and `prefill`, the
+    launchers for the first layer, make them.
+    """
+
+    def __init__(self, device: Device, spec: ModelSpec, *, max_context: int) -> None:
+        first = spec.attentions[0]
+        self.decode = decode_attention(device, first, max_context=max_context)
+        self.prefill = prefill_attention(device, first)
+        self._known = {score_arguments(first): (self.decode, self.prefill)}
+        for other in spec.attentions:
+            if score_arguments(other) not in self._known:
+                decode = decode_attention(device, other, max_context=max_context, beside=self.decode)
+                self._known[score_arguments(other)] = decode, prefill_attention(device, other)
+
+    def of(self, attention: Attention) -> tuple[Decode, Prefill]:
+        """For the drawn tokens, and for the prompts, of such a layer."""
+        return self._known[score_arguments(attention)]
+
+
+def decode_attention(
+    device: Device, attention: Attention, *, max_context: int, beside: Decode | None = None
+) -> Decode:
+    """For drawn tokens.
+
+    max_context  tokens that a sequence may have
+    beside       for other layers of the model
+    """
     if DecodeAttention.suits(attention):
-        return DecodeAttention(device, attention, max_context=max_context)
+        other = beside if isinstance(beside, DecodeAttention) else None
+        return DecodeAttention(device, attention, max_context=max_context, beside=other)
     return GeneralDecode(device, attention)
 
 

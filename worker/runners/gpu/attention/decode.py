@@ -6,11 +6,11 @@ from nightmill.jobs.errors import RunnerError
 from nightmill.worker.model.spec import Attention, ModelSpec
 from nightmill.worker.runners.base import IntArray
 from nightmill.worker.runners.gpu.attention.pieces import NO_PIECES, WAVES, Planner
-from nightmill.worker.runners.gpu.attention.scale import score_scale
+from nightmill.worker.runners.gpu.attention.scores import SCORES, score_arguments, scoring
 from nightmill.worker.runners.gpu.device.device import Device
 from nightmill.worker.runners.gpu.device.functions import KernelPairs
 from nightmill.worker.runners.gpu.device.operands import Buffer
-from nightmill.worker.runners.gpu.device.sources import TENSOR_CORE_HEADS, Source, by_head, source_of
+from nightmill.worker.runners.gpu.device.sources import TENSOR_CORE_HEADS, Source
 from nightmill.worker.runners.gpu.kv_cache import PAGE, LayerCache
 from nightmill.worker.runners.gpu.steps import StepInputs, StepShape
 
@@ -32,31 +32,37 @@ class DecodeAttention:
 
     max_context  tokens that a sequence may have
     clusters     blocks are launched in clusters, which takes a Hopper
+    beside       for other layers of the model, never at the same time: the two share memory
 
     Where there are few sequences with short contexts, split attention has a block for each segment; else
     blocks take the pieces of `decode_pieces`. Both give the same bits.
     """
 
     def __init__(
-        self, device: Device, attention: Attention, *, max_context: int, clusters: bool | None = None
-    ) -> None:
+        self, device: Device, attention: Attention, *, max_context: int, clusters: bool | None = None,
+        beside: "DecodeAttention | None" = None,
+    ) -> None:  # fmt: skip
         self._device = device
         self._heads, self._kv_heads = attention.heads, attention.kv_heads
-        self._scale = score_scale(attention)
+        self._scores = score_arguments(attention)
         rows = 8 if attention.heads // attention.kv_heads <= 8 else 16
         self._blocks = _blocks(attention)
         self._segment_pages, self._segments = _segments(max_context)
+        self._seen_segments = _seen_segments(attention, self._segment_pages, self._segments)
         decode, split = (KernelPairs(device, source) for source in _sources(attention))
         self._near, self._far = (
-            (decode.function(f"decode_attention_{rows}_{ahead}", "PPPPiPPPPPPiiif", shared=ring), ring)
+            (
+                decode.function(f"decode_attention_{rows}_{ahead}", "PPPPiPPPPPPiii" + SCORES, shared=ring),
+                ring,
+            )
             for ahead in (_AHEAD, _FAR_AHEAD if attention.head_dim == 64 else _AHEAD)
             for ring in (4 * ahead * 4 * PAGE * attention.head_dim,)  # keys and values of four warps' pages
         )
         in_clusters = device.hopper if clusters is None else clusters
-        self._cluster = 1 << (min(self._segments, _MAX_CLUSTER) - 1).bit_length() if in_clusters else 1
+        self._cluster = 1 << (min(self._seen_segments, _MAX_CLUSTER) - 1).bit_length() if in_clusters else 1
         # What the first block of a cluster is sent: o, and m and l of each of the 128 threads.
         self._sent = 4 * (self._cluster - 1) * (rows * attention.head_dim + 2 * _THREADS[0])
-        name, arguments = f"split_attention_{rows}", "PPPPiPPPPPPPiiiif"
+        name, arguments = f"split_attention_{rows}", "PPPPiPPPPPPPiiii" + SCORES
         self._split = split.function(name, arguments)
         self._split_in_clusters = split.function(name, arguments, shared=self._sent, cluster=self._cluster)
         kernel, shared = self._near
@@ -67,9 +73,11 @@ class DecodeAttention:
             segment=self._segment_pages * PAGE, at_once=self._held,
             most_cut=_most_cut(attention, max_context, device.multiprocessors),
         )  # fmt: skip
-        sizes = _meeting(attention, max_context, device.multiprocessors)
-        self._meeting = tuple(device.allocate(size, "segments of contexts") for size in sizes)
-        device.fill(self._meeting[-1], 0, sizes[-1])
+        self._meeting: tuple[int, ...] = beside._meeting if beside is not None else ()
+        if not self._meeting:
+            sizes = _meeting(attention, max_context, device.multiprocessors)
+            self._meeting = tuple(device.allocate(size, "segments of contexts") for size in sizes)
+            device.fill(self._meeting[-1], 0, sizes[-1])
 
     @staticmethod
     def suits(attention: Attention) -> bool:
@@ -79,8 +87,7 @@ class DecodeAttention:
     @classmethod
     def sources(cls, spec: ModelSpec, *, hopper: bool) -> list[Source]:
         """What they are compiled from."""
-        attention = spec.layers[0].attention
-        return _sources(attention) if cls.suits(attention) else []
+        return [source for one in spec.attentions if cls.suits(one) for source in _sources(one)]
 
     @classmethod
     def workspace(cls, attention: Attention, *, max_context: int, multiprocessors: int) -> int:
@@ -142,7 +149,7 @@ class DecodeAttention:
         kernel.of(shape.drawn)(
             (self._blocks, shape.pieces, 1), _THREADS, qkv.address, cache.keys.address, cache.values.address,
             inputs.block_tables, inputs.table_width, 0, inputs.pieces, out.address, *self._meeting,
-            self._heads, self._kv_heads, self._segment_pages, self._scale, shared=shared, apart=shape.again,
+            self._heads, self._kv_heads, self._segment_pages, *self._scores, shared=shared, apart=shape.again,
         )  # fmt: skip
 
     def _in_segments(
@@ -152,7 +159,7 @@ class DecodeAttention:
         count, stride = shape.drawn, inputs.table_width
         if self._blocks * count >= self._full_chip:
             raise RunnerError(f"decode attention of {count} sequences goes by pieces")
-        segments = min(self._segments, -(-stride // self._segment_pages))
+        segments = min(self._seen_segments, -(-stride // self._segment_pages))
         split, shared = self._split.few, 0
         # A cluster starts only where one GPC has room for all of it. None should wait for that while blocks
         # with work have a multiprocessor each; with more, the latency of a merge in global memory hides.
@@ -166,13 +173,13 @@ class DecodeAttention:
         split(
             (self._blocks, count, segments), _THREADS, qkv.address, cache.keys.address, cache.values.address,
             inputs.block_tables, stride, inputs.context_lengths, 0, 0, out.address, *self._meeting,
-            self._heads, self._kv_heads, self._segment_pages, self._segments, self._scale, shared=shared,
+            self._heads, self._kv_heads, self._segment_pages, self._segments, *self._scores, shared=shared,
             apart=shape.again,
         )  # fmt: skip
 
 
 def _sources(attention: Attention) -> list[Source]:
-    return [source_of(name, *by_head(attention)) for name in ("decode_attention", "split_attention")]
+    return [scoring(name, attention) for name in ("decode_attention", "split_attention")]
 
 
 def _blocks(attention: Attention) -> int:
@@ -187,6 +194,12 @@ def _segments(max_context: int) -> tuple[int, int]:
     while -(-max_context // (pages * PAGE)) > _MAX_SEGMENTS:
         pages *= 2
     return pages, -(-max_context // (pages * PAGE))
+
+
+def _seen_segments(attention: Attention, pages: int, segments: int) -> int:
+    """Segments of `pages` that a token may see."""
+    window = attention.window
+    return segments if window is None else min(segments, 1 + -(-(window - 1) // (pages * PAGE)))
 
 
 def _most_cut(attention: Attention, max_context: int, multiprocessors: int) -> int:

@@ -3,19 +3,15 @@
 from nightmill.worker.model.spec import Attention, ModelSpec
 from nightmill.worker.runners.base import IntArray
 from nightmill.worker.runners.gpu.attention.pieces import NO_PIECES
-from nightmill.worker.runners.gpu.attention.scale import score_scale
+from nightmill.worker.runners.gpu.attention.scores import SCORES, score_arguments, scoring
 from nightmill.worker.runners.gpu.device.device import Device
 from nightmill.worker.runners.gpu.device.functions import KernelPairs
 from nightmill.worker.runners.gpu.device.operands import Buffer
-from nightmill.worker.runners.gpu.device.sources import TENSOR_CORE_HEADS, Source, by_head, source_of
+from nightmill.worker.runners.gpu.device.sources import TENSOR_CORE_HEADS, Source
 from nightmill.worker.runners.gpu.kv_cache import LayerCache
 from nightmill.worker.runners.gpu.steps import StepInputs, StepShape
 
 __all__ = ["GeneralDecode"]
-
-
-def _source(attention: Attention) -> Source:
-    return source_of("attention_any", *by_head(attention))
 
 
 class GeneralDecode:
@@ -23,15 +19,15 @@ class GeneralDecode:
 
     def __init__(self, device: Device, attention: Attention) -> None:
         self._heads, self._kv_heads = attention.heads, attention.kv_heads
-        self._scale = score_scale(attention)
-        kernels = KernelPairs(device, _source(attention))
-        self._kernel = kernels.function("decode_attention_any", "PPPPiPPPPiif", dependent=False)
+        self._scores = score_arguments(attention)
+        kernels = KernelPairs(device, scoring("attention_any", attention))
+        self._kernel = kernels.function("decode_attention_any", "PPPPiPPPPii" + SCORES, dependent=False)
 
     @staticmethod
     def sources(spec: ModelSpec, *, hopper: bool) -> list[Source]:
         """What it is compiled from, for heads that no other kernel takes."""
-        attention = spec.layers[0].attention
-        return [] if attention.head_dim in TENSOR_CORE_HEADS else [_source(attention)]
+        slow = (one for one in spec.attentions if one.head_dim not in TENSOR_CORE_HEADS)
+        return [scoring("attention_any", attention) for attention in slow]
 
     def pieces(self, lengths: IntArray, sequences: IntArray) -> IntArray:
         """None: contexts stay whole."""
@@ -52,5 +48,5 @@ class GeneralDecode:
         self._kernel.of(shape.drawn)(
             (self._heads, shape.drawn, 1), (32, 1, 1), qkv.address, cache.keys.address,
             cache.values.address, inputs.block_tables, inputs.table_width, inputs.context_lengths, 0, 0,
-            out.address, self._heads, self._kv_heads, self._scale,
+            out.address, self._heads, self._kv_heads, *self._scores,
         )  # fmt: skip

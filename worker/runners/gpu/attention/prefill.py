@@ -2,12 +2,12 @@
 
 from nightmill.worker.model.spec import Attention, ModelSpec
 from nightmill.worker.runners.base import IntArray
-from nightmill.worker.runners.gpu.attention.scale import score_scale
+from nightmill.worker.runners.gpu.attention.scores import SCORES, score_arguments, scoring
 from nightmill.worker.runners.gpu.attention.tiles import TILE_ROWS, prefill_tiles
 from nightmill.worker.runners.gpu.device.device import Device
 from nightmill.worker.runners.gpu.device.functions import KernelPairs, Module
 from nightmill.worker.runners.gpu.device.operands import Buffer
-from nightmill.worker.runners.gpu.device.sources import TENSOR_CORE_HEADS, Source, by_head, source_of
+from nightmill.worker.runners.gpu.device.sources import TENSOR_CORE_HEADS, Source
 from nightmill.worker.runners.gpu.device.tensor_maps import TensorMaps
 from nightmill.worker.runners.gpu.kv_cache import PAGE, LayerCache
 from nightmill.worker.runners.gpu.products.shapes import padded_rows
@@ -25,12 +25,12 @@ class HopperPrefill:
     def __init__(self, device: Device, attention: Attention) -> None:
         self._heads, self._kv_heads = attention.heads, attention.kv_heads
         self._head, self._group = attention.head_dim, attention.heads // attention.kv_heads
-        self._scale = score_scale(attention)
+        self._scores = score_arguments(attention)
         self._maps = TensorMaps(device)
         stages = 4 if self._head == 64 else 3  # of 64 keys and values, beside queries twice
         self._shared = (2 * self.ROWS + stages * 2 * 64) * self._head * 2 + 1024
-        module = Module.of(device, source_of("hopper_attention", *by_head(attention)))
-        arguments = "128s128s128sPiPPPPiiif"
+        module = Module.of(device, scoring("hopper_attention", attention))
+        arguments = "128s128s128sPiPPPPiii" + SCORES
         self._kernel = module.function("hopper_attention", arguments, shared=self._shared, dependent=True)
         self._at_once = self._kernel.blocks_at_once(self.THREADS, self._shared) * device.multiprocessors
 
@@ -42,9 +42,8 @@ class HopperPrefill:
     @classmethod
     def sources(cls, spec: ModelSpec, *, hopper: bool) -> list[Source]:
         """What it is compiled from."""
-        attention = spec.layers[0].attention
-        suits = cls.suits(attention, hopper=hopper)
-        return [source_of("hopper_attention", *by_head(attention))] if suits else []
+        suited = (attention for attention in spec.attentions if cls.suits(attention, hopper=hopper))
+        return [scoring("hopper_attention", attention) for attention in suited]
 
     def tiles(self, sequence_starts: IntArray, context_lengths: IntArray, drawn: int) -> IntArray:
         """The pieces of a step's prompts, on the host; the first `drawn` chunks are not of prompts."""
@@ -67,7 +66,7 @@ class HopperPrefill:
             self._maps(cache.keys.address, cached, head, PAGE),
             self._maps(cache.values.address, cached, head, PAGE),
             inputs.block_tables, inputs.table_width, inputs.context_lengths, inputs.sequence_starts,
-            inputs.tiles, out.address, shape.tiles, heads, kv_heads, self._scale, shared=self._shared,
+            inputs.tiles, out.address, shape.tiles, heads, kv_heads, *self._scores, shared=self._shared,
         )  # fmt: skip
 
 
@@ -76,25 +75,25 @@ class PortablePrefill:
 
     def __init__(self, device: Device, attention: Attention) -> None:
         self._heads, self._kv_heads = attention.heads, attention.kv_heads
-        self._scale = score_scale(attention)
+        self._scores = score_arguments(attention)
         fast = attention.head_dim in TENSOR_CORE_HEADS
         self._columns = attention.kv_heads if fast else attention.heads  # of the grid
         self._threads = 256 if attention.head_dim == 128 else 128
         self._shared = 4 * 64 * attention.head_dim * 2 if fast else 0
         kernels = KernelPairs(device, self._source(attention))
         name = "prefill_attention" if fast else "prefill_attention_any"
-        self._kernel = kernels.function(name, "PPPPiPPPPiif", shared=self._shared, dependent=fast)
+        self._kernel = kernels.function(name, "PPPPiPPPPii" + SCORES, shared=self._shared, dependent=fast)
 
     @staticmethod
     def _source(attention: Attention) -> Source:
         fast = attention.head_dim in TENSOR_CORE_HEADS
-        return source_of("prefill_attention" if fast else "attention_any", *by_head(attention))
+        return scoring("prefill_attention" if fast else "attention_any", attention)
 
     @classmethod
     def sources(cls, spec: ModelSpec, *, hopper: bool) -> list[Source]:
         """What it is compiled from, where no better one suits."""
-        attention = spec.layers[0].attention
-        return [] if HopperPrefill.suits(attention, hopper=hopper) else [cls._source(attention)]
+        others = (one for one in spec.attentions if not HopperPrefill.suits(one, hopper=hopper))
+        return [cls._source(attention) for attention in others]
 
     @staticmethod
     def refusal(spec: ModelSpec) -> str | None:
@@ -113,6 +112,6 @@ class PortablePrefill:
         self._kernel.of(shape.tiles)(
             (self._columns, shape.tiles, 1), (self._threads, 1, 1), qkv.address, cache.keys.address,
             cache.values.address, inputs.block_tables, inputs.table_width, inputs.context_lengths,
-            inputs.sequence_starts, inputs.tiles, out.address, self._heads, self._kv_heads, self._scale,
+            inputs.sequence_starts, inputs.tiles, out.address, self._heads, self._kv_heads, *self._scores,
             shared=self._shared,
         )  # fmt: skip

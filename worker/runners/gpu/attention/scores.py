@@ -1,0 +1,27 @@
+"""What becomes of the products of queries and keys: options and arguments of attention's kernels."""
+
+from nightmill.worker.model.spec import Attention
+from nightmill.worker.runners.gpu.device.sources import Source, by_head, source_of
+
+__all__ = ["SCORES", "score_arguments", "scoring"]
+
+_LOG2_E = 1.4426950408889634
+_FARTHEST = 2**31 - 1  # keys
+
+SCORES = "ffi"
+"""Letters of the arguments (`Module.function`)."""
+
+
+def scoring(name: str, attention: Attention) -> Source:
+    """A kernel file, compiled for the heads of a layer, with what its scores need and no more."""
+    window, cap = attention.window is not None, attention.softcap is not None
+    return source_of(name, *by_head(attention), *(["-DWINDOW"] * window), *(["-DSOFTCAP"] * cap))
+
+
+def score_arguments(attention: Attention) -> tuple[float, float, int]:
+    """Scale, cap and window, as `Scores` in attention.cuh takes them: kernels compute powers of 2."""
+    window = min(attention.window or _FARTHEST, _FARTHEST)
+    scale = attention.head_dim**-0.5 if attention.scale is None else attention.scale
+    if attention.softcap is None:
+        return scale * _LOG2_E, 0.0, window
+    return 2 * scale / attention.softcap * _LOG2_E, attention.softcap * _LOG2_E, window
