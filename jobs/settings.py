@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
@@ -77,6 +77,8 @@ class Settings(BaseModel):
     """Index of the worker's GPU."""
     gpu_memory: float = Field(default=0.9, gt=0.0, le=1.0)
     """Share of the GPU's free memory that the worker may take."""
+    dtype: Literal["auto", "f16", "bf16"] = "auto"
+    """What a GPU computes in; auto: as the model's family and file ask for."""
     max_sequences: int | None = Field(default=None, ge=1, le=32768)
     """Sequences generated at once."""
     context: int | None = Field(default=None, ge=2)

@@ -1,7 +1,7 @@
 """The worker's options, once for `nightmill worker` and once for `celery worker`, and what they need."""
 
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, get_args
 
 import click
 from pydantic import ValidationError
@@ -13,6 +13,13 @@ from nightmill.jobs.settings import Settings
 MODEL_HELP = (
     "GGUF file to serve, or what is fetched once: hf:OWNER/REPO[:QUANT], hf:OWNER/REPO/FILE.gguf or a URL "
     "[NIGHTMILL_MODEL]."
+)
+
+
+DTYPES = click.Choice(get_args(Settings.model_fields["dtype"].annotation))
+DTYPE_HELP = (
+    "What a GPU computes in; auto, the default: BF16 if the model's family or file asks for it, else F16 "
+    "[NIGHTMILL_DTYPE]."
 )
 
 
@@ -30,6 +37,7 @@ def worker_options() -> list[click.Option]:
             type=click.FloatRange(0, 1, min_open=True),
             help="Share of the GPU's free memory to take; 0.9 by default [NIGHTMILL_GPU_MEMORY].",
         ),
+        click.Option(["--dtype"], type=DTYPES, help=DTYPE_HELP),
         click.Option(
             ["--reference"],
             is_flag=True,
@@ -71,6 +79,7 @@ WORKER_SETTINGS = frozenset(
         "model_name",
         "gpu",
         "gpu_memory",
+        "dtype",
         "reference",
         "max_sequences",
         "context",

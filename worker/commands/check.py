@@ -13,17 +13,25 @@ from nightmill.jobs.errors import NightmillError
 from nightmill.jobs.printable import printable
 from nightmill.jobs.settings import Settings
 from nightmill.worker.fetching import with_model_file
-from nightmill.worker.options import MODEL_HELP, merge_options, missing_worker_packages, require_worker_extra
+from nightmill.worker.options import (
+    DTYPE_HELP,
+    DTYPES,
+    MODEL_HELP,
+    merge_options,
+    missing_worker_packages,
+    require_worker_extra,
+)
 
 _MARKS = {True: ("ok  ", "green"), False: ("FAIL", "red"), None: ("note", "yellow")}
 
 
 @click.command()
 @click.option("--model", metavar="MODEL", help=MODEL_HELP)
+@click.option("--dtype", type=DTYPES, help=DTYPE_HELP)
 @json_option
-def check(model: str | None, as_json: bool) -> None:
+def check(model: str | None, dtype: str | None, as_json: bool) -> None:
     """Test the database, the broker, the model file and the GPU, and say what to do about each."""
-    settings = merge_options(Settings.from_env(), {"model": model})
+    settings = merge_options(Settings.from_env(), {"model": model, "dtype": dtype})
     findings = list(_findings(settings, quiet=as_json))
     if as_json:
         echo_json([{"part": part, "ok": ok, "found": found} for part, ok, found in findings])
@@ -76,17 +84,19 @@ def _serving(worker: Worker) -> str:
 
 def _look_at_model(settings: Settings, *, quiet: bool) -> str:
     require_worker_extra("check --model")
-    from nightmill.worker.link.loading import load_model
+    from nightmill.worker.link.loading import element_of, load_model
 
     model = load_model(with_model_file(settings, show=not quiet))
     spec, layer = model.spec, model.spec.layers[0]
     attention = layer.attention
     model.close()
+    element = element_of(settings, model)
     chat = f"plain prompts only ({model.chat})" if isinstance(model.chat, str) else "with a chat template"
     return (
         f"{model.name}: {spec.family}, {len(spec.layers)} layers of width {spec.width}, FFN "
         f"{layer.feed_forward.width}, {attention.heads} heads on {attention.kv_heads} KV heads of "
-        f"{attention.head_dim}, vocabulary {spec.vocab:,}, context {spec.context_length:,}, {chat}"
+        f"{attention.head_dim}, vocabulary {spec.vocab:,}, context {spec.context_length:,}, {chat}; "
+        f"on a GPU in {element}"
     )
 
 

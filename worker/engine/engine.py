@@ -24,9 +24,9 @@ from nightmill.worker.engine.stops import NewTextStream, TextWatch, reason_to_st
 from nightmill.worker.runners.base import NOT_A_NUMBER, Drawn, Runner, masked_draws
 
 _NO_NUMBERS = (
-    "the model's output for this prompt is not a number: what it computes is too large for half precision, "
-    "or its file is damaged. Try another file or quantisation of the model, or a shorter or different "
-    "prompt; if every prompt fails like this, the file is damaged: download it again"
+    "the model's output for this prompt is not a number: what it computes is too large for F16, or its file "
+    "is damaged. A worker that is started with --dtype bf16 has room for larger numbers; or try a shorter or "
+    "different prompt. If every prompt fails like this, the file is damaged: download it again"
 )
 _STUCK = "no token of this model can follow: what the answer has to obey allows none here"
 

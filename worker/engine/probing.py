@@ -29,5 +29,5 @@ def probe(engine: Engine, vocab: int) -> None:
     if all(reason is StopReason.ERROR for reason in reasons):
         raise ModelFileError(
             f"the model's output is not a number for any of {PROMPTS} plain prompts: its file is damaged, or "
-            "its weights are too large for half precision; try another file or quantisation of the model"
+            "it computes what is too large for F16; then give --dtype bf16"
         )

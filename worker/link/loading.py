@@ -25,6 +25,7 @@ from nightmill.worker.model.tokenizer import TextStream, Tokenizer
 from nightmill.worker.model.tokenizer.vocabulary import Vocabulary
 from nightmill.worker.runners.base import Runner
 from nightmill.worker.runners.gpu.device.device import device_count
+from nightmill.worker.runners.gpu.element_choice import ElementChoice, choose_element
 from nightmill.worker.runners.reference import ReferenceRunner, choose_kv_blocks
 
 if TYPE_CHECKING:
@@ -233,6 +234,11 @@ def context_length(settings: Settings, spec: ModelSpec) -> int:
     return settings.context
 
 
+def element_of(settings: Settings, model: OpenModel) -> ElementChoice:
+    """What a GPU computes the model in, and why."""
+    return choose_element(model.file, model.spec, settings.dtype)
+
+
 def build_engine(settings: Settings, model: OpenModel) -> Engine:
     """The runner with the weights, and the engine on it. Called in the process and thread that will run it.
 
@@ -252,6 +258,7 @@ def build_engine(settings: Settings, model: OpenModel) -> Engine:
         runner = CudaRunner(
             model.file, model.spec, slots=sequences, depth=GPU_DEPTH,
             gpu_memory=settings.gpu_memory, context=context, max_tokens=token_budget, gpu=gpu,
+            element=element_of(settings, model).element,
         )  # fmt: skip
     vocabulary = model.vocabulary
     vocabulary.spell_all()
@@ -297,7 +304,9 @@ def describe(settings: Settings, model: LoadedModel, stats: EngineStats) -> str:
     spec = model.spec
     pages = stats.pages
     gpu = gpu_index(settings)
-    runner = "reference runner (NumPy)" if gpu is None else f"CUDA runner on GPU {gpu}"
+    runner = "reference runner (NumPy)"
+    if gpu is not None:
+        runner = f"CUDA runner on GPU {gpu} in {element_of(settings, model)}"
     return (
         f"{model.name}: {spec.family}, {len(spec.layers)} layers of width {spec.width}, vocabulary "
         f"{spec.vocab:,}; {runner}, up to {max_sequences(settings)} sequences of "

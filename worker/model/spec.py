@@ -242,6 +242,7 @@ class ModelSpec:
     embedding_scale: float = 1.0
     logit_scale: float = 1.0
     logit_softcap: float | None = None  # after the scale
+    overflows_half: bool = False  # trained in BF16, with activations beyond 65,504
 
     @property
     def attentions(self) -> tuple[Attention, ...]:

@@ -76,7 +76,7 @@ def test_the_message_says_what_to_try_and_the_answer_so_far_is_kept() -> None:
     assert (done.stop_reason, done.token_ids, done.text) == (StopReason.ERROR, tuple(kept), text_of(kept))
     assert done.error is not None
     assert "not a number" in done.error
-    assert "another file or quantisation" in done.error
+    assert "--dtype bf16" in done.error
 
 
 def test_who_computed_all_of_its_pages_fails_at_once() -> None:

@@ -36,6 +36,11 @@ def gpu_takes(spec: ModelSpec) -> bool:
     return True
 
 
+def test_the_page_names_the_families_that_overflow_half() -> None:
+    (row,) = re.findall(r"^\| (.*) \| BF16 \| trained in BF16", PAGE, re.MULTILINE)
+    assert set(re.findall(r"`([\w-]+)`", row)) == {s.family for _, s in FILES.values() if s.overflows_half}
+
+
 def test_every_type_of_tensor_that_the_gpu_takes_is_named() -> None:
     (types,) = re.findall(r"Its tensors may be ([^;]*);", PAGE)
     assert re.split(r",\s+|\s+or\s+", types) == [kind.name for kind in SUPPORTED]

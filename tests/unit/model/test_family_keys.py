@@ -78,6 +78,7 @@ LAYER_NORM, WITH_BIAS = Norm(EPS, centred=True), Norm(EPS, centred=True, bias=Tr
 CENTRED_NORMS = {"attention_norm": WITH_BIAS, "feed_forward_norm": WITH_BIAS}
 COHERE = layer(PAIRS, attention_norm=LAYER_NORM, feed_forward_norm=None, parallel=True)
 
+SCALED: dict[str, Any] = {"embedding_scale": 8.0, "overflows_half": True}
 FILES: dict[str, tuple[dict[str, Any], ModelSpec]] = {
     "gemma2": (
         SIZED
@@ -85,14 +86,14 @@ FILES: dict[str, tuple[dict[str, Any], ModelSpec]] = {
             "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0,
             "attention.sliding_window": 4096,
         },
-        model("gemma2", GEMMA2_LOCAL, GEMMA2, embedding_scale=8.0, logit_softcap=30.0),
+        model("gemma2", GEMMA2_LOCAL, GEMMA2, logit_softcap=30.0, **SCALED),
     ),
     "gemma2, first files": (
-        SIZED, model("gemma2", GEMMA2_LOCAL, GEMMA2, embedding_scale=8.0, logit_softcap=30.0),
+        SIZED, model("gemma2", GEMMA2_LOCAL, GEMMA2, logit_softcap=30.0, **SCALED),
     ),
     "gemma3": (
         SIZED | {"rope.freq_base": 1e6, "attention.sliding_window": 100},
-        model("gemma3", *[GEMMA3_LOCAL] * 5, GEMMA3, GEMMA3_LOCAL, embedding_scale=8.0),
+        model("gemma3", *[GEMMA3_LOCAL] * 5, GEMMA3, GEMMA3_LOCAL, **SCALED),
     ),
     "gemma3, later files": (
         SIZED
@@ -110,11 +111,11 @@ FILES: dict[str, tuple[dict[str, Any], ModelSpec]] = {
                     GEMMA3.attention.rope, scaling=RopeScaling("linear", 8.0, original_context=512)
                 ),
             ),
-            embedding_scale=8.0, logit_softcap=30.0,
+            logit_softcap=30.0, **SCALED,
         ),
     ),
     "gemma3, without a window": (
-        SIZED | {"rope.freq_base": 1e6}, model("gemma3", GEMMA3, GEMMA3, embedding_scale=8.0),
+        SIZED | {"rope.freq_base": 1e6}, model("gemma3", GEMMA3, GEMMA3, **SCALED),
     ),
     "phi3": (
         BASED | {"rope.scaling.original_context_length": 512, "attention.sliding_window": 100},
@@ -175,7 +176,7 @@ FILES: dict[str, tuple[dict[str, Any], ModelSpec]] = {
         {"rope.dimension_count": 8},
         model(
             "glm4", layer(replace(PAIRS, dim=8), bias=True, feed_forward={"fused": True}, **AFTER),
-            tied_head=False,
+            tied_head=False, overflows_half=True,
         ),
     ),
     "starcoder2": (

@@ -2,8 +2,10 @@
 
 import pytest
 
+from nightmill.jobs.errors import SettingsError
 from nightmill.jobs.settings import Settings
-from nightmill.worker.options import as_arguments, merge_options
+from nightmill.worker.options import DTYPES, as_arguments, merge_options
+from nightmill.worker.runners.gpu.device.element import Element
 
 
 @pytest.mark.parametrize(
@@ -13,11 +15,22 @@ from nightmill.worker.options import as_arguments, merge_options
         ({"prefix_sharing": None, "reference": None}, []),
         ({"prefix_sharing": False}, ["--no-prefix-sharing"]),
         ({"prefix_sharing": True, "context": 64}, ["--context", "64", "--prefix-sharing"]),
+        ({"dtype": "bf16", "gpu": 1}, ["--gpu", "1", "--dtype", "bf16"]),
         ({"model": "a.gguf", "reference": True}, ["--model", "a.gguf", "--reference"]),
     ],
 )
 def test_options_that_were_given_are_given_on(given: dict[str, object], arguments: list[str]) -> None:
     assert as_arguments(given) == arguments
+
+
+def test_the_types_to_compute_in_are_those_that_kernels_are_compiled_for() -> None:
+    assert list(DTYPES.choices) == ["auto", *(element.value for element in Element)]
+    asked = Settings.from_env({"NIGHTMILL_DTYPE": "f16"})
+    assert (Settings().dtype, asked.dtype, merge_options(asked, {"dtype": "bf16"}).dtype) == (
+        "auto", "f16", "bf16",
+    )  # fmt: skip
+    with pytest.raises(SettingsError, match=r"NIGHTMILL_DTYPE: .*'half'"):
+        Settings.from_env({"NIGHTMILL_DTYPE": "half"})
 
 
 def test_prefix_sharing_is_on_unless_the_environment_or_an_option_says_otherwise() -> None:

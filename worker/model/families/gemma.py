@@ -51,4 +51,4 @@ def _layer(keys: Keys, *, qk_norm: bool) -> LayerSpec:
 
 def _model(keys: Keys, whole: LayerSpec, local: LayerSpec, *, period: int) -> ModelSpec:
     model = dense_model(keys, *(local if windowed else whole for windowed in keys.windowed_layers(period)))
-    return replace(model, embedding_scale=math.sqrt(model.width))
+    return replace(model, embedding_scale=math.sqrt(model.width), overflows_half=True)

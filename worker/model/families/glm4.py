@@ -14,4 +14,5 @@ def glm4(keys: Keys) -> ModelSpec:
     """Norms after too; gate and up are one tensor, and half of a head is rotated."""
     norm = keys.norm()
     layer = dense_layer(keys, style=RopeStyle.PAIRS, fused=True)
-    return dense_model(keys, replace(layer, attention_post_norm=norm, feed_forward_post_norm=norm))
+    layer = replace(layer, attention_post_norm=norm, feed_forward_post_norm=norm)
+    return replace(dense_model(keys, layer), overflows_half=True)

@@ -26,6 +26,7 @@ def _computed(spec: ModelSpec) -> ModelSpec:
         layers=tuple(map(_computed_layer, spec.layers)),
         output_norm=_computed_norm(spec.output_norm),
         tied_head=spec.tied_head,
+        overflows_half=spec.overflows_half,
     )
 
 
