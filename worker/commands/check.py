@@ -2,6 +2,9 @@
 
 import subprocess
 from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -9,7 +12,7 @@ from nightmill.jobs.client import Client
 from nightmill.jobs.commands.options import json_option
 from nightmill.jobs.commands.terminal import echo, echo_json
 from nightmill.jobs.contract import Worker
-from nightmill.jobs.errors import NightmillError
+from nightmill.jobs.errors import NightmillError, RunnerError
 from nightmill.jobs.printable import printable
 from nightmill.jobs.settings import Settings
 from nightmill.worker.fetching import with_model_file
@@ -21,6 +24,10 @@ from nightmill.worker.options import (
     missing_worker_packages,
     require_worker_extra,
 )
+
+if TYPE_CHECKING:
+    from nightmill.worker.model.spec import ModelSpec
+    from nightmill.worker.runners.gpu.element_choice import ElementChoice
 
 _MARKS = {True: ("ok  ", "green"), False: ("FAIL", "red"), None: ("note", "yellow")}
 
@@ -34,70 +41,101 @@ def check(model: str | None, dtype: str | None, as_json: bool) -> None:
     settings = merge_options(Settings.from_env(), {"model": model, "dtype": dtype})
     findings = list(_findings(settings, quiet=as_json))
     if as_json:
-        echo_json([{"part": part, "ok": ok, "found": found} for part, ok, found in findings])
+        echo_json([finding.values() for finding in findings])
     else:
-        for part, ok, found in findings:
-            echo(f"{part:9} {printable(found)}", mark=_MARKS[ok])
-    if any(ok is False for _, ok, _ in findings):
+        for finding in findings:
+            echo(f"{finding.part:9} {printable(finding.found)}", mark=_MARKS[finding.ok])
+    if any(finding.ok is False for finding in findings):
         raise SystemExit(1)
 
 
-def _findings(settings: Settings, *, quiet: bool) -> Iterator[tuple[str, bool | None, str]]:
-    """(part, True for fine, False for broken, None for a note; what was found and what to do)."""
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What was found of a part, and what to do; `ok` is None for a note. `more` is for programs."""
+
+    part: str
+    ok: bool | None
+    found: str
+    more: dict[str, Any] = field(default_factory=dict)
+
+    def values(self) -> dict[str, Any]:
+        """As JSON has it."""
+        return {"part": self.part, "ok": self.ok, "found": self.found} | self.more
+
+
+def _findings(settings: Settings, *, quiet: bool) -> Iterator[Finding]:
     try:
         with Client(settings) as client:
             yield from _look_at_servers(client)
     except NightmillError as error:  # there is no place for them
-        yield "database", False, str(error)
+        yield Finding("database", False, str(error))
     if settings.model is None:
-        yield "model", None, "none named: give --model FILE or set NIGHTMILL_MODEL"
+        yield Finding("model", None, "none named: give --model FILE or set NIGHTMILL_MODEL")
     else:
         try:
-            yield "model", True, _look_at_model(settings, quiet=quiet)
+            yield from _look_at_model(settings, quiet=quiet)
         except NightmillError as error:
-            yield "model", False, str(error)
-    yield "gpu", None, _look_at_gpu()
+            yield Finding("model", False, str(error))
+    yield Finding("gpu", None, _look_at_gpu())
 
 
-def _look_at_servers(client: Client) -> Iterator[tuple[str, bool | None, str]]:
+def _look_at_servers(client: Client) -> Iterator[Finding]:
     settings = client.settings
     try:
         client.database.ensure_schema()
-        yield "database", True, f"{settings.safe_database_url}, schema {client.database.revision()}"
+        yield Finding("database", True, f"{settings.safe_database_url}, schema {client.database.revision()}")
         serving = ", ".join(sorted({_serving(worker) for worker in client.serving()})) or "none is running"
-        yield "workers", None, serving
+        yield Finding("workers", None, serving)
     except NightmillError as error:
-        yield "database", False, str(error)
+        yield Finding("database", False, str(error))
     try:
         client.broker.ping()
         policy = client.broker.eviction_policy()
         loses = policy.startswith("allkeys")
         advice = f": maxmemory-policy {policy} loses messages when memory is full; set noeviction"
-        yield "broker", not loses, settings.safe_broker_url + (advice if loses else "")
+        yield Finding("broker", not loses, settings.safe_broker_url + (advice if loses else ""))
     except NightmillError as error:
-        yield "broker", False, str(error)
+        yield Finding("broker", False, str(error))
 
 
 def _serving(worker: Worker) -> str:
     return f"{worker.model} ({worker.detail})" if worker.detail else worker.model
 
 
-def _look_at_model(settings: Settings, *, quiet: bool) -> str:
+def _look_at_model(settings: Settings, *, quiet: bool) -> Iterator[Finding]:
     require_worker_extra("check --model")
+    from nightmill.worker.commands.inspection import inspect
     from nightmill.worker.link.loading import element_of, load_model
 
-    model = load_model(with_model_file(settings, show=not quiet))
-    spec, layer = model.spec, model.spec.layers[0]
-    attention = layer.attention
-    model.close()
-    element = element_of(settings, model)
-    chat = f"plain prompts only ({model.chat})" if isinstance(model.chat, str) else "with a chat template"
-    return (
-        f"{model.name}: {spec.family}, {len(spec.layers)} layers of width {spec.width}, FFN "
-        f"{layer.feed_forward.width}, {attention.heads} heads on {attention.kv_heads} KV heads of "
-        f"{attention.head_dim}, vocabulary {spec.vocab:,}, context {spec.context_length:,}, {chat}; "
-        f"on a GPU in {element}"
-    )
+    with closing(load_model(with_model_file(settings, show=not quiet))) as model:
+        found = inspect(model)
+    lines = found.lines()
+    yield Finding("model", True, f"{model.name}: {lines.pop('model')}", {"name": model.name} | asdict(found))
+    for part, line in lines.items():
+        yield Finding(part, None if part == "chat" and found.chat is None else True, line)
+    yield from _look_at_memory(settings, model.spec, element_of(settings, model))
+
+
+def _look_at_memory(settings: Settings, spec: "ModelSpec", element: "ElementChoice") -> Iterator[Finding]:
+    """How much of the model fits this machine's GPU, or cards of usual sizes where there is none."""
+    from nightmill.worker.commands.fitting import CARDS, card_here, fit
+
+    here = card_here(settings.gpu)
+    for card in CARDS if here is None else (here,):
+        said = f"in {element}, on {card}: "
+        if here is None:
+            said = f"no GPU here; computed for {card.name}, in {element}: "
+        about = {
+            "card": card.name,
+            "free": card.free,
+            "computed": here is None,
+            "dtype": element.element.value,
+        }
+        try:
+            fits = fit(spec, card, settings)
+            yield Finding("memory", None, f"{said}{fits}", about | asdict(fits))
+        except RunnerError as error:
+            yield Finding("memory", None, f"{said}{error}", about)
 
 
 def _look_at_gpu() -> str:

@@ -1,7 +1,5 @@
 """The commands pull and models of `nightmill`: fetch a model by its name, and say what is in the cache."""
 
-from collections import Counter
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
@@ -15,11 +13,9 @@ from nightmill.worker.fetching import fetched, require_hub_extra
 from nightmill.worker.options import require_worker_extra
 
 if TYPE_CHECKING:
-    from nightmill.worker.model.gguf.file import GgufFile
+    from nightmill.worker.commands.fitting import Card
     from nightmill.worker.model.hub.cached import CachedModel
-    from nightmill.worker.model.spec import ModelSpec
 
-_LEAST_SHARE = 0.005  # of a file's bytes, for a type of tensor to be named
 _UNKNOWN = "-"
 
 
@@ -56,12 +52,12 @@ def models(gpu: int | None, as_json: bool) -> None:
     """Say which models are in the cache, what they are, and whether they fit this machine's GPU."""
     require_worker_extra("models")
     require_hub_extra("`nightmill models`")
+    from nightmill.worker.commands.fitting import card_here
     from nightmill.worker.model.hub.cached import cached_models
 
     settings = Settings.from_env()
-    index = settings.gpu if gpu is None else gpu
-    room = _gpu_room(index)
-    found = [_look_at(model, room, settings) for model in cached_models()]
+    card = card_here(settings.gpu if gpu is None else gpu)
+    found = [_look_at(model, card, settings) for model in cached_models()]
     if as_json:
         for one in found:
             echo_json(asdict(one))
@@ -97,26 +93,9 @@ class Look:
         return f"yes, about {self.cache_tokens:,} tokens of cache"
 
 
-@dataclass(frozen=True, slots=True)
-class GpuRoom:
-    """What a GPU has for a model."""
-
-    free: int
-    multiprocessors: int
-
-
-def _gpu_room(index: int | None) -> GpuRoom | None:
-    """Of the GPU of this index, by default the first; None if there is none that can be used."""
-    from nightmill.worker.runners.gpu.device.device import Device, NoDeviceError
-
-    try:
-        with Device(index or 0) as device:
-            return GpuRoom(device.free_memory(), device.multiprocessors)
-    except NoDeviceError:
-        return None
-
-
-def _look_at(model: "CachedModel", room: GpuRoom | None, settings: Settings) -> Look:
+def _look_at(model: "CachedModel", card: "Card | None", settings: Settings) -> Look:
+    from nightmill.worker.commands.fitting import fit
+    from nightmill.worker.commands.inspection import quantisation_of, shares
     from nightmill.worker.model.families import read_spec
     from nightmill.worker.model.gguf.file import GgufFile
 
@@ -124,14 +103,14 @@ def _look_at(model: "CachedModel", room: GpuRoom | None, settings: Settings) -> 
     try:
         with GgufFile.open(model.files[0]) as file:
             family = file.string("general.architecture", default=None)
-            quantisation = ", ".join(quantisation_of(file))
+            quantisation = ", ".join(shares(quantisation_of(file)))
             spec = read_spec(file)
             context = spec.context_length
-            if room is not None:
-                tokens = cache_tokens(spec, room, settings)
+            if card is not None:
+                tokens = fit(spec, card, settings).cache_tokens
     except (ModelFileError, RunnerError) as error:
         problem = str(error).removeprefix(f"{model.files[0]}: ")
-        tokens = None if room is None else 0
+        tokens = None if card is None else 0
     return Look(
         model.name,
         [str(file) for file in model.files],
@@ -142,42 +121,3 @@ def _look_at(model: "CachedModel", room: GpuRoom | None, settings: Settings) -> 
         tokens,
         problem,
     )
-
-
-def quantisation_of(file: "GgufFile") -> Iterator[str]:
-    """The types of a file's tensors with their share of its bytes, the largest first: `Q4_K 81%`."""
-    by_kind: Counter[str] = Counter()
-    for info in file.tensors.values():
-        by_kind[info.kind.name] += info.nbytes
-    for kind, size in by_kind.most_common():
-        if (share := size / by_kind.total()) >= _LEAST_SHARE:
-            yield f"{kind} {share:.0%}"
-
-
-def cache_tokens(spec: "ModelSpec", room: GpuRoom, settings: Settings) -> int:
-    """Tokens of KV cache that a worker with these settings has beside the weights, to some percent.
-
-    Raises RunnerError if the kernels do not take the model, or it does not fit.
-    """
-    from nightmill.worker.link.loading import BLOCK_SIZE, GPU_CONTEXT, GPU_MAX_SEQUENCES, GPU_TOKEN_BUDGET
-    from nightmill.worker.runners.gpu.catalogue import check_spec, workspace_bytes
-    from nightmill.worker.runners.gpu.memory import plan_memory
-    from nightmill.worker.runners.gpu.sampling.slots import SlotTable
-
-    check_spec(spec)
-    slots = settings.max_sequences or GPU_MAX_SEQUENCES
-    context = min(settings.context or GPU_CONTEXT, spec.context_length)
-    budget = max(GPU_TOKEN_BUDGET, slots)
-    workspace = workspace_bytes(
-        spec, room.multiprocessors, max_context=context, max_tokens=budget, max_draws=slots
-    )
-    plan = plan_memory(
-        spec,
-        free=room.free,
-        gpu_memory=settings.gpu_memory,
-        slots=slots,
-        context=context,
-        max_tokens=budget,
-        workspace=workspace + SlotTable.bytes(slots, spec.vocab),
-    )
-    return plan.kv_blocks * BLOCK_SIZE

@@ -5,7 +5,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import cast
 
@@ -15,17 +14,15 @@ from rich.console import Console
 
 from nightmill.jobs.commands.main import main
 from nightmill.jobs.commands.terminal import Line, LiveLine
-from nightmill.jobs.errors import MissingExtraError, RunnerError
+from nightmill.jobs.errors import MissingExtraError
 from nightmill.jobs.settings import Settings
 from nightmill.worker import fetching
-from nightmill.worker.commands.models import GpuRoom, cache_tokens, quantisation_of
 from nightmill.worker.fetching import FetchProgress, with_model_file
 from nightmill.worker.link.loading import demo_model
-from nightmill.worker.model.families import read_spec
-from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.model.hub.transfer import Progress
 from tests.small_hub import SmallHub, serving
 from tests.unit.formats.files import write_lines
+from tests.unit.runners.recorded_cuda import RecordedDriver
 
 NAME = "hf:owner/demo:q8_0"
 
@@ -171,22 +168,25 @@ def test_a_terminal_gets_a_bar_and_no_lines() -> None:
     assert "fetching" not in said
 
 
-@pytest.fixture
-def model() -> Iterator[GgufFile]:
-    with GgufFile.open(demo_model()) as file:
-        yield file
-
-
-def test_a_models_quantisation_is_by_share_of_bytes(model: GgufFile) -> None:
-    shares = [part.split() for part in quantisation_of(model)]
-    assert sum(int(share.rstrip("%")) for _, share in shares) in (99, 100, 101)
-    assert {kind for kind, _ in shares} <= {info.kind.name for info in model.tensors.values()}
-
-
-def test_whether_a_model_fits_is_asked_of_the_memory_plan(model: GgufFile) -> None:
-    spec = read_spec(model)
-    settings = Settings(max_sequences=16)
-    tokens = cache_tokens(spec, GpuRoom(16 << 30, 132), settings)
-    assert tokens == 16 * spec.context_length  # more than all sequences fill is not taken
-    with pytest.raises(RunnerError, match="the model does not fit"):
-        cache_tokens(spec, GpuRoom(1 << 20, 132), settings)
+@pytest.mark.parametrize(
+    ("free", "tokens", "said"),
+    [
+        (16 << 30, 2048 * 512, "yes, about 1,048,576 tokens of cache"),
+        (1 << 20, 0, "no: the model does not fit: weights 12,149,760 bytes"),
+    ],
+)
+def test_a_model_fits_the_memory_that_the_gpu_has_free(
+    demo_hub: SmallHub,
+    env: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+    free: int,
+    tokens: int,
+    said: str,
+) -> None:
+    driver = RecordedDriver((8, 0))
+    driver.install(monkeypatch)
+    monkeypatch.setattr(sys.modules["pycuda.driver"], "mem_get_info", lambda: (free, 24 << 30))
+    with_model_file(Settings(model=NAME), show=False)
+    (found,) = CliRunner().invoke(main, ["models", "--json"], env=env).stdout.splitlines()
+    assert json.loads(found)["cache_tokens"] == tokens
+    assert said in CliRunner().invoke(main, ["models", "--gpu", "0"], env=env).stdout

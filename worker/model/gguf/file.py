@@ -81,6 +81,11 @@ class GgufFile:
             raise ModelFileError(f"{path}: cannot be read: {reason}") from error
         return cls(path, data.view(np.ndarray))
 
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        """Its files: of a split model all parts, in order."""
+        return (self.path, *(part.path for part in self._parts))
+
     def close(self) -> None:
         """Let go of the file. Arrays handed out before stay valid; safe to call twice."""
         self._data = None

@@ -1,0 +1,133 @@
+"""`nightmill check --model`: what it says of a file, and how much of it fits a GPU."""
+
+import json
+import math
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from gguf import GGMLQuantizationType
+
+from nightmill.jobs.commands.main import main
+from nightmill.jobs.errors import RunnerError
+from nightmill.jobs.settings import Settings
+from nightmill.worker.commands.fitting import CARDS, Card, card_of, fit
+from nightmill.worker.commands.inspection import quantisation_of, shares
+from nightmill.worker.link.loading import demo_model
+from nightmill.worker.model.families import read_spec
+from nightmill.worker.model.gguf.file import GgufFile
+from nightmill.worker.model.spec import ModelSpec
+from nightmill.worker.runners.gpu.kv_cache import page_bytes
+from tests.ggufs import write_model
+from tests.unit.runners.recorded_cuda import RecordedDriver
+
+Values = dict[str, Any]
+
+
+def check(path: Path, directory: Path) -> dict[str, list[Values]]:
+    """The findings, by their parts."""
+    env = {"NIGHTMILL_DATA_DIR": str(directory)}
+    done = CliRunner().invoke(main, ["check", "--model", str(path), "--json"], env=env)
+    assert done.exit_code == 0, done.output
+    found: dict[str, list[Values]] = {}
+    for finding in json.loads(done.stdout):
+        found.setdefault(finding["part"], []).append(finding)
+    return found
+
+
+@pytest.fixture
+def spec() -> ModelSpec:
+    with GgufFile.open(demo_model()) as file:
+        return read_spec(file)
+
+
+def test_a_file_is_told_apart_from_others(tmp_path: Path, directory: Path) -> None:
+    path = write_model(tmp_path / "m.gguf", kind=GGMLQuantizationType.Q8_0, tied=False)
+    found = check(path, directory)
+    (model,) = found["model"]
+    with GgufFile.open(path) as file:
+        numbers = sum(math.prod(info.shape) for info in file.tensors.values())
+    assert (model["ok"], model["family"], model["parameters"]) == (True, "qwen2", numbers)
+    assert (model["files"], model["size"], model["context"]) == ([str(path)], path.stat().st_size, 512)
+    assert list(model["quantisation"]) == ["Q8_0", "F32"] and sum(model["quantisation"].values()) == 1
+    assert sorted(model["ends"].values()) == ["<|endoftext|>", "<|im_end|>"]
+    assert model["chat"] == "<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n"
+    assert "2 layers of width 64, FFN 160, 4 heads on 2 KV heads of 16" in model["found"]
+    assert "in 1 file: Q8_0 " in found["file"][0]["found"]
+    assert "tokenizer gpt2 qwen2" in found["text"][0]["found"]
+    for token, text in model["ends"].items():
+        assert f"{text} ({token})" in found["text"][0]["found"]
+
+
+def test_a_split_model_is_shown_as_one(tmp_path: Path, directory: Path) -> None:
+    whole = check(write_model(tmp_path / "whole.gguf"), directory)["model"][0]
+    first = write_model(tmp_path / "m.gguf", split=9)
+    found = check(first, directory)
+    model = found["model"][0]
+    parts = sorted(tmp_path.glob("m-*.gguf"))
+    assert model["files"] == list(map(str, parts)) and len(parts) > 2
+    assert model["size"] == sum(part.stat().st_size for part in parts)
+    assert model["found"] == whole["found"].replace("whole: ", "m: ")
+    assert f" in {len(parts)} parts: F32 100%" in found["file"][0]["found"]
+
+
+def test_a_model_without_a_template_takes_plain_prompts(tmp_path: Path, directory: Path) -> None:
+    found = check(write_model(tmp_path / "m.gguf", chat_template=None), directory)
+    assert found["model"][0]["chat"] is None
+    assert "has no chat template" in found["model"][0]["no_chat"]
+    (chat,) = found["chat"]
+    assert chat["ok"] is None and chat["found"].startswith("plain prompts only (")
+
+
+def test_without_a_gpu_it_is_computed_for_cards_of_usual_sizes(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "pycuda", None)
+    found = check(demo_model(), directory)["memory"]
+    assert [one["card"] for one in found] == [card.name for card in CARDS]
+    assert all(one["found"].startswith(f"no GPU here; computed for {one['card']}, in F16 (") for one in found)
+    assert all(one["computed"] for one in found)
+
+
+def test_with_a_gpu_it_is_said_of_that_one(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    RecordedDriver((9, 0)).install(monkeypatch)
+    driver = sys.modules["pycuda.driver"]
+    monkeypatch.setattr(driver, "mem_get_info", lambda: (3 << 30, 24 << 30))
+    (found,) = check(demo_model(), directory)["memory"]
+    assert (found["card"], found["free"], found["computed"]) == ("recorded", 3 << 30, False)
+    assert "on recorded, 3.0 GiB free: 0.01 GiB of weights, " in found["found"]
+    assert found["dtype"] == "f16"
+    monkeypatch.setattr(driver, "mem_get_info", lambda: (1 << 20, 24 << 30))
+    (found,) = check(demo_model(), directory)["memory"]
+    assert found["ok"] is None and "the model does not fit: weights" in found["found"]
+    assert "cache_tokens" not in found
+
+
+def test_no_more_cache_is_counted_than_all_sequences_fill(spec: ModelSpec) -> None:
+    found = fit(spec, card_of("large", 80, 132), Settings(max_sequences=16))
+    assert found.cache_tokens == 16 * spec.context_length
+    assert found.sequences == {spec.context_length: 16}
+
+
+def test_sequences_fit_by_whole_pages(spec: ModelSpec) -> None:
+    settings = Settings(context=100)  # 7 pages of 16
+    most = fit(spec, card_of("large", 80, 132), settings)
+    pages = 80
+    needed = most.weights + most.workspace + (pages + 1) * page_bytes(spec)
+    found = fit(spec, Card("tight", int(needed / settings.gpu_memory) + 2, 132), settings)
+    assert found.cache_tokens == 16 * pages
+    assert found.sequences == {100: pages // 7}
+    with pytest.raises(RunnerError, match="the model does not fit"):
+        fit(spec, Card("none", 1 << 20, 132), settings)
+
+
+def test_shares_are_of_bytes() -> None:
+    with GgufFile.open(demo_model()) as file:
+        found = quantisation_of(file)
+        kinds = {info.kind.name for info in file.tensors.values()}
+    assert sum(found.values()) == pytest.approx(1) and found.keys() == kinds
+    assert all(re.fullmatch(r"\w+ \d+%", share) for share in shares(found))
+    assert shares({"Q4_K": 0.8, "Q6_K": 0.196, "F32": 0.004}) == ["Q4_K 80%", "Q6_K 20%"]
