@@ -15,12 +15,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from nightmill.jobs.contract import GenerationParams
-from nightmill.worker.engine.engine import Engine
+from nightmill.worker.engine.engine import Engine, EngineStats
 from nightmill.worker.engine.request import Request
 from nightmill.worker.link.garbage import QuietCollector
 from nightmill.worker.model.families import read_spec
 from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.model.spec import ModelSpec
+from nightmill.worker.runners.base import Runner
 from nightmill.worker.runners.gpu.runner import CudaRunner
 from tests.engines import NoText
 
@@ -74,6 +75,47 @@ WORKLOADS = {
 STANDARD = ["single", "uniform", "mixed", "wide", "nightly", "prefill"]
 
 
+@dataclass(frozen=True)
+class Turn:
+    """A workload, done once: the tokens that count, and how long they took."""
+
+    tokens: int
+    seconds: float
+    stats: EngineStats
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second."""
+        return self.tokens / self.seconds
+
+
+def play(
+    workload: Workload, runner: Runner, seed: int, *, slots: int, token_budget: int,
+    prefix_sharing: bool = True,
+) -> Turn:  # fmt: skip
+    """Do a workload once, with requests drawn by `seed`, on a runner with room for it."""
+    engine = Engine(
+        runner, text_stream=NoText, eos_ids=frozenset(), context_length=workload.context + 1,
+        max_sequences=slots, token_budget=token_budget, prefix_sharing=prefix_sharing,
+    )  # fmt: skip
+    requests = workload.requests(runner.vocab, seed)
+    for request in requests:
+        engine.submit(request)
+    done = []
+    with QuietCollector():  # as in a worker
+        began = time.perf_counter()
+        while engine.has_work:
+            done += engine.step()
+        seconds = time.perf_counter() - began
+    assert len(done) == len(requests)
+    assert all(completion.error is None for completion in done)
+    tokens = sum(
+        completion.prompt_tokens if workload.counts_prompts else completion.completion_tokens
+        for completion in done
+    )
+    return Turn(tokens, seconds, engine.stats)
+
+
 def main() -> None:
     """Run the workloads that are asked for."""
     arguments = argparse.ArgumentParser(
@@ -109,46 +151,27 @@ def measure(name: str, file: GgufFile, spec: ModelSpec, options: argparse.Namesp
         report=lambda line: print(line, file=sys.stderr),
     )  # fmt: skip
     ready = time.perf_counter() - began
+    sharing = not options.no_prefix_sharing
     try:
-        rates, times, steps, preemptions = [], [], 0, 0
-        for turn in range(1 + options.repeat):
-            engine = Engine(
-                runner, text_stream=NoText, eos_ids=frozenset(), context_length=workload.context + 1,
-                max_sequences=slots, token_budget=budget, prefix_sharing=not options.no_prefix_sharing,
-            )  # fmt: skip
-            requests = workload.requests(spec.vocab, turn)
-            for request in requests:
-                engine.submit(request)
-            done = []
-            with QuietCollector():  # as in a worker
-                began = time.perf_counter()
-                while engine.has_work:
-                    done += engine.step()
-                seconds = time.perf_counter() - began
-            tokens = sum(
-                completion.prompt_tokens if workload.counts_prompts else completion.completion_tokens
-                for completion in done
-            )
-            assert len(done) == len(requests)
-            assert all(completion.error is None for completion in done)
-            steps, preemptions = engine.stats.steps, engine.stats.preemptions
-            if turn:
-                rates.append(tokens / seconds)
-                times.append(seconds)
+        turns = [
+            play(workload, runner, seed, slots=slots, token_budget=budget, prefix_sharing=sharing)
+            for seed in range(1 + options.repeat)
+        ]
+        counted, last = turns[1:], turns[-1]
         return {
             "workload": name,
             "model": spec.name,
             "gpu": runner.device.name,
             "prompt_tokens_per_s" if workload.counts_prompts else "output_tokens_per_s": round(
-                statistics.median(rates)
+                statistics.median(turn.rate for turn in counted)
             ),
-            "all": [round(rate) for rate in rates],
-            "tokens": tokens,
-            "seconds": round(statistics.median(times), 3),
-            "prompt_tokens": engine.stats.prompt_tokens,
-            "shared_tokens": engine.stats.shared_tokens,
-            "steps": steps,
-            "preemptions": preemptions,
+            "all": [round(turn.rate) for turn in counted],
+            "tokens": last.tokens,
+            "seconds": round(statistics.median(turn.seconds for turn in counted), 3),
+            "prompt_tokens": last.stats.prompt_tokens,
+            "shared_tokens": last.stats.shared_tokens,
+            "steps": last.stats.steps,
+            "preemptions": last.stats.preemptions,
             "slots": slots,
             "token_budget": budget,
             "depth": options.depth,

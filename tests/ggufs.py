@@ -201,14 +201,15 @@ def write_file(
 ) -> Path:
     """Write a file of these keys, with the vocabulary's beside them, and tensors, and return `path`.
 
-    Keys are the architecture's: `block_count` becomes `qwen2.block_count`.
+    Keys are the architecture's: `block_count` becomes `qwen2.block_count`. Tensors of bytes are BF16.
     """
     writer = GGUFWriter(path, architecture)
     vocabulary = _vocabulary_keys(byte_vocabulary(), "qwen2")
     for key, value in (vocabulary | {f"{architecture}.{key}": value for key, value in keys.items()}).items():
         _add(writer, key, value)
     for name, tensor in tensors.items():
-        writer.add_tensor(name, tensor)
+        kind = GGMLQuantizationType.BF16 if tensor.dtype == np.uint8 else None
+        writer.add_tensor(name, tensor, raw_dtype=kind)
     return _written(writer, path)
 
 

@@ -1,0 +1,228 @@
+"""benchmarks.families without a GPU: the models it writes, how they are compared, and what it makes of it."""
+
+import os
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmarks import agreement, apart, family_runs
+from benchmarks.agreement import Agreement, compared
+from benchmarks.apart import Apart, ApartError
+from benchmarks.families import missed, table
+from benchmarks.family_models import MODELS, QWEN, FamilyModel, Heads, Size, families, full_size, write
+from benchmarks.family_runs import Checked, Row, check, race
+from nightmill.jobs.errors import RunnerError
+from nightmill.worker.model.families import FAMILIES, read_spec
+from nightmill.worker.model.gguf.file import GgufFile
+from tests.gpu.driving import Reference
+
+FINE = Agreement(704, 2e-6, 1e-5, 0.99, 700, 1.0, 0.004)
+
+
+def tiny(family: str) -> Size:
+    """Two layers with the heads and windows of the family, and little else."""
+    return replace(full_size(family), layers=2, vocab=400, width=32, ffn=32)
+
+
+def quiet(_words: str) -> None:
+    """Nobody is told."""
+
+
+def test_every_family_is_in_the_table() -> None:
+    assert {model.family for model in MODELS.values()} == set(FAMILIES)
+    assert MODELS[QWEN].family == QWEN
+
+
+def test_families_are_chosen_by_name() -> None:
+    assert list(families(["gemma3", "qwen3"])) == ["qwen3", *(name for name in MODELS if "gemma3" in name)]
+    with pytest.raises(SystemExit, match="gemma9: no such family; there are cohere2, "):
+        families(["gemma9"])
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_is_read_back_in_the_size_that_was_asked_for(name: str, tmp_path: Path) -> None:
+    model = MODELS[name]
+    size = tiny(model.family)
+    with GgufFile.open(write(tmp_path / "model.gguf", model, size)) as file:
+        spec = read_spec(file)
+        assert file.tensors["blk.1.ffn_up.weight"].kind.name == ("BF16" if spec.overflows_half else "F16")
+        matrix, norm = file.array("blk.1.attn_output.weight"), file.array("output_norm.weight")
+    assert (spec.family, spec.width, spec.vocab, spec.context_length) == (model.family, 32, 400, 4096)
+    assert len(spec.layers) == max(2, len(model.like.layers))
+    for one in spec.attentions:
+        assert Heads(one.heads, one.kv_heads, one.head_dim) == size.heads
+    assert {layer.feed_forward.width for layer in spec.layers} == {32}
+    assert bool(spec.layers[0].attention.rope.divisors) == bool(model.divisors)
+    assert matrix.std() == pytest.approx(1.5 / matrix.shape[1] ** 0.5, rel=0.05)
+    assert norm.mean() == pytest.approx(1, abs=0.1)
+
+
+def test_windows_and_their_layers_are_those_of_real_models(tmp_path: Path) -> None:
+    size = replace(full_size("gemma3"), vocab=400, width=32, ffn=32)
+    with GgufFile.open(write(tmp_path / "model.gguf", MODELS["gemma3"], size)) as file:
+        windows = [layer.attention.window for layer in read_spec(file).layers]
+    assert windows == [*[512] * 5, None] * 4
+
+
+def test_bf16_holds_the_same_numbers_but_for_their_ends(tmp_path: Path) -> None:
+    held = []
+    for dtype in ("f16", "bf16"):
+        with GgufFile.open(write(tmp_path / dtype, MODELS[QWEN], tiny(QWEN), dtype)) as file:
+            assert file.tensors["blk.0.ffn_up.weight"].kind.name == dtype.upper()
+            held.append(file.array("blk.0.ffn_up.weight"))
+    np.testing.assert_allclose(held[1], held[0], rtol=2**-7, atol=1e-6)
+
+
+def test_rows_are_compared_by_divergence_and_by_best_token() -> None:
+    expected = np.array([[2.0, 0.0, 0.0], [1.0, 1.005, 0.0], [0.0, 0.5, 0.0]], np.float32)
+    assert compared(expected, expected) == Agreement(3, 0.0, 0.0, 1.0, 2, 1.0, 0.0)
+    near_tie = expected.copy()
+    near_tie[1, 0] = 1.01
+    found = compared(near_tie, expected)
+    assert (found.same_top, found.clear_rows, found.same_clear) == (2 / 3, 2, 1.0)
+    assert found.largest_gap == pytest.approx(0.005, rel=1e-3)
+    other = expected.copy()
+    other[2] = [1.0, 0.5, 0.0]
+    found = compared(other, expected)
+    assert (found.same_clear, found.largest_gap) == (0.5, 0.5)
+    # With p the softmax of logits l, and Z the sum of their exponents: KL = p . (l - l') + ln(Z' / Z).
+    p = np.exp(expected[2]) / np.exp(expected[2]).sum()
+    divergence = np.log(np.exp(other[2]).sum() / np.exp(expected[2]).sum()) + p @ (expected[2] - other[2])
+    assert found.largest_kl == pytest.approx(divergence, rel=1e-5)
+    assert found.mean_kl == pytest.approx(divergence / 3, rel=1e-5)
+
+
+def test_a_fault_of_one_percent_misses_the_bar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agreement, "PROMPT", 40)
+    monkeypatch.setattr(agreement, "CHUNKS", (24, 16))
+    monkeypatch.setattr(agreement, "CONTEXT", 48)
+
+    class Faulty(Reference):
+        def show(self, rows: int) -> np.ndarray:
+            return super().show(rows) * np.float32(1.01)
+
+    with GgufFile.open(write(tmp_path / "model.gguf", MODELS["gemma3"], tiny("gemma3"))) as file:
+        spec = read_spec(file)
+        right, wrong = (
+            agreement.agreement(
+                lambda file, spec, kind=kind: kind(file, spec, kv_blocks=3, block_size=16, slots=1),
+                file,
+                spec,
+            )
+            for kind in (Reference, Faulty)
+        )
+    assert right.rows == 96
+    assert not missed(Row("m", "m", agreement=right))
+    assert any("mean KL" in words for words in missed(Row("m", "m", agreement=wrong)))
+
+
+def test_bars_that_are_missed_are_told() -> None:
+    assert missed(Row("m", "m", agreement=FINE, of_qwen=0.85)) == []
+    nothing = replace(FINE, mean_kl=float("nan"), same_clear=0.99, largest_gap=0.5)
+    assert missed(Row("m", "m", agreement=nothing, of_qwen=0.4)) == [
+        "a mean KL of nan, not under 1e-04",
+        "another best token in 1.00% of the clear rows, which are up to 0.500 apart",
+        "40% of Qwen2's speed, not 85%",
+    ]
+
+
+def test_the_table_has_a_line_for_each_model_and_says_what_went_wrong() -> None:
+    rows = [
+        Row("qwen2", "qwen2", "f16", FINE, 100_000.0, 1.0),
+        Row("other", "other", refused="the CUDA kernels do not take it"),
+        Row("third", "third", error="the process ended by itself, with code -11"),
+    ]
+    lines = table(rows).splitlines()
+    assert lines[2] == "| qwen2 | f16 | 2.0e-06 | 1.0e-05 | 99.00% | 100.00% of 700 | 100,000 | 100% |"
+    assert "other: the CUDA kernels do not take it" in lines
+    assert "third: failed: the process ended by itself, with code -11" in lines
+
+
+def test_one_model_that_fails_does_not_lose_the_others(tmp_path: Path) -> None:
+    broken = FamilyModel({"attention.scale": 2.0}, MODELS[QWEN].like)
+    models = {"qwen2": MODELS[QWEN], "broken": broken, "qwen3": MODELS["qwen3"]}
+    first, second, third = check(models, tmp_path, "auto", quiet, reference=True, size=tiny)
+    for row in (first, third):
+        assert row.agreement is not None
+        assert row.agreement.mean_kl < 1e-9
+        assert row.agreement.rows == 704
+    assert second.error.startswith("ModelFileError: ")
+    assert "qwen2.attention.scale: 2 asks for arithmetic" in second.error
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_the_kernels_do_not_take_is_told_in_their_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_spec: object) -> None:
+        raise RunnerError("the CUDA kernels do not take rhymes")
+
+    checked = Checked(write(tmp_path / "model.gguf", MODELS[QWEN], tiny(QWEN)), "auto", reference=False)
+    assert checked.refusal() == ""
+    monkeypatch.setattr(family_runs, "check_spec", refuse)
+    assert checked.refusal() == "the CUDA kernels do not take rhymes"
+    checked.close()
+
+
+class Scripted:
+    """Stands in for a model on the GPU: all slow down by turns, a gemma2 dies, others are a half as fast."""
+
+    def __init__(self, path: Path, _dtype: str) -> None:
+        with GgufFile.open(path) as file:
+            self._family = read_spec(file).family
+
+    def ready(self) -> None:
+        """It is."""
+
+    def rate(self, seed: int) -> float:
+        if self._family == "gemma2":
+            os._exit(3)
+        return (1000.0 if self._family == QWEN else 500.0) / seed
+
+    def close(self) -> None:
+        """Nothing to let go of."""
+
+
+def test_families_race_with_a_qwen2_by_turns(tmp_path: Path) -> None:
+    rows = [
+        Row("qwen2", "qwen2"), Row("gemma2", "gemma2"), Row("phi3", "phi3", refused="windows"),
+        Row("phi3, without a window", "phi3"), Row("phi3, partly rotated", "phi3"),
+    ]  # fmt: skip
+    race(rows, tmp_path, "auto", quiet, racer=Scripted, size=tiny)
+    assert [row.of_qwen for row in rows] == [1.0, None, None, 0.5, None]
+    assert rows[3].rate == 375.0
+    assert rows[1].error == "the process ended by itself, with code 3"
+    assert not list(tmp_path.iterdir())
+
+
+class Subject:
+    """For another process."""
+
+    def double(self, number: int) -> int:
+        return 2 * number
+
+    def sleep(self) -> None:
+        time.sleep(60)
+
+    def close(self) -> None:
+        """Nothing to let go of."""
+
+
+def test_calls_go_to_another_process() -> None:
+    with Apart(Subject) as subject:
+        assert [subject.call("double", number, limit_s=5) for number in (1, 21)] == [2, 42]
+
+
+def test_a_call_that_fails_says_why() -> None:
+    with Apart(Subject) as subject, pytest.raises(ApartError, match=r"^TypeError: .*missing 1 required"):
+        subject.call("double", limit_s=5)
+
+
+def test_a_call_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ApartError, match="sleep did not return within 0 s"), Apart(Subject) as subject:
+        subject.call("double", 1, limit_s=5)
+        monkeypatch.setattr(apart, "START_S", 0)
+        subject.call("sleep", limit_s=0.2)
