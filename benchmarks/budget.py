@@ -20,11 +20,11 @@ from typing import Any
 
 import numpy as np
 
-from nightmill.jobs.contract import GenerationParams
+from benchmarks.steps import FILL, Steps
 from nightmill.worker.model.families import read_spec
 from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.model.spec import ModelSpec
-from nightmill.worker.runners.base import Admission, StepBatch, make_draws
+from nightmill.worker.runners.base import StepBatch
 from nightmill.worker.runners.gpu.device.graphs import Graph
 from nightmill.worker.runners.gpu.kv_cache import PAGE
 from nightmill.worker.runners.gpu.layers import Layer, LayerKernels
@@ -34,7 +34,6 @@ from nightmill.worker.runners.gpu.steps import StepInputs, StepShape
 
 PROMPT = 1024  # tokens of each sequence in the prefill step
 REPLAYS = 9
-FILL = 8192  # tokens of a step that fills the cache before decode steps are timed
 BYTES_PER_S, FLOPS = 4.27e12, 760e12  # of a device copy and of a large FP16 product, as measured on an H200
 
 
@@ -108,45 +107,6 @@ class Costs:
             "embed": (6 * tokens * width, 0), "sample": (4 * draws * vocab, 0),
             "gather_rows": (4 * draws * (queries + 2 * width), 0),
         }  # fmt: skip
-
-
-class Steps:
-    """Makes steps of a runner whose sequences have their own pages, in an order unlike that of addresses."""
-
-    def __init__(self, runner: CudaRunner, context: int) -> None:
-        self._runner = runner
-        self._per_slot = -(-context // PAGE)
-        order = np.random.default_rng(0).permutation(runner.slots * self._per_slot)
-        self._tables = order.astype(np.int32).reshape(runner.slots, self._per_slot)
-
-    def batch(self, slots: range, start: int, length: int, *, admit: bool) -> StepBatch:
-        """Tokens start .. start + length - 1 of each of these slots."""
-        count = len(slots)
-        rng = np.random.default_rng(start)
-        positions = np.tile(np.arange(start, start + length, dtype=np.int32), count)
-        rows = np.repeat(np.array(slots, dtype=np.int32), length)
-        params = GenerationParams(temperature=0.6, ignore_eos=True)
-        ends = np.arange(1, count + 1, dtype=np.int32) * length
-        return StepBatch(
-            tokens=rng.integers(0, self._runner.vocab, count * length).astype(np.int32),
-            positions=positions,
-            cache_rows=self._tables[rows, positions // PAGE] * PAGE + positions % PAGE,
-            sequence_starts=np.arange(count + 1, dtype=np.int32) * length,
-            context_lengths=np.full(count, start + length, dtype=np.int32),
-            block_tables=self._tables[list(slots)],
-            slots=np.array(slots, dtype=np.int32),
-            draws=make_draws(ends - 1, rows[ends - 1], np.full(count, start + length, dtype=np.int32)),
-            drawn=count if start and length == 1 else 0,
-            admissions=tuple(Admission(slot, (1,), params, slot) for slot in slots) if admit else (),
-        )
-
-    def fill(self, context: int) -> None:
-        """Compute all slots' first `context` tokens, so that attention reads real keys and values."""
-        at_once = max(1, FILL // context)
-        for first in range(0, self._runner.slots, at_once):
-            slots = range(first, min(first + at_once, self._runner.slots))
-            self._runner.launch(self.batch(slots, 0, context, admit=True))
-            self._runner.collect()
 
 
 def measure(runner: CudaRunner, batch: StepBatch, costs: Costs, rates: tuple[float, float]) -> Iterator[Line]:

@@ -12,7 +12,7 @@ head size 64) and of 7B.
 import itertools
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -39,6 +39,11 @@ SMALL = dense_spec(name="0.5B", vocab=151_936)
 LARGE = dense_spec(name="7B", width=3584, heads=28, kv_heads=4, head_dim=128, ffn_width=18_944, vocab=151_936)
 ROUND = 192 << 20  # bytes that a round through the buffers takes at least: three times an H200's L2
 REPLAYS = 5
+Context = int | tuple[int, int]
+DECODE: list[tuple[int, Context]] = [
+    (1, 512), (1, 32_000), (8, 2048), (64, 512), (256, 512), (256, (100, 2000)), (1024, 512), (4096, 384),
+]  # fmt: skip
+PREFILL = [(16, 512), (16, 1024), (2, 8192), (1, 32_000)]
 
 
 @dataclass
@@ -154,24 +159,20 @@ def row_cases(bench: Bench, spec: ModelSpec) -> Iterator[Case]:
         )
 
 
-def attention_cases(bench: Bench, spec: ModelSpec) -> Iterator[Case]:
-    """Decode over contexts of one length and of many, prefill of whole prompts."""
+def attention_cases(
+    bench: Bench, spec: ModelSpec, decode: Sequence[tuple[int, Context]] = DECODE,
+    prefill: Sequence[tuple[int, int]] = PREFILL, cache_bytes: int = 2 << 30,
+) -> Iterator[Case]:  # fmt: skip
+    """Decode of so many sequences over contexts of one length or of many, prefill of so many prompts.
+
+    cache_bytes  of keys, and of values
+    """
     attention = spec.layers[0].attention
     heads, kv_heads, head = attention.heads, attention.kv_heads, attention.head_dim
     decode_all = decode_attention(bench.device, attention, max_context=32_768)
     prefill_all = prefill_attention(bench.device, attention)
-    pages = (2 << 30) // (kv_heads * PAGE * head * 2)
+    pages = cache_bytes // (kv_heads * PAGE * head * 2)
     cache = LayerCache(*(bench.random(pages, kv_heads, PAGE, head) for _ in "kv"))
-    decode: list[tuple[int, int | tuple[int, int]]] = [
-        (1, 512),
-        (1, 32_000),
-        (8, 2048),
-        (64, 512),
-        (256, 512),
-        (256, (100, 2000)),
-        (1024, 512),
-        (4096, 384),
-    ]
     for count, context in decode:
         low, high = context if isinstance(context, tuple) else (context, context + 1)
         lengths = bench.rng.integers(low, high, count)
@@ -206,7 +207,7 @@ def attention_cases(bench: Bench, spec: ModelSpec) -> Iterator[Case]:
             rounds,
             total * kv_heads * head * 4 + count * heads * head * 4,
         )
-    for count, length in ((16, 512), (16, 1024), (2, 8192), (1, 32_000)):
+    for count, length in prefill:
         starts = np.arange(count + 1, dtype=np.int32) * length
         contexts = np.full(count, length, dtype=np.int32)
         tiles = prefill_all.tiles(starts, contexts, 0)
