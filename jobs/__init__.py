@@ -53,11 +53,13 @@ if TYPE_CHECKING:
         NightmillError,
         NotServedError,
         SettingsError,
+        StreamChangedError,
         UnknownModelError,
         WaitTimeoutError,
     )
     from nightmill.jobs.formats.frames import Prompts
     from nightmill.jobs.ids import JobIds
+    from nightmill.jobs.pieces import Piece, Place
     from nightmill.jobs.settings import Settings
     from nightmill.jobs.spec import BatchSettings, JobSettings
     from nightmill.jobs.waiting import Order
@@ -69,6 +71,8 @@ __all__ = [
     "get",
     "wait",
     "results",
+    "stream",
+    "Piece",
     # batches: files and iterables, whole
     "submit_batch",
     "get_batch",
@@ -117,6 +121,7 @@ __all__ = [
     "JobNotFoundError",
     "InvalidTransitionError",
     "WaitTimeoutError",
+    "StreamChangedError",
     "NotServedError",
     "DatabaseError",
     "BrokerError",
@@ -142,6 +147,7 @@ _HOMES = {
     ),
     "errors": tuple(name for name in __all__ if name.endswith(("Error", "Warning"))),
     "ids": ("JobIds",),
+    "pieces": ("Piece",),
     "settings": ("Settings",),
     "spec": ("BatchSettings", "JobSettings"),
 }
@@ -247,6 +253,11 @@ def results(
 ) -> Iterator[Job]:
     """Finished jobs, one by one, in the order of enqueueing or as they finish. See Client.results."""
     return default_client().results(jobs, batch=batch, order=order, wait=wait, timeout=timeout)
+
+
+def stream(job_id: str, *, after: Place | str | None = None, timeout: float | None = None) -> Iterator[Piece]:
+    """The text of a job while it is generated, piece by piece. See Client.stream."""
+    return default_client().stream(job_id, after=after, timeout=timeout)
 
 
 def cancel(job_id: str) -> JobState:

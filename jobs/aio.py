@@ -1,9 +1,13 @@
-"""The functions of `jobs` for asyncio: SQL runs in threads, and none is held while `wait` or `results` waits.
+"""The functions of `jobs` for asyncio: SQL runs in threads.
+
+None is held while `wait`, `results` or `stream` waits.
 
     from nightmill.jobs import aio
 
     job_id = await aio.enqueue("Write a haiku about rain", max_tokens=64)
     await aio.wait(job_id, timeout=60)
+    async for piece in aio.stream(job_id):
+        print(piece, end="", flush=True)
     async for job in aio.results(batch="tonight"):
         print(job.custom_id, job.text)
 
@@ -25,6 +29,7 @@ from nightmill.jobs.contract import Job
 from nightmill.jobs.errors import InvalidParameterError
 
 if TYPE_CHECKING:
+    from nightmill.jobs.pieces import Piece, Place
     from nightmill.jobs.waiting import Order
 
 P = ParamSpec("P")
@@ -81,6 +86,15 @@ async def results(
     client = await asyncio.to_thread(_jobs.default_client)
     async for job in _driven(client.waiting.steps_to_results(jobs, batch, order, wait, timeout)):
         yield job
+
+
+async def stream(
+    job_id: str, *, after: Place | str | None = None, timeout: float | None = None
+) -> AsyncIterator[Piece]:
+    """The text of a job while it is generated, piece by piece. See Client.stream."""
+    client = await asyncio.to_thread(_jobs.default_client)
+    async for piece in client.stream_async(job_id, after=after, timeout=timeout):
+        yield piece
 
 
 async def _driven(steps: Iterator[Job | float]) -> AsyncIterator[Job]:

@@ -1,7 +1,7 @@
 """What programs call: enqueue, look, wait, cancel, retry. Thin: checks, one transaction, one message."""
 
 import difflib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from datetime import datetime, timedelta
 from itertools import count
 from typing import TYPE_CHECKING, Any, Self, Unpack
@@ -12,10 +12,12 @@ from nightmill.jobs.batches.submission import OnRows
 from nightmill.jobs.batches.verifying import Verification, Verifier
 from nightmill.jobs.contract import Job, JobState, Prompt, Worker
 from nightmill.jobs.errors import InvalidParameterError, InvalidRequestError, UnknownModelError
+from nightmill.jobs.following import Following
 from nightmill.jobs.formats.frames import Prompts, items_of
 from nightmill.jobs.ids import IdSource, JobIds
 from nightmill.jobs.messages.announcing import Announcer
 from nightmill.jobs.messages.broker import Broker
+from nightmill.jobs.pieces import START, Piece, Place
 from nightmill.jobs.settings import Settings
 from nightmill.jobs.spec import FIELDS, BatchSettings, JobSettings, JobSpec, deadline_moment
 from nightmill.jobs.sql import inserting
@@ -43,6 +45,7 @@ class Client:
         self._workers = WorkerStore(self.database)
         self.waiting = Waiting(self.store)
         self.broker = Broker(self.settings)
+        self.following = Following(self.store, self.broker)
         self._announcer = Announcer(self.database, self.broker)
         self._ids = IdSource()
         self.batches = Batches(BatchStore(self.database), self._announcer, self.settings)
@@ -55,6 +58,7 @@ class Client:
 
     def close(self) -> None:
         """Close connections. An embedded broker goes on running."""
+        self.following.close()
         self.broker.close()
         self.database.close()
 
@@ -173,6 +177,26 @@ class Client:
         WaitTimeoutError once `timeout` seconds have passed in all.
         """
         return self.waiting.results(jobs, batch, order, wait, timeout)
+
+    def stream(
+        self, job_id: str, *, after: Place | str | None = None, timeout: float | None = None
+    ) -> Iterator[Piece]:
+        """The text of a job while it is generated, piece by piece; joined, they are the text of its row.
+
+        A piece is a str, with the `place` where it ends. With that as `after`, a reader that was interrupted
+        goes on exactly there, in any process. Ends with the job, whatever became of it: `get` tells. If Redis
+        does not answer, the text comes whole, when it is there.
+
+        Raises JobNotFoundError, InvalidParameterError (`after` is no place), WaitTimeoutError after
+        `timeout` seconds, StreamChangedError if the job began afresh and its text is another.
+        """
+        return self.following.pieces(job_id, _place(after), timeout)
+
+    def stream_async(
+        self, job_id: str, *, after: Place | str | None = None, timeout: float | None = None
+    ) -> AsyncIterator[Piece]:
+        """As `stream`, for asyncio."""
+        return self.following.pieces_async(job_id, _place(after), timeout)
 
     def stats(self, batch: str | None = None) -> dict[str, Any]:
         """Numbers of jobs by state and stop reason, and the tokens read and written."""
@@ -364,6 +388,10 @@ def _with_place(error: InvalidRequestError, index: int, enqueued: int) -> Invali
         return error
     said = f"item {index}: {error} ({enqueued} jobs before it are queued)"
     return type(error)(said, field=error.field, code=error.code)
+
+
+def _place(after: Place | str | None) -> Place:
+    return after if isinstance(after, Place) else START if after is None else Place.parse(after)
 
 
 def _state(state: JobState | str) -> JobState:

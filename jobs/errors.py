@@ -14,6 +14,7 @@ NightmillError
 ├── BatchNotFoundError               (also LookupError)
 ├── InvalidTransitionError           the job's state does not allow what was asked
 ├── WaitTimeoutError                 (also TimeoutError)
+├── StreamChangedError               a text began afresh and is another than was read so far
 ├── NotServedError                   no live worker serves what somebody wants to wait for
 ├── DatabaseError
 │   ├── DatabaseUnreachableError     an outage: the same statement may succeed later
@@ -126,6 +127,10 @@ class InvalidTransitionError(NightmillError):
 
 class WaitTimeoutError(NightmillError, TimeoutError):
     """The jobs did not finish in the time given; they go on."""
+
+
+class StreamChangedError(NightmillError):
+    """The job began afresh and its text is another than was read so far: read all of it once it has ended."""
 
 
 class NotServedError(NightmillError):

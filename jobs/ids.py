@@ -1,12 +1,20 @@
 """Job ids: UUIDv7 as 32 hexadecimal digits, so that the order of ids is the order of enqueueing."""
 
 import os
+import re
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from typing import overload
 
 from nightmill.jobs.forking import Forkable
+
+_JOB_ID = re.compile(r"[0-9a-f]{32}")
+
+
+def is_job_id(text: str) -> bool:
+    """Whether a job could have this id."""
+    return _JOB_ID.fullmatch(text) is not None
 
 
 class IdSource(Forkable):

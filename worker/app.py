@@ -21,6 +21,7 @@ from celery.worker import state as celery_state
 from nightmill.jobs.commands.terminal import echo
 from nightmill.jobs.errors import NightmillError
 from nightmill.jobs.messages.broker import Broker, make_app, queue_name, resolve_broker_url
+from nightmill.jobs.messages.streams import Followers
 from nightmill.jobs.printable import PrintableRecords
 from nightmill.jobs.settings import Settings
 from nightmill.jobs.sql.claims import Claims
@@ -171,6 +172,7 @@ class EngineStep(bootsteps.StartStopStep):
             model.tokenize_all,
             capacity=capacity(settings),
             drain_seconds=settings.drain_seconds,
+            followers=Followers(self.broker),
             on_fatal=_end_process,
             while_loading=while_loading,
         )

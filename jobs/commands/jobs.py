@@ -9,7 +9,14 @@ import click
 from nightmill.jobs.client import Client
 from nightmill.jobs.commands.job_options import given, job_options
 from nightmill.jobs.commands.options import json_option
-from nightmill.jobs.commands.printing import follow, job_values, print_all_of, print_job, prompt_line
+from nightmill.jobs.commands.printing import (
+    follow,
+    job_values,
+    print_all_of,
+    print_job,
+    print_stream,
+    prompt_line,
+)
 from nightmill.jobs.commands.terminal import echo, echo_json, table
 from nightmill.jobs.contract import JobState
 from nightmill.jobs.messages.embedded import EmbeddedRedis
@@ -25,22 +32,30 @@ from nightmill.jobs.when import describe_moment
 @click.option("--system", help="A system message to go before each prompt (implies --chat).")
 @job_options(*FIELDS)
 @click.option("--wait", is_flag=True, help="Wait, and print the texts.")
+@click.option("--stream", is_flag=True, help="Wait, and print each text while it is generated.")
 @json_option
 def enqueue(
     prompts: tuple[str, ...],
     chat: bool,
     system: str | None,
     wait: bool,
+    stream: bool,
     as_json: bool,
     **options: Any,
 ) -> None:
     """Queue PROMPTS, one job each, and print their ids. A prompt of - is read from standard input."""
+    if stream and as_json:
+        raise click.UsageError("--json prints jobs that have ended: give --wait in place of --stream")
     settings = given(options)
     with Client() as client:
         ids = []
         for prompt in prompts:
             text = sys.stdin.read() if prompt == "-" else prompt
             ids.append(client.enqueue(_messages(text, system) if chat or system else text, **settings))
+        if stream:
+            for job_id in ids:
+                print_stream(client, job_id)
+            return
         if not wait:
             echo_json({"ids": ids}) if as_json else echo("\n".join(ids))
             return

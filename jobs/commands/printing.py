@@ -10,7 +10,7 @@ from typing import Any
 from nightmill.jobs.batch_status import BatchState, BatchStatus
 from nightmill.jobs.client import Client
 from nightmill.jobs.commands.progress import duration
-from nightmill.jobs.commands.terminal import Line, LiveLine, echo, echo_text, to_json
+from nightmill.jobs.commands.terminal import Line, LiveLine, echo, echo_text, to_json, type_text
 from nightmill.jobs.contract import Job, JobState
 from nightmill.jobs.printable import printable
 from nightmill.jobs.when import describe_moment
@@ -34,12 +34,22 @@ def follow(client: Client, ids: list[str], *, show: bool, total_label: str = "jo
 
 def print_job(job: Job) -> None:
     """Print a finished job for a person to read."""
-    tokens = f"{job.prompt_tokens or 0} + {job.completion_tokens or 0} tokens"
-    echo(f"{job.id}  {job.state}, {job.stop_reason}, {tokens}")
+    echo(f"{job.id}  {job.state}, {job.stop_reason}, {_tokens(job)}")
     echo(f"  prompt: {prompt_line(job)}")
     if job.error:
         echo(f"  error: {printable(job.error)}")
     echo_text(f"{job.text or ''}\n")
+
+
+def print_stream(client: Client, job_id: str) -> None:
+    """Print the text of a job while it is generated, and what is to be said about it on stderr."""
+    echo(f"{job_id}  {prompt_line(client.get(job_id))}", err=True)
+    for piece in client.stream(job_id):
+        type_text(piece)
+    echo_text("")
+    job = client.get(job_id)
+    error = f": {printable(job.error)}" if job.error else ""
+    echo(f"{job.state}, {job.stop_reason}, {_tokens(job)}{error}", err=True)
 
 
 def print_all_of(job: Job) -> None:
@@ -53,6 +63,10 @@ def print_all_of(job: Job) -> None:
     if job.text is not None:
         echo()
         echo_text(job.text)
+
+
+def _tokens(job: Job) -> str:
+    return f"{job.prompt_tokens or 0} + {job.completion_tokens or 0} tokens"
 
 
 def _field(name: str, value: str) -> str:

@@ -45,6 +45,12 @@ def echo_text(text: str) -> None:
         click.echo(_encodable(text, sys.stdout), color=True)  # or click would strip what it takes for colours
 
 
+def type_text(piece: str) -> None:
+    """Print a piece of a generated text at once, as `echo_text` would print the whole."""
+    shown = printable(piece, keep=_LINES) if sys.stdout.isatty() else piece
+    click.echo(_encodable(shown, sys.stdout), nl=False, color=True)
+
+
 def echo_json(value: object) -> None:
     """Print a value as one line of JSON."""
     line = to_json(value)

@@ -91,7 +91,7 @@ class Broker(Forkable):
     def announce(self, job_ids: Sequence[str], model: str | None, priority: int) -> None:
         """Send messages for `job_ids`, a shard each; raises BrokerUnreachableError."""
         size = self.settings.shard_size
-        with self._mapped_errors(), self.app.producer_pool.acquire(block=True) as producer:
+        with self.mapped_errors(), self.app.producer_pool.acquire(block=True) as producer:
             for start in range(0, len(job_ids), size):
                 self.app.send_task(
                     TASK,
@@ -107,7 +107,7 @@ class Broker(Forkable):
     def queue_length(self, model: str | None) -> int:
         """Messages that wait in the queue of `model`."""
         name = queue_name(model)
-        with self._mapped_errors(), self.connection() as connection:
+        with self.mapped_errors(), self.connection() as connection:
             channel = connection.default_channel
             try:
                 return int(Queue(name, channel=channel).queue_declare(passive=True).message_count)
@@ -120,7 +120,7 @@ class Broker(Forkable):
         No jobs if the next few messages are not ours; workers remove such messages.
         """
         name = queue_name(model)
-        with self._mapped_errors(), self.connection() as connection:
+        with self.mapped_errors(), self.connection() as connection:
             channel = connection.default_channel
             with channel.client.pipeline(transaction=False) as pipe:
                 for step in channel.priority_steps:
@@ -134,7 +134,7 @@ class Broker(Forkable):
 
     def ping(self) -> None:
         """Raise BrokerUnreachableError unless the broker answers."""
-        with self._mapped_errors(), self.connection() as connection:
+        with self.mapped_errors(), self.connection() as connection:
             connection.ensure_connection(max_retries=1, timeout=5)
 
     def eviction_policy(self) -> str:
@@ -142,16 +142,16 @@ class Broker(Forkable):
 
         Raises BrokerError.
         """
-        with self._mapped_errors(), self.connection() as connection:
+        with self.mapped_errors(), self.connection() as connection:
             try:
                 memory = connection.default_channel.client.info("memory")
             except redis.exceptions.ResponseError:  # this user may not ask
                 return "unknown"
             return str(memory.get("maxmemory_policy", "unknown"))
 
-    def connection(self) -> Any:
+    def connection(self, **transport_options: Any) -> Any:
         """A fresh kombu Connection; close it, or use it in a `with`."""
-        return self.app.connection_for_write()
+        return self.app.connection_for_write(transport_options=transport_options)
 
     def close(self) -> None:
         """Close pooled connections."""
@@ -173,7 +173,8 @@ class Broker(Forkable):
         self._app = None
 
     @contextmanager
-    def _mapped_errors(self) -> Iterator[None]:
+    def mapped_errors(self) -> Iterator[None]:
+        """Raise BrokerError in place of what kombu and redis raise."""
         try:
             yield
         except (

@@ -2,15 +2,14 @@
 
 import base64
 import json
-import re
 from typing import Any
 
 from nightmill.jobs.errors import MessageError
+from nightmill.jobs.ids import is_job_id
 
 TASK = "nightmill.run_shard"
 MOST_JOBS = 1024  # what `Settings.shard_size` allows
 _LARGEST_MESSAGE = 1 << 20  # ours have some 100 bytes for each job: 1,024 jobs need 110 kB
-_JOB_ID = re.compile(r"[0-9a-f]{32}")
 
 
 def read_shard(message: bytes) -> list[str]:
@@ -34,9 +33,7 @@ def read_shard(message: bytes) -> list[str]:
         job_ids = content[0][0]  # arguments by position, by keyword, Celery's own
     except (IndexError, KeyError, TypeError):
         raise MessageError("has no arguments") from None
-    if not isinstance(job_ids, list) or not all(
-        isinstance(one, str) and _JOB_ID.fullmatch(one) for one in job_ids
-    ):
+    if not isinstance(job_ids, list) or not all(isinstance(one, str) and is_job_id(one) for one in job_ids):
         raise MessageError("names something that is not a job id")
     if not 1 <= len(job_ids) <= MOST_JOBS:
         raise MessageError(f"names no jobs, or more than {MOST_JOBS:,}")

@@ -224,6 +224,12 @@ class Store:
             found = set(connection.execute(select(JobRow.id).where(JobRow.id.in_(job_ids))).scalars())
         return [job_id for job_id in job_ids if job_id not in found]
 
+    def states(self, job_ids: Sequence[str]) -> dict[str, JobState]:
+        """Where these jobs (at most CHUNK) stand; those that there are not are left out."""
+        with self.database.read() as connection:
+            query = select(JobRow.id, JobRow.state).where(JobRow.id.in_(job_ids))
+            return {row.id: JobState.read(row.state) for row in connection.execute(query)}
+
     def has_key(self, idempotency_key: str) -> bool:
         """Whether a job has this key."""
         query = select(JobRow.id).where(JobRow.idempotency_key == idempotency_key)

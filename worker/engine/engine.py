@@ -17,10 +17,19 @@ from nightmill.worker.engine.batch import BatchBuilder
 from nightmill.worker.engine.constraints import make_masks
 from nightmill.worker.engine.kv_cache import BlockPool, CacheIntegrityError
 from nightmill.worker.engine.limits import Limits
-from nightmill.worker.engine.request import Completion, Partial, Progress, Request, Sequence, SequenceState
+from nightmill.worker.engine.request import (
+    Completion,
+    Growth,
+    Partial,
+    Progress,
+    Request,
+    Sequence,
+    SequenceState,
+)
 from nightmill.worker.engine.scheduler import Scheduler, StepPlan
 from nightmill.worker.engine.sharing import PrefixGroups
 from nightmill.worker.engine.stops import NewTextStream, TextWatch, reason_to_stop, streamed
+from nightmill.worker.engine.telling import Telling
 from nightmill.worker.runners.base import NOT_A_NUMBER, Drawn, Runner, masked_draws
 
 _NO_NUMBERS = (
@@ -102,6 +111,7 @@ class Engine:
         self._deadlines: list[tuple[float, int, Sequence]] = []  # a heap; may hold finished sequences
         self._outstanding: deque[_Launch] = deque()
         self._done: list[Completion] = []
+        self._followed: dict[str, Telling | None] = {}  # None: not looked at yet
         self._failed = False
         self._submitted = self._steps = self._prompt_tokens = self._generated = self._resumed = 0
 
@@ -211,6 +221,34 @@ class Engine:
                 request, drawn = sequence.request, sequence.tokens[sequence.prompt_length :]
                 reports.append(Progress(request.job_id, request.attempt, tuple(drawn)))
         return reports
+
+    def follow(self, job_ids: Iterable[str]) -> None:
+        """From now on `growths` tells the texts of these jobs, and of no others, each from its beginning."""
+        before = self._followed
+        self._followed = {job_id: before.get(job_id) for job_id in job_ids}
+
+    @property
+    def followed(self) -> bool:
+        """Whether anybody follows a job."""
+        return bool(self._followed)
+
+    def growths(self) -> list[Growth]:
+        """What the texts of followed jobs have grown by since the last call.
+
+        A text begins again at character 0 with another attempt. What a job ends with is in its completion.
+        """
+        grown = []
+        for job_id, telling in self._followed.items():
+            sequence = self._sequences.get(job_id)
+            if sequence is None:
+                continue
+            request = sequence.request
+            if telling is None or telling.attempt != request.attempt:
+                telling = Telling(request.attempt, request.params.stop, self._text_stream())
+                self._followed[job_id] = telling
+            if (growth := telling.more(sequence)) is not None:
+                grown.append(growth)
+        return grown
 
     def abandon(self) -> list[Partial]:
         """Drop all work and free its pages; returns what each unfinished request had.

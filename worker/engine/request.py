@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import NamedTuple
 
 from nightmill.jobs.contract import GenerationParams, StopReason
 from nightmill.worker.engine.constraints import Constraint
@@ -65,6 +66,15 @@ class Partial:
     token_ids: tuple[int, ...]
     text: str
     prompt_tokens: int
+
+
+class Growth(NamedTuple):
+    """What a followed request's text has grown by: `text` goes at character `start` of it."""
+
+    job_id: str
+    attempt: int
+    start: int
+    text: str
 
 
 class SequenceState(Enum):

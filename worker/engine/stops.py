@@ -58,13 +58,7 @@ class TextWatch:
     def decided(self) -> str:
         """The text without an end that may turn out to begin a stop string."""
         text = self.text
-        if self.stopped:
-            return text
-        for start in range(max(0, len(text) - self._reach), len(text)):
-            tail = text[start:]
-            if any(stop.startswith(tail) for stop in self._stop):
-                return text[:start]
-        return text
+        return text if self.stopped else text[: undecided_from(text, self._stop)]
 
     def _add(self, piece: str) -> bool:
         if not piece:
@@ -78,6 +72,15 @@ class TextWatch:
             self._pieces = [text[: len(text) - (len(window) - min(found)[1])]]
             self.stopped = True
         return self.stopped
+
+
+def undecided_from(text: str, stop: tuple[str, ...]) -> int:
+    """Where the end of `text` begins that may turn out to begin a stop string; its length if nothing may."""
+    reach = max(map(len, stop), default=1) - 1
+    for start in range(max(0, len(text) - reach), len(text)):
+        if any(one.startswith(text[start:]) for one in stop):
+            return start
+    return len(text)
 
 
 def streamed(stream: TextStream, token_ids: list[int]) -> str:

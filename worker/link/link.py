@@ -21,7 +21,7 @@ from nightmill.jobs.arithmetic import Arithmetic
 from nightmill.jobs.errors import RunnerError
 from nightmill.jobs.settings import Settings
 from nightmill.worker.engine.engine import EngineStats
-from nightmill.worker.engine.request import Completion, Progress, Request
+from nightmill.worker.engine.request import Completion, Growth, Progress, Request
 from nightmill.worker.link.messages import (
     Abandon,
     Answer,
@@ -31,6 +31,8 @@ from nightmill.worker.link.messages import (
     Command,
     Completed,
     Failed,
+    Follow,
+    Grown,
     Loading,
     Ready,
     Stop,
@@ -76,6 +78,10 @@ def _ignore(news: str | None) -> None:
     """For those whom it does not concern how far an engine is loaded."""
 
 
+def _ignore_growths(growths: list[Growth]) -> None:
+    """For those who follow no job."""
+
+
 class EngineLink:
     """An engine elsewhere. `start` once; then every method may be called from any thread.
 
@@ -108,14 +114,16 @@ class EngineLink:
         on_completion: Callable[[Completion], None],
         on_failure: Callable[[RunnerError], None],
         while_loading: Callable[[str | None], None] = _ignore,
+        on_growths: Callable[[list[Growth]], None] = _ignore_growths,
     ) -> None:
         """Wait until the engine is built. Raises RunnerError with the reason where it cannot be.
 
         `while_loading` is called a few times a second, with what the engine says about how far it is, or
-        None; what it raises ends the waiting. The other two are called on threads of the link's own and must
+        None; what it raises ends the waiting. The others are called on threads of the link's own and must
         be quick; after `on_failure` nothing more is completed.
         """
         self._on_completion, self._on_failure = on_completion, on_failure
+        self._on_growths = on_growths
         answer = self._first_answer(while_loading)
         if not isinstance(answer, Ready):
             self.stop()
@@ -156,6 +164,13 @@ class EngineLink:
     def abandon(self) -> list[Progress]:
         """Drop all work, without completions; returns the tokens that each request had."""
         return self._ask(Abandon)
+
+    def follow(self, job_ids: Sequence[str]) -> bool:
+        """Have `on_growths` told the texts of these jobs, and of no others. False where it was not told.
+
+        What a text has grown by comes before its completion.
+        """
+        return self._send(Follow(list(job_ids)), patience=self._patience)
 
     def progress(self, job_ids: list[str], at_least: int) -> list[Progress]:
         """The tokens of those of these jobs that have `at_least` so many more than when last asked."""
@@ -283,6 +298,8 @@ class EngineLink:
                 self._stats = stats
                 for completion in completions:
                     self._on_completion(completion)
+            case Grown(growths):
+                self._on_growths(growths)
             case Told():
                 self._stats = answer.stats
                 if answer.number != _PING:

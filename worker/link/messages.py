@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from nightmill.jobs.arithmetic import Arithmetic
 from nightmill.jobs.settings import Settings
 from nightmill.worker.engine.engine import EngineStats
-from nightmill.worker.engine.request import Completion, Progress, Request
+from nightmill.worker.engine.request import Completion, Growth, Progress, Request
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +41,13 @@ class Ask:
     number: int
     job_ids: list[str]
     at_least: int
+
+
+@dataclass(frozen=True, slots=True)
+class Follow:
+    """Tell the texts of these jobs as they grow, by Grown, and no longer those of others."""
+
+    job_ids: list[str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +86,13 @@ class Completed:
 
 
 @dataclass(frozen=True, slots=True)
+class Grown:
+    """What texts that are followed have grown by since the last one."""
+
+    growths: list[Growth]
+
+
+@dataclass(frozen=True, slots=True)
 class Told:
     """The answer to the question of that number."""
 
@@ -94,5 +108,5 @@ class Failed:
     reason: str
 
 
-Command = Begin | Submit | Cancel | Ask | Abandon | Stop
-Answer = Loading | Ready | Completed | Told | Failed
+Command = Begin | Submit | Cancel | Ask | Follow | Abandon | Stop
+Answer = Loading | Ready | Completed | Grown | Told | Failed

@@ -29,6 +29,8 @@ from nightmill.worker.link.messages import (
     Command,
     Completed,
     Failed,
+    Follow,
+    Grown,
     Loading,
     Ready,
     Stop,
@@ -39,6 +41,8 @@ from nightmill.worker.link.messages import (
 log = logging.getLogger(__name__)
 
 STATS_SECONDS = 0.5
+PIECES_SECONDS = 0.01
+"""Between two reports of what followed texts have grown by: less than two steps of most models."""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -87,13 +91,17 @@ class _Loop:
         self._stopping = False
         self._reported = engine.stats
         self._report_at = 0.0
+        self._pieces_at = 0.0
 
     def run(self) -> None:
         """Until Stop. Raises what the engine raises, EOFError if the other end is closed."""
         engine = self._engine
         while not self._stopping:
             self._take_commands()
-            self._report(engine.step() if engine.has_work else [])
+            done = engine.step() if engine.has_work else []
+            if engine.followed:
+                self._tell_growths()
+            self._report(done)
             self._collector.look(idle=not engine.has_work)
 
     def _take_commands(self) -> None:
@@ -111,6 +119,8 @@ class _Loop:
                 self._engine.cancel(job_id)
             case Ask(number, job_ids, at_least):
                 self._tell(number, self._engine.progress(job_ids, at_least))
+            case Follow(job_ids):
+                self._engine.follow(job_ids)
             case Abandon(number):
                 partials = self._engine.abandon()
                 self._tell(number, [Progress(one.job_id, one.attempt, one.token_ids) for one in partials])
@@ -121,6 +131,12 @@ class _Loop:
 
     def _tell(self, number: int, progress: list[Progress]) -> None:
         self._connection.send(Told(number, progress, self._engine.stats))
+
+    def _tell_growths(self) -> None:
+        now = time.monotonic()
+        if now >= self._pieces_at and (growths := self._engine.growths()):
+            self._connection.send(Grown(growths))
+            self._pieces_at = now + PIECES_SECONDS
 
     def _report(self, done: list[Completion]) -> None:
         now = time.monotonic()

@@ -1,8 +1,8 @@
 """A shard's way through a worker: claim, tokenise, generate, write; and how a worker stops.
 
 Threads: Celery's task threads call `run_shard`; the engine's link receives what the engine's process
-completes; the writer thread writes; the housekeeper's thread polls. What they share is in `InFlight`, behind
-one lock.
+completes; the writer thread writes; the publisher's sends texts that are followed; the housekeeper's polls.
+What they share is in `InFlight`, behind one lock.
 """
 
 import logging
@@ -13,12 +13,14 @@ from datetime import timedelta
 
 from nightmill.jobs.contract import StopReason
 from nightmill.jobs.errors import DatabaseError, DatabaseRefusedError, NightmillError, RunnerError
+from nightmill.jobs.messages.streams import Followers
 from nightmill.jobs.sql.claims import Claim, Claims, Outcome
 from nightmill.jobs.sql.jobs import chunked
 from nightmill.jobs.sql.partials import SavedTokens
 from nightmill.worker.engine.request import Completion, Progress, Request
 from nightmill.worker.link.link import EngineLink
 from nightmill.worker.service.in_flight import InFlight, JobKey
+from nightmill.worker.service.publishing import Publisher
 from nightmill.worker.service.resume import SAVE_GROUP, SAVE_TOKENS, fingerprint, tokens_to_resume
 from nightmill.worker.service.writer import ResultWriter
 from nightmill.worker.watched import describe
@@ -48,6 +50,7 @@ class Service:
         *,
         capacity: int,
         drain_seconds: float,
+        followers: Followers,
         on_fatal: Callable[[str], None],
         while_loading: Callable[[str | None], None] = lambda news: None,
     ) -> None:
@@ -62,8 +65,12 @@ class Service:
         self._cancelling = threading.Lock()
         self._claiming = threading.Semaphore(CLAIMS_AT_ONCE)
         self._writer = ResultWriter(claims.finish, self._forget, self._cannot_be_written, self.fail)
+        self._publisher = Publisher(followers, self.in_flight, engine.follow, self.fail)
         self.engine = engine
-        engine.start(self._on_completion, self._on_engine_failure, while_loading)
+        engine.start(
+            self._on_completion, self._on_engine_failure, while_loading, on_growths=self._publisher.grown
+        )
+        self._publisher.start()
 
     # -- shards ----------------------------------------------------------------------------------
 
@@ -136,6 +143,7 @@ class Service:
                 self._fail_job(key, _not_submitted(error))
         if requests:
             self._submit(requests)
+            self._publisher.began()
         if resumed := [len(request.generated_ids) for request in requests if request.generated_ids]:
             log.info("%d jobs go on from %d tokens that were saved", len(resumed), sum(resumed))
         return [(claim.job_id, claim.attempt) for claim in claims]
@@ -247,6 +255,7 @@ class Service:
 
     def _forget(self, outcomes: Sequence[Outcome]) -> None:
         self.last_shard_at = time.monotonic()  # it was not deaf, but busy
+        self._publisher.ended([outcome.job_id for outcome in outcomes])
         self.in_flight.remove([(outcome.job_id, outcome.attempt) for outcome in outcomes])
 
     # -- what the housekeeper asks for -----------------------------------------------------------
@@ -321,6 +330,7 @@ class Service:
             time.sleep(0.02)
         unfinished = self.engine.abandon()
         self._writer.close()  # what completed before is written first
+        self._publisher.close()
         left = self.in_flight.end()  # a claim that is still under way is handed back by who made it
         if left:
             try:

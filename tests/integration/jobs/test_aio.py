@@ -119,8 +119,38 @@ def test_whoever_waits_holds_no_thread_and_may_be_cancelled(worker: Claims, defa
     assert threading.active_count() == before
 
 
+def test_a_thousand_streams_hold_no_thread_and_end_with_their_texts(worker: Claims, default: Client) -> None:
+    async def program() -> tuple[list[str], int]:
+        ids = list(await aio.enqueue_many([f"prompt {number}" for number in range(1000)]))
+
+        async def read(job_id: str) -> str:
+            return "".join([piece async for piece in aio.stream(job_id, timeout=PATIENCE)])
+
+        reading = [asyncio.create_task(read(job_id)) for job_id in ids]
+        while len(default.following._readers) < len(ids):
+            await asyncio.sleep(0.01)
+        threads = threading.active_count()
+        await asyncio.to_thread(finish, worker, default.list_jobs(limit=1000))
+        return await asyncio.gather(*reading), threads
+
+    before = threading.active_count()
+    texts, threads = asyncio.run(program())
+    assert texts == [f"text of prompt {number}" for number in range(1000)]
+    assert threads <= before + 2 + 32  # the two that all share, and asyncio's own
+    assert default.following._readers == {}
+
+
 def test_errors_are_those_of_jobs() -> None:
     async def program() -> None:
+        with pytest.raises(JobNotFoundError, match="there is no job 'x'"):
+            async for _ in aio.stream("x"):
+                pass
+        with pytest.raises(WaitTimeoutError):
+            async for _ in aio.stream(await aio.enqueue("a"), timeout=0.0):
+                pass
+        with pytest.raises(InvalidParameterError, match="after: must be"):
+            async for _ in aio.stream("x", after="y"):
+                pass
         with pytest.raises(JobNotFoundError, match="there is no job 'x'"):
             await aio.get("x")
         with pytest.raises(JobNotFoundError):

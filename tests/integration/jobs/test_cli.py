@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from nightmill.jobs.contract import StopReason
 from nightmill.jobs.settings import Settings
 from nightmill.jobs.sql.claims import Claims, Outcome
 from nightmill.jobs.sql.tables import SCHEMA_REVISION
-from tests.servers import free_port, worker_env
+from tests.servers import free_port, wait_until, worker_env
 
 Run = Callable[..., Result]
 
@@ -43,6 +44,19 @@ def _finish(client: Client, job_id: str, text: str = "a text") -> None:
     claims = Claims(client.database, "a" * 32)
     (claim,) = claims.claim([job_id])
     claims.finish([Outcome(job_id, claim.attempt, StopReason.EOS, text, 2, 3)])
+
+
+def test_enqueue_streams_a_text_to_its_end(run: Run, cli_client: Client) -> None:
+    done: list[Result] = []
+    command = threading.Thread(target=lambda: done.append(run("enqueue", "a prompt", "--stream")))
+    command.start()
+    (job,) = wait_until(cli_client.list_jobs)
+    _finish(cli_client, job.id, "a\n\x1btext")
+    command.join(60)
+    (result,) = done
+    assert (result.exit_code, result.stdout) == (0, "a\n\x1btext\n")
+    assert result.stderr == f"{job.id}  a prompt\nsucceeded, eos, 2 + 3 tokens\n"
+    assert run("enqueue", "a prompt", "--stream", "--json").exit_code == 2
 
 
 def test_enqueue_prints_ids_and_keeps_every_option(run: Run, cli_client: Client) -> None:

@@ -11,7 +11,9 @@ import pytest
 
 from nightmill.jobs.client import Client
 from nightmill.jobs.forking import Turnstile
+from nightmill.jobs.pieces import START
 from nightmill.jobs.settings import Settings
+from tests.servers import wait_until
 
 CHILDREN = 6
 EACH = 30
@@ -142,3 +144,15 @@ def test_children_draw_other_ids_than_their_parent_also_where_its_clock_went_bac
         ids = [said_by(*fork(lambda draw=draw: [draw()]))[0] for draw in drawn]  # type: ignore[misc]
         ids.append(client._ids.draw())
     assert len(set(ids)) == 4
+
+
+def test_a_child_reads_streams_of_its_own_beside_its_parents(sqlite_settings: Settings) -> None:
+    with Client(sqlite_settings) as client:
+        ended, running = client.enqueue("ended"), client.enqueue("running")
+        client.cancel(ended)
+        with client.following.reading(running, START, lambda: None):
+            wait_until(lambda: client.following._readers)
+            (said,) = said_by(*fork(lambda: [repr(list(client.stream(ended, timeout=SECONDS)))]))
+            assert said == "[]"
+            assert list(client.stream(ended, timeout=SECONDS)) == []
+            assert len(client.following._readers) == 1

@@ -56,6 +56,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.resumed = 0
         self.done: dict[tuple[str, int], Completion] = {}
         self.reported: dict[tuple[str, int], tuple[int, ...]] = {}
+        self.told: dict[tuple[str, int], str] = {}
 
     @rule(
         job=st.integers(0, 9),
@@ -120,6 +121,22 @@ class EngineMachine(RuleBasedStateMachine):
                 known = len(self.reported.get(key, request.generated_ids))
                 assert len(partial.token_ids) < known + at_least, "a request that grew is not reported"
 
+    @rule(jobs=st.sets(st.integers(0, 9), max_size=4))
+    def follow(self, jobs: set[int]) -> None:
+        """Others' texts are told no more; one that is followed again is told from its beginning."""
+        self.engine.follow([f"j{job}" for job in jobs])
+
+    @rule()
+    def tell(self) -> None:
+        """What is told of a text is a true beginning of it, without gaps, whatever is drawn later."""
+        for growth in self.engine.growths():
+            key = (growth.job_id, growth.attempt)
+            before = "" if growth.start == 0 else self.told[key]
+            assert growth.text and len(before) == growth.start
+            self.told[key] = before + growth.text
+            assert self.expected(self.requests[key])[1].startswith(self.told[key])
+        assert self.engine.growths() == []
+
     @precondition(lambda self: self.requests)
     @rule(keep=st.sampled_from([None, 1, 3, 100]))
     def abandon(self, keep: int | None) -> None:
@@ -152,6 +169,7 @@ class EngineMachine(RuleBasedStateMachine):
             key = (completion.job_id, completion.attempt)
             assert key not in self.done, "completed twice"
             self.done[key] = completion
+            assert completion.text.startswith(self.told.get(key, ""))
             self.check(self.requests[key], completion)
 
     def expected(self, request: Request) -> tuple[tuple[int, ...], str, StopReason]:

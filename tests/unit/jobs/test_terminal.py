@@ -6,7 +6,7 @@ import sys
 import pytest
 from rich.cells import cell_len
 
-from nightmill.jobs.commands.terminal import echo, echo_json, echo_text, table
+from nightmill.jobs.commands.terminal import echo, echo_json, echo_text, table, type_text
 
 ROWS = [
     ("0" * 32, "succeeded", "stop_sequence", 1234, "2026-11-22 22:00:00 CET", "x" * 3000),
@@ -49,3 +49,18 @@ def test_lines_texts_and_json_are_what_they_were(capsys: pytest.CaptureFixture[s
     assert said.startswith("see [/b] [red]\\x1b[2J\\r\nnext\tone\nraw \x1b[2J\r\n")
     assert json.loads(said.splitlines()[-1]) == {"text": "\x1b[2J\x9b\x7f\u2028\U000e0041 [/b]"}
     assert said.splitlines()[-1].isprintable()
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_text_that_is_typed_out_in_pieces_is_printed_as_the_whole_would_be(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, terminal: bool
+) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
+    text = "one\x1b[2J\r\n\ttwo\x9b\u2028 [/b] é"
+    for character in text:
+        type_text(character)
+    echo_text("")
+    typed = capsys.readouterr().out
+    echo_text(text)
+    assert typed == capsys.readouterr().out
+    assert ("\x1b" in typed) is not terminal

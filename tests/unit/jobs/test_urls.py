@@ -134,7 +134,7 @@ def test_no_secret_is_in_any_message(secret: str, where: tuple[str, str], encode
             said.append(settings.scrubbed(foreign))
             said.append(str(database._mapped(OperationalError("x", None, Exception(foreign)))))
             try:
-                with Broker(settings)._mapped_errors():
+                with Broker(settings).mapped_errors():
                     raise ConnectionError(foreign)
             except NightmillError as error:
                 said.append(str(error))

@@ -6,6 +6,7 @@ from typing import Any
 
 from nightmill.jobs.client import Client
 from nightmill.jobs.errors import ChatTemplateError, NightmillError, RunnerError
+from nightmill.jobs.messages.streams import Followers
 from nightmill.jobs.sql.claims import Claim, Claims
 from nightmill.jobs.sql.jobs import Selection
 from nightmill.worker.engine.engine import Engine
@@ -82,6 +83,7 @@ class Bench:
             self.tokenize,
             capacity=capacity,
             drain_seconds=5.0,
+            followers=Followers(client.broker),
             on_fatal=self.fatal.append,
         )
         self.suspects = SuspectsTurn(

@@ -8,7 +8,7 @@ import pytest
 from nightmill.jobs.contract import GenerationParams
 from nightmill.jobs.errors import ModelFileError, RunnerError
 from nightmill.worker.engine.engine import Engine
-from nightmill.worker.engine.request import Completion, Request
+from nightmill.worker.engine.request import Completion, Growth, Request
 from nightmill.worker.link import link as engine_link
 from nightmill.worker.link.link import EngineLink
 from nightmill.worker.link.messages import Loading
@@ -46,6 +46,28 @@ def test_completions_and_counters_come_back() -> None:
     link.stop()
     assert not link.alive
     link.submit([request("late", 6)])  # nobody listens, and nobody is hurt
+
+
+def test_followed_texts_come_as_they_grow_and_before_their_completions() -> None:
+    link = engine_in_thread(make_engine)
+    events: list[Completion | Growth] = []
+    link.start(events.append, lambda error: pytest.fail(str(error)), on_growths=events.extend)
+    assert link.follow(["b", "unknown"])
+    link.submit([request(name, 60) for name in "abc"])
+    wait_until(lambda: sum(isinstance(event, Completion) for event in events) == 3)
+    growths = [event for event in events if isinstance(event, Growth)]
+    assert {growth.job_id for growth in growths} == {"b"}
+    text = ""
+    for growth in growths:
+        assert (growth.attempt, growth.start) == (1, len(text))
+        text += growth.text
+    (completion,) = [event for event in events if isinstance(event, Completion) and event.job_id == "b"]
+    assert text and completion.text.startswith(text)
+    assert events.index(completion) > events.index(growths[-1])
+    assert link.follow([])
+    link.submit([request("b", 60)])
+    wait_until(lambda: isinstance(events[-1], Completion) and len(events) == len(growths) + 4)
+    link.stop()
 
 
 def test_abandoned_work_completes_no_more() -> None:

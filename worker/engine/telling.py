@@ -1,0 +1,37 @@
+"""Tells the text of a request as it grows, up to where no later token can change it.
+
+What is told is cut where the final text is: never inside a character, never in an end that may turn out to
+begin a stop string. So the pieces of a text, joined, are the beginning of what its completion will say.
+"""
+
+from nightmill.jobs.contract import storable
+from nightmill.worker.engine.request import Growth, Sequence
+from nightmill.worker.engine.stops import TextStream, undecided_from
+
+
+class Telling:
+    """The text of one attempt at a job, from its beginning; `stream` is a fresh one."""
+
+    def __init__(self, attempt: int, stop: tuple[str, ...], stream: TextStream) -> None:
+        self.attempt = attempt
+        self._stop = stop
+        self._stream = stream
+        self._read = 0  # drawn tokens
+        self._told = 0  # characters
+        self._held = ""  # what may begin a stop string
+
+    def more(self, sequence: Sequence) -> Growth | None:
+        """What is decided since the last call; None if that is nothing."""
+        if sequence.generated == self._read:
+            return None
+        push = self._stream.push
+        fresh = [push(token) for token in sequence.tokens[sequence.prompt_length + self._read :]]
+        self._read = sequence.generated
+        text = self._held + "".join(fresh)
+        end = undecided_from(text, self._stop)
+        self._held = text[end:]
+        if not end:
+            return None
+        start, self._told = self._told, self._told + end
+        # As the row will have it: where SQL cannot hold a character, another stands for it.
+        return Growth(sequence.request.job_id, self.attempt, start, storable(text[:end]))

@@ -1,0 +1,182 @@
+"""Publishes the texts of jobs that somebody follows, while they are generated.
+
+A thread of its own looks at who follows what, has the engine tell those texts, and sends what they have grown
+by. It keeps each text that is followed, so that a follower that comes late, or comes again, has it from its
+beginning. Nothing here decides what a text is: if Redis is away, followers get theirs from the row.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from queue import Empty, SimpleQueue
+
+from nightmill.jobs.errors import BrokerError
+from nightmill.jobs.messages.streams import PIECE_CHARACTERS, Followers, Part
+from nightmill.worker.engine.request import Growth
+from nightmill.worker.service.in_flight import InFlight
+from nightmill.worker.watched import watched_thread
+
+log = logging.getLogger(__name__)
+
+LOOK_SECONDS = 0.025  # from one look at who follows to the next, while there are jobs
+MOST_TEXTS = 2048  # followed on one worker at once; the others come whole
+_PAUSE_SECONDS = 1.0  # after a failure of Redis
+
+Lines = Mapping[str, Mapping[str, str]]
+"""{follower: {line: job id}}"""
+
+
+class _Text:
+    """What is known of a followed text, and how much of it each line was sent."""
+
+    def __init__(self) -> None:
+        self.text = ""
+        self.sent: dict[tuple[str, str], int] = {}  # characters, by follower and line
+
+    def grow(self, growth: Growth) -> None:
+        if growth.start == 0:  # it began again: so does what is sent
+            self.text = ""
+            self.sent = dict.fromkeys(self.sent, 0)
+        if growth.start == len(self.text):  # else it is the rest of a telling that was ended
+            self.text += growth.text
+
+    def keep(self, lines: set[tuple[str, str]]) -> None:
+        """Forget what other lines were sent."""
+        self.sent = {line: sent for line, sent in self.sent.items() if line in lines}
+
+    def parts(self, follower: str, line: str) -> list[Part]:
+        """What this line lacks."""
+        start = self.sent.get((follower, line), 0)
+        self.sent[follower, line] = len(self.text)
+        return [
+            Part(line, place, self.text[place : place + PIECE_CHARACTERS])
+            for place in range(start, len(self.text), PIECE_CHARACTERS)
+        ]
+
+
+class Publisher:
+    """Sends followed texts. What it is told, it is told on any thread and at once.
+
+    in_flight  the jobs that this worker has
+    follow     has the engine tell the texts of these jobs, from now on, to `grown`
+    """
+
+    def __init__(
+        self,
+        followers: Followers,
+        in_flight: InFlight,
+        follow: Callable[[Sequence[str]], object],
+        on_failure: Callable[[str], None],
+    ) -> None:
+        self._followers = followers
+        self._in_flight = in_flight
+        self._follow = follow
+        self._news: SimpleQueue[list[Growth] | list[str] | None] = SimpleQueue()
+        self._closing = threading.Event()
+        self._lines: Lines = {}
+        self._texts: dict[str, _Text] = {}  # by job
+        self._look_at = 0.0
+        self._thread = watched_thread("publisher", self._run, on_failure)
+
+    def start(self) -> None:
+        """Begin."""
+        self._thread.start()
+
+    def began(self) -> None:
+        """Jobs were claimed: see at once whether somebody follows them."""
+        self._news.put([])
+
+    def grown(self, growths: list[Growth]) -> None:
+        """Followed texts have grown."""
+        self._news.put(growths)
+
+    def ended(self, job_ids: list[str]) -> None:
+        """The rows of these jobs say how they ended."""
+        if self._lines:
+            self._news.put(job_ids)
+
+    def close(self) -> None:
+        """Send what there is, and end the thread."""
+        self._closing.set()
+        self._news.put(None)
+        if self._thread.is_alive():
+            self._thread.join()
+        self._followers.close()
+
+    def _run(self) -> None:
+        while True:
+            ended = self._take_news()
+            try:
+                self._look()
+                self._send(ended)
+            except BrokerError as error:
+                log.debug("followed texts are not sent: %s", error)
+                self._forget()
+                self._closing.wait(_PAUSE_SECONDS)
+            if self._closing.is_set():
+                return
+
+    def _take_news(self) -> set[str]:
+        """Wait for news; returns the jobs that have ended."""
+        ended: set[str] = set()
+        try:
+            news = self._news.get(timeout=self._patience())
+            while True:
+                for one in news or ():
+                    if isinstance(one, str):
+                        ended.add(one)
+                    elif (text := self._texts.get(one.job_id)) is not None:
+                        text.grow(one)
+                news = self._news.get_nowait()
+        except Empty:
+            return ended
+
+    def _patience(self) -> float | None:
+        """Without a job there is nothing to look for."""
+        if self._in_flight.idle and not self._texts:
+            return None
+        return max(0.0, self._look_at - time.monotonic())
+
+    def _look(self) -> None:
+        """See who follows what, and have the engine tell that."""
+        now = time.monotonic()
+        if now < self._look_at:
+            return
+        self._look_at = now + LOOK_SECONDS
+        lines = self._followers.look()
+        if lines != self._lines:
+            self._lines = lines
+            for text in self._texts.values():
+                text.keep({(follower, line) for follower, own in lines.items() for line in own})
+        if not lines and not self._texts:
+            return
+        held = self._in_flight.keys()
+        ours = {job_id for job_id, _ in held}
+        wanted = {job_id for own in lines.values() for job_id in own.values() if job_id in ours}
+        wanted = set(sorted(wanted)[:MOST_TEXTS])
+        if wanted != self._texts.keys():
+            self._texts = {job_id: self._texts.get(job_id) or _Text() for job_id in wanted}
+            self._follow(sorted(wanted))
+
+    def _send(self, ended: set[str]) -> None:
+        letters: dict[str, list[Part]] = {}
+        for follower, lines in self._lines.items():
+            parts: list[Part] = []
+            for line, job_id in lines.items():
+                if (text := self._texts.get(job_id)) is not None:
+                    parts += text.parts(follower, line)
+                if job_id in ended:
+                    parts.append(Part(line))
+            if parts:
+                letters[follower] = parts
+        if letters:
+            self._followers.send(letters)
+
+    def _forget(self) -> None:
+        """What was sent is not known: once Redis is back, everything is sent from its beginning."""
+        self._followers.close()
+        self._lines = {}
+        if self._texts:
+            self._texts = {}
+            self._follow([])
