@@ -10,6 +10,7 @@ from nightmill.worker.model.families import read_spec
 from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.model.spec import ModelSpec
 from nightmill.worker.runners.gpu.device.device import Device, device_count
+from nightmill.worker.runners.gpu.device.element import Element
 from nightmill.worker.runners.gpu.runner import CudaRunner
 
 HERE = Path(__file__).parent
@@ -27,9 +28,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture
-def device() -> Iterator[Device]:
+def element() -> Element:
+    """Of the test's device, unless the test says otherwise (`BOTH_ELEMENTS`)."""
+    return Element.F16
+
+
+@pytest.fixture
+def device(element: Element) -> Iterator[Device]:
     """The first GPU, for one test."""
-    with Device(0) as device:
+    with Device(0, element) as device:
         yield device
 
 

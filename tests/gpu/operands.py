@@ -59,7 +59,7 @@ def fetched(device: Device, held: Buffer, rows: int | None = None) -> Array:
 
 def cache_of(device: Device, keys: Array, values: Array) -> LayerCache:
     """Pages (pages, kv_heads, PAGE, head_dim) of keys and of values."""
-    return LayerCache(buffer(device, keys), buffer(device, values))
+    return LayerCache(elements(device, keys), elements(device, values))
 
 
 def inputs_of(device: Device, *, table_width: int = 0, **arrays: Array) -> StepInputs:

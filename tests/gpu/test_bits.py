@@ -5,16 +5,19 @@ however often and in whatever company they are computed.
 """
 
 from contextlib import closing
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
+from gguf import GGMLQuantizationType
 
 from nightmill.jobs.contract import GenerationParams
 from nightmill.worker.engine.engine import Engine
 from nightmill.worker.engine.request import Request
 from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.model.spec import ModelSpec
+from nightmill.worker.runners.gpu.element_choice import choose_element
 from nightmill.worker.runners.gpu.runner import CudaRunner
 from tests.engines import NoText
 from tests.ggufs import write_model
@@ -23,22 +26,34 @@ from tests.gpu.driving import BLOCK, Chunk, Cuda, Pages, generate, logits_of
 
 LONGEST = 1100
 CONTEXT = 1536
+BF16 = GGMLQuantizationType.BF16
 
 Logits = npt.NDArray[np.float32]
 
 
-HEADS = {
+HEADS: dict[str, dict[str, Any]] = {
     "64": {"architecture": "qwen2", "width": 448, "heads": 7, "kv_heads": 1, "head_dim": 64},
     "128": {"architecture": "qwen3", "width": 256, "heads": 4, "kv_heads": 2, "head_dim": 128},
     "16": {"architecture": "llama", "width": 64, "heads": 4, "kv_heads": 2},
-}
-"""Heads of 64 and 128 have fast attention, others the general one."""
+    "64 in BF16": {
+        "architecture": "qwen2", "width": 448, "heads": 7, "kv_heads": 1, "head_dim": 64, "kind": BF16,
+    },
+    "128 in BF16": {
+        "architecture": "qwen3", "width": 256, "heads": 4, "kv_heads": 2, "head_dim": 128, "kind": BF16,
+    },
+}  # fmt: skip
+"""Heads of 64 and 128 have fast attention, others the general one. Files in BF16 are computed in it."""
 
 
 @pytest.fixture(scope="module", params=HEADS)
 def file(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> GgufFile:
     path = tmp_path_factory.mktemp("model") / "model.gguf"
     return GgufFile.open(write_model(path, seed=3, ffn=384, context_length=CONTEXT, **HEADS[request.param]))
+
+
+@pytest.fixture(scope="module")
+def defaults(file: GgufFile, spec: ModelSpec) -> dict[str, Any]:
+    return {"max_tokens": 2048, "tune": False, "element": choose_element(file, spec).element}
 
 
 def texts(spec: ModelSpec, lengths: list[int], seed: int) -> list[tuple[int, ...]]:
@@ -59,20 +74,14 @@ def cuts(rng: np.random.Generator, length: int) -> list[tuple[int, int]]:
     return pieces
 
 
-def test_logits_of_a_prompt_do_not_depend_on_how_it_is_cut(file: GgufFile, spec: ModelSpec) -> None:
+def test_logits_of_a_prompt_do_not_depend_on_how_it_is_cut(
+    file: GgufFile, spec: ModelSpec, defaults: dict[str, Any]
+) -> None:
     context = CONTEXT
     rng = np.random.default_rng(11)
     lengths = [1, 2, 15, 16, 17, 33, 1 + 64 * 5, *rng.integers(1, LONGEST + 1, 20).tolist(), LONGEST]
     pages = Pages(2, -(-context // BLOCK))
-    cuda = Cuda(
-        file,
-        spec,
-        slots=2,
-        kv_blocks=2 * -(-context // BLOCK),
-        tune=False,
-        max_tokens=2048,
-        context=context,
-    )
+    cuda = Cuda(file, spec, slots=2, kv_blocks=2 * -(-context // BLOCK), context=context, **defaults)
     with closing(cuda.runner):
         for text in texts(spec, lengths, 5):
             whole = logits_of(cuda, pages, [Chunk(0, text, 0, len(text))], admit=True)
@@ -87,12 +96,12 @@ def again(slot: int, text: tuple[int, ...], places: range) -> list[Chunk]:
 
 
 def test_logits_after_drawn_tokens_are_the_same_when_these_are_computed_again(
-    file: GgufFile, spec: ModelSpec
+    file: GgufFile, spec: ModelSpec, defaults: dict[str, Any]
 ) -> None:
     context = CONTEXT
     per_slot = -(-context // BLOCK)
     pages = Pages(40, per_slot)
-    cuda = Cuda(file, spec, slots=40, kv_blocks=40 * per_slot, tune=False, max_tokens=2048, context=context)
+    cuda = Cuda(file, spec, slots=40, kv_blocks=40 * per_slot, context=context, **defaults)
     with closing(cuda.runner):
         for prompt, drawn in ((1, 30), (16, 33), (33, 30), (700, 35)):
             (text,) = texts(spec, [prompt + drawn], prompt)

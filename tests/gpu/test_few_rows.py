@@ -6,7 +6,7 @@ import pytest
 from nightmill.worker.model.rope import RopeStyle
 from nightmill.worker.model.spec import ModelSpec
 from nightmill.worker.runners.gpu.device.device import Device
-from nightmill.worker.runners.gpu.device.operands import ABSENT, Buffer, Format, Matrix
+from nightmill.worker.runners.gpu.device.operands import ABSENT, ELEMENT, Buffer, Format, Matrix
 from nightmill.worker.runners.gpu.kv_cache import LayerCache
 from nightmill.worker.runners.gpu.products.few_rows import MAX_ROWS, FewRows
 from nightmill.worker.runners.gpu.products.shapes import Kind
@@ -14,7 +14,17 @@ from nightmill.worker.runners.gpu.rows.norms import RmsNorm
 from nightmill.worker.runners.gpu.rows.rotation import Rotation
 from nightmill.worker.runners.gpu.rows.swiglu import SwiGlu
 from nightmill.worker.runners.gpu.weights.layout import LayerWeights, NormWeight
-from tests.gpu.operands import ByLibrary, buffer, cache_of, fetched, inputs_of, matrix, poisoned
+from tests.elements import BOTH_ELEMENTS
+from tests.gpu.operands import (
+    ByLibrary,
+    buffer,
+    cache_of,
+    elements,
+    fetched,
+    inputs_of,
+    matrix,
+    poisoned,
+)
 from tests.gpu.oracles import PAGE
 from tests.specs import dense_spec
 
@@ -52,20 +62,19 @@ class Bench:
     def floats(self, *shape: int) -> Buffer:
         return buffer(self.device, self.rng.standard_normal(shape).astype(np.float32))
 
-    def halves(self, rows: int, columns: int) -> Buffer:
-        values = self.rng.standard_normal((rows, columns)) / np.sqrt(columns)
-        return buffer(self.device, values.astype(np.float16))
+    def elements(self, rows: int, columns: int) -> Buffer:
+        return elements(self.device, self.rng.standard_normal((rows, columns)) / np.sqrt(columns))
 
     def weight(self, rows: int, columns: int) -> Matrix:
         return matrix(self.device, self.rng.standard_normal((rows, columns)) / np.sqrt(columns))
 
     def poison(self, *shape: int) -> Buffer:
-        return poisoned(self.device, shape, np.float16)
+        return poisoned(self.device, shape, ELEMENT)
 
     def pages(self, count: int) -> LayerCache:
         """Full of poison."""
         shape = (count, self.attention.kv_heads, PAGE, self.attention.head_dim)
-        poison = np.full(shape, np.nan, dtype=np.float16)
+        poison = np.full(shape, np.nan, dtype=np.float32)
         return cache_of(self.device, poison, poison)
 
     def held(self, cache: LayerCache) -> list[np.ndarray]:
@@ -83,7 +92,7 @@ def bench(device: Device, request: pytest.FixtureRequest) -> Bench:
     if not device.hopper:
         pytest.skip("these kernels run on Hopper only")
     spec = dense_spec(**MODELS[request.param])
-    assert FewRows.suits(spec.layers[0], spec.width, [Format.F16], hopper=True)
+    assert FewRows.suits(spec.layers[0], spec.width, [device.element.format], hopper=True)
     return Bench(device, spec)
 
 
@@ -92,6 +101,7 @@ def few(bench: Bench) -> FewRows:
     return FewRows(bench.device, bench.spec.layers[0], bench.spec.width, bench.rotation.table)
 
 
+@BOTH_ELEMENTS
 @pytest.mark.parametrize("tokens", [1, 2, MAX_ROWS])
 def test_norm_qkv_bias_rotation_and_cache_write(bench: Bench, few: FewRows, tokens: int) -> None:
     device, layer = bench.device, bench.layer
@@ -115,6 +125,7 @@ def test_norm_qkv_bias_rotation_and_cache_write(bench: Bench, few: FewRows, toke
         np.testing.assert_array_equal(fused_array, plain)
 
 
+@BOTH_ELEMENTS
 @pytest.mark.parametrize("tokens", [1, 2, MAX_ROWS])
 def test_products_added_to_the_residual_stream(bench: Bench, few: FewRows, tokens: int) -> None:
     device, width = bench.device, bench.spec.width
@@ -123,7 +134,7 @@ def test_products_added_to_the_residual_stream(bench: Bench, few: FewRows, token
         x, plain, source = (
             buffer(device, before),
             buffer(device, before),
-            bench.halves(tokens, weight.columns),
+            bench.elements(tokens, weight.columns),
         )
         few.residual(source, weight, x, tokens)
         bench.product(source, weight, plain, tokens, Kind.RESIDUAL)
@@ -133,6 +144,7 @@ def test_products_added_to_the_residual_stream(bench: Bench, few: FewRows, token
         assert not np.isclose(after[:tokens], before[:tokens]).all()
 
 
+@BOTH_ELEMENTS
 @pytest.mark.parametrize("tokens", [1, 2, MAX_ROWS])
 def test_norm_gate_up_and_swiglu(bench: Bench, few: FewRows, tokens: int) -> None:
     device, layer, ffn = bench.device, bench.layer, bench.ffn

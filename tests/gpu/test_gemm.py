@@ -8,34 +8,53 @@ import numpy.typing as npt
 import pytest
 
 from nightmill.worker.runners.gpu.device.device import Device
+from nightmill.worker.runners.gpu.device.element import Element
 from nightmill.worker.runners.gpu.device.operands import ELEMENT, FLOAT, Buffer, Matrix
 from nightmill.worker.runners.gpu.products.chooser import Products
 from nightmill.worker.runners.gpu.products.hopper_tiles import TILES, HopperTiles, Tile
 from nightmill.worker.runners.gpu.products.shapes import Kind, Shape, Way, first_sum, padded_rows
 from nightmill.worker.runners.gpu.products.split import SPLIT_TILES, SplitTile, SplitTiles, split_tiles
 from nightmill.worker.runners.gpu.rows.swiglu import SwiGlu
+from tests.elements import BOTH_ELEMENTS, ROUNDED_ONCE, rounded
 from tests.gpu.comparing import nmse
-from tests.gpu.operands import ByLibrary, all_products, buffer, fetched, matrix, poisoned, room
+from tests.gpu.operands import (  # fmt: skip
+    Array,
+    ByLibrary,
+    all_products,
+    buffer,
+    elements,
+    fetched,
+    matrix,
+    poisoned,
+    room,
+)
 
-LIMIT = 5e-5
 ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 63, 65, 257, 1000)
 SIZES = ((1152, 896), (896, 4864), (9728, 896), (515, 72), (4096, 256))  # outputs, inputs
 
 Ways = Callable[[Shape], Way]
 
 
-def operands(rows: int, outputs: int, inputs: int) -> tuple[npt.NDArray[np.float16], npt.NDArray[np.float16]]:
+def operands(element: Element, rows: int, outputs: int, inputs: int) -> tuple[Array, Array]:
     rng = np.random.default_rng(rows * outputs + inputs)
-    x = rng.standard_normal((rows, inputs)).astype(np.float16)
-    return x, (rng.standard_normal((outputs, inputs)) / np.sqrt(inputs)).astype(np.float16)
+    weights = rng.standard_normal((outputs, inputs)) / np.sqrt(inputs)
+    return rounded(rng.standard_normal((rows, inputs)), element), rounded(weights, element)
 
 
-def followed_by_poison(device: Device, array: npt.NDArray[np.generic]) -> Buffer:
+def product_of(x: Array, weight: Array) -> npt.NDArray[np.float64]:
+    """Their product, to the last bit but few."""
+    exact: npt.NDArray[np.float64] = x.astype(np.float64) @ weight.astype(np.float64).T
+    return exact
+
+
+def followed_by_poison(
+    device: Device, array: Array, upload: Callable[[Device, Array], Buffer] = elements
+) -> Buffer:
     """The rows of an array, and NaN up to `padded_rows` and one row more."""
     rows = len(array)
     held = np.full((padded_rows(rows) + 1, *array.shape[1:]), np.nan, dtype=array.dtype)
     held[:rows] = array
-    return buffer(device, held)
+    return upload(device, held)
 
 
 @pytest.fixture
@@ -51,32 +70,40 @@ def library(device: Device) -> Iterator[ByLibrary]:
     library.close()
 
 
+@BOTH_ELEMENTS
 @pytest.mark.parametrize("kind", [Kind.HALF, Kind.FLOAT], ids=str)
 def test_products_are_exact_to_rounding(device: Device, library: ByLibrary, kind: Kind) -> None:
     floats = kind is Kind.FLOAT
     for outputs, inputs in SIZES:
         for rows in ROWS:
-            values, weights = operands(rows, outputs, inputs)
+            values, weights = operands(device.element, rows, outputs, inputs)
             x, weight = followed_by_poison(device, values), matrix(device, weights)
             padded = padded_rows(rows)
-            y = poisoned(device, (padded + 1, outputs), np.float32 if floats else np.float16)
+            y = poisoned(device, (padded + 1, outputs), FLOAT if floats else ELEMENT)
             library(x, weight, y, rows, kind)
             result = fetched(device, y)
-            error = nmse(result[:rows], values.astype(np.float64) @ weights.astype(np.float64).T)
-            assert error <= (1e-10 if floats else 1e-6) <= LIMIT, (rows, outputs, inputs, error)
+            error = nmse(result[:rows], product_of(values, weights))
+            assert error <= (1e-10 if floats else ROUNDED_ONCE[device.element]), (
+                rows,
+                outputs,
+                inputs,
+                error,
+            )
             assert np.isnan(result[padded]).all(), "wrote past its rows"
             for held in (x, weight, y):
                 device.free(held.address)
 
 
+@BOTH_ELEMENTS
 @pytest.mark.parametrize("tuned", [False, True], ids=["guessed", "tuned"])
 def test_a_row_has_the_same_bits_among_any_number_of_rows(
     device: Device, products: Products, tuned: bool
 ) -> None:
     for outputs, inputs in (*SIZES[:3], (256, 832)):
         product = products.of(Kind.HALF, outputs, inputs)
-        values, weights = operands(1024, outputs, inputs)
-        x, weight, y = buffer(device, values), matrix(device, weights), room(device, (1024, outputs), ELEMENT)
+        values, weights = operands(device.element, 1024, outputs, inputs)
+        x, weight = elements(device, values), matrix(device, weights)
+        y = room(device, (1024, outputs), ELEMENT)
         expected = None
         for rows in (1024, 1, 2, 5, 8, 9, 24, 63, 65, 200, 256, 300, 700):
             if tuned:
@@ -86,7 +113,7 @@ def test_a_row_has_the_same_bits_among_any_number_of_rows(
             expected = result if expected is None else expected
             np.testing.assert_array_equal(result, expected[:rows], err_msg=f"{rows} {outputs} {inputs}")
         assert expected is not None
-        assert nmse(expected, values.astype(np.float64) @ weights.astype(np.float64).T) <= 1e-6
+        assert nmse(expected, product_of(values, weights)) <= ROUNDED_ONCE[device.element]
 
 
 @pytest.fixture
@@ -96,25 +123,27 @@ def hopper(device: Device) -> HopperTiles:
     return HopperTiles(device)
 
 
+@BOTH_ELEMENTS
 @pytest.mark.parametrize("tile", TILES[Kind.HALF], ids=str)
 def test_every_hopper_tile_gives_the_librarys_bits(
     device: Device, hopper: HopperTiles, library: ByLibrary, tile: Tile
 ) -> None:
     for outputs, inputs in ((1152, 896), (896, 4864), (520, 72)):
         for rows in (1, 7, 63, 65, 257, 1000):
-            values, weights = operands(rows, outputs, inputs)
+            values, weights = operands(device.element, rows, outputs, inputs)
             weight = matrix(device, weights)
-            padded = np.zeros((padded_rows(rows), inputs), dtype=np.float16)
+            padded = np.zeros((padded_rows(rows), inputs), dtype=np.float32)
             padded[:rows] = values
-            own, theirs = (poisoned(device, (len(padded) + 1, outputs), np.float16) for _ in range(2))
-            shape = Shape(rows, outputs, inputs, Kind.HALF)
-            hopper.way(tile, shape)(buffer(device, values), weight, own)
-            library(buffer(device, padded), weight, theirs, rows)
+            own, theirs = (poisoned(device, (len(padded) + 1, outputs), ELEMENT) for _ in range(2))
+            shape = Shape(rows, outputs, inputs, Kind.HALF, device.element.format)
+            hopper.way(tile, shape)(elements(device, values), weight, own)
+            library(elements(device, padded), weight, theirs, rows)
             result, expected = fetched(device, own), fetched(device, theirs)
             np.testing.assert_array_equal(result[:rows], expected[:rows], err_msg=f"{rows} {outputs}")
             assert np.isnan(result[rows:]).all(), "wrote past its rows"
 
 
+@BOTH_ELEMENTS
 @pytest.mark.parametrize("tile", TILES[Kind.SWIGLU], ids=str)
 def test_swiglu_in_a_product_gives_the_bits_of_two_kernels(
     device: Device, hopper: HopperTiles, library: ByLibrary, tile: Tile
@@ -122,13 +151,13 @@ def test_swiglu_in_a_product_gives_the_bits_of_two_kernels(
     activation = SwiGlu(device)
     for ffn, inputs in ((4864, 896), (520, 72)):
         for rows in (1, 65, 300, 1000):
-            values, weights = operands(padded_rows(rows), 2 * ffn, inputs)
-            x, weight = buffer(device, values), matrix(device, weights)
+            values, weights = operands(device.element, padded_rows(rows), 2 * ffn, inputs)
+            x, weight = elements(device, values), matrix(device, weights)
             gate_up = room(device, (padded_rows(rows), 2 * ffn), ELEMENT)
-            fused, plain = (poisoned(device, (rows + 1, ffn), np.float16) for _ in range(2))
+            fused, plain = (poisoned(device, (rows + 1, ffn), ELEMENT) for _ in range(2))
             library(x, weight, gate_up, rows)
             activation(gate_up, plain, rows)
-            hopper.way(tile, Shape(rows, ffn, inputs, Kind.SWIGLU))(x, weight, fused)
+            hopper.way(tile, Shape(rows, ffn, inputs, Kind.SWIGLU, device.element.format))(x, weight, fused)
             result, expected = fetched(device, fused), fetched(device, plain)
             np.testing.assert_array_equal(result[:rows], expected[:rows], err_msg=f"{rows} {ffn}")
             assert np.isnan(result[rows]).all(), "wrote past its rows"
@@ -141,9 +170,9 @@ def residual_operands(
     device: Device, rows: int, outputs: int, inputs: int
 ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float64], Buffer, Matrix]:
     """What is added to, the exact sum, x, with poison behind, and the weight."""
-    values, weights = operands(rows, outputs, inputs)
+    values, weights = operands(device.element, rows, outputs, inputs)
     before = np.random.default_rng(rows).standard_normal((rows, outputs)).astype(np.float32)
-    exact = before + values.astype(np.float64) @ weights.astype(np.float64).T
+    exact = before + product_of(values, weights)
     return before, exact, followed_by_poison(device, values), matrix(device, weights)
 
 
@@ -154,8 +183,8 @@ def assert_they_add_the_same_bits(
     before, exact, x, weight = residual_operands(device, rows, outputs, inputs)
     results = []
     for ways, count in ((own, rows), (other, padded_rows(rows))):
-        y = followed_by_poison(device, before)
-        ways(Shape(count, outputs, inputs, Kind.RESIDUAL))(x, weight, y)
+        y = followed_by_poison(device, before, buffer)
+        ways(Shape(count, outputs, inputs, Kind.RESIDUAL, device.element.format))(x, weight, y)
         results.append(fetched(device, y))
         device.free(y.address)
     np.testing.assert_array_equal(results[0][:rows], results[1][:rows], err_msg=f"{rows} {outputs}")
@@ -165,6 +194,7 @@ def assert_they_add_the_same_bits(
         device.free(operand.address)
 
 
+@BOTH_ELEMENTS
 @pytest.mark.parametrize("tile", TILES[Kind.RESIDUAL], ids=str)
 def test_every_hopper_tile_adds_the_librarys_bits(
     device: Device, hopper: HopperTiles, library: ByLibrary, tile: Tile
@@ -176,6 +206,7 @@ def test_every_hopper_tile_adds_the_librarys_bits(
             )
 
 
+@BOTH_ELEMENTS
 @pytest.mark.parametrize("tile", SPLIT_TILES, ids=lambda tile: tile.name)
 def test_blocks_that_share_k_add_the_bits_of_one_that_has_it_all(
     device: Device, hopper: HopperTiles, tile: SplitTile
@@ -191,6 +222,7 @@ def test_blocks_that_share_k_add_the_bits_of_one_that_has_it_all(
             )  # fmt: skip
 
 
+@BOTH_ELEMENTS
 def test_many_inputs_are_two_sums_of_which_the_second_is_added_last(
     device: Device, hopper: HopperTiles, library: ByLibrary
 ) -> None:
@@ -198,9 +230,9 @@ def test_many_inputs_are_two_sums_of_which_the_second_is_added_last(
     outputs, inputs = 64, 4864
     first = first_sum(outputs, inputs)
     assert inputs // 2 == first
-    values = np.zeros((1, inputs), dtype=np.float16)
+    values = np.zeros((1, inputs), dtype=np.float32)
     values[0, [0, first - 1, first, inputs - 1]] = 1.0
-    weights = np.zeros((outputs, inputs), dtype=np.float16)
+    weights = np.zeros((outputs, inputs), dtype=np.float32)
     weights[:, [0, first - 1, inputs - 1]], weights[:, first] = 2**-12, 2**-10
     before = np.full((1, outputs), 8192.0, dtype=np.float32)  # neighbours are 2^-10 apart
     sums = np.float32(2**-11), np.float32(2**-10 + 2**-12)
@@ -208,29 +240,32 @@ def test_many_inputs_are_two_sums_of_which_the_second_is_added_last(
     assert expected == 8192 + 2**-10
     assert expected != before[0, 0] + (sums[0] + sums[1])
     assert expected != before[0, 0] + sums[1] + sums[0]
-    x, weight = buffer(device, values), matrix(device, weights)
-    shape, split = Shape(1, outputs, inputs, Kind.RESIDUAL), SplitTiles(device)
+    x, weight = elements(device, values), matrix(device, weights)
+    shape, split = Shape(1, outputs, inputs, Kind.RESIDUAL, device.element.format), SplitTiles(device)
     ways = {str(tile): hopper.way(tile, shape) for tile in TILES[Kind.RESIDUAL]}
     ways |= {str(tile): split.way(tile, shape) for tile in SPLIT_TILES if tile.suits(outputs, inputs)}
     ways["library"] = library.way(shape)
     for name, way in ways.items():
-        y = followed_by_poison(device, before)
+        y = followed_by_poison(device, before, buffer)
         way(x, weight, y)
         np.testing.assert_array_equal(fetched(device, y, 1), expected, err_msg=name)
 
 
+@BOTH_ELEMENTS
 def test_a_launch_that_waits_for_the_one_before_sees_its_sums(device: Device, hopper: HopperTiles) -> None:
     rows, outputs, inputs = 64, 896, 4864
     before, exact, x, weight = residual_operands(device, rows, outputs, inputs)
     split, times = SplitTiles(device), 30
     for tile in split_tiles(rows, outputs, inputs):
-        way, y = split.way(tile, Shape(rows, outputs, inputs, Kind.RESIDUAL)), buffer(device, before)
+        shape = Shape(rows, outputs, inputs, Kind.RESIDUAL, device.element.format)
+        way, y = split.way(tile, shape), buffer(device, before)
         for _ in range(times):
             way(x, weight, y)
         wanted = before + times * (exact - before)
         assert nmse(fetched(device, y), wanted) < 1e-10
 
 
+@BOTH_ELEMENTS
 @pytest.mark.parametrize("kind", [Kind.RESIDUAL, Kind.SWIGLU], ids=str)
 def test_a_row_has_the_same_bits_among_any_number_of_rows_whatever_becomes_of_it(
     device: Device, products: Products, kind: Kind
@@ -238,9 +273,9 @@ def test_a_row_has_the_same_bits_among_any_number_of_rows_whatever_becomes_of_it
     most = 4096
     for outputs, inputs in ADDED if kind is Kind.RESIDUAL else ((4864, 896), (520, 72)):
         product = products.of(kind, outputs, inputs)
-        values, weights = operands(most, outputs * (1 + (kind is Kind.SWIGLU)), inputs)
+        values, weights = operands(device.element, most, outputs * (1 + (kind is Kind.SWIGLU)), inputs)
         before = np.random.default_rng(0).standard_normal((most, outputs)).astype(np.float32)
-        x, weight = buffer(device, values), matrix(device, weights)
+        x, weight = elements(device, values), matrix(device, weights)
         y = memory = room(device, (most, outputs), FLOAT)
         if kind is Kind.SWIGLU:
             y = replace(memory, dtype=ELEMENT)
@@ -259,25 +294,26 @@ def test_a_row_has_the_same_bits_among_any_number_of_rows_whatever_becomes_of_it
             device.free(held.address)
 
 
+@BOTH_ELEMENTS
 def test_many_rows_are_computed_as_was_fastest_at_the_nearest_size_tried(
     device: Device, products: Products
 ) -> None:
     outputs, inputs = 896, 896
     product = products.of(Kind.HALF, outputs, inputs)
-    values, weights = operands(4096, outputs, inputs)
-    x, weight, y = buffer(device, values), matrix(device, weights), room(device, (4096, outputs), ELEMENT)
+    values, weights = operands(device.element, 4096, outputs, inputs)
+    x, weight, y = elements(device, values), matrix(device, weights), room(device, (4096, outputs), ELEMENT)
     product.tune(x, [weight], y, 4096, lambda: None)
     for rows in (1025, 3000, 4096):
         device.fill(y.address, 0xFF, y.bytes)
         product(x, weight, y, rows)
         result = fetched(device, y, rows)
-        assert nmse(result, values[:rows].astype(np.float64) @ weights.astype(np.float64).T) <= 1e-6
+        assert nmse(result, product_of(values[:rows], weights)) <= ROUNDED_ONCE[device.element]
 
 
 def test_a_fault_of_one_percent_would_be_seen() -> None:
-    x, weight = operands(65, 515, 72)
-    expected = x.astype(np.float64) @ weight.astype(np.float64).T
-    assert nmse(expected * 1.01, expected) > LIMIT
+    x, weight = operands(Element.F16, 65, 515, 72)
+    expected = product_of(x, weight)
     broken = expected.copy()
     broken[0, 0] = np.nan
-    assert nmse(broken, expected) > LIMIT
+    for wrong in (expected * 1.01, broken):
+        assert nmse(wrong, expected) > max(ROUNDED_ONCE.values())

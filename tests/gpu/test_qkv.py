@@ -12,7 +12,8 @@ from nightmill.worker.runners.gpu.products.hopper_qkv import QKV_TILES, HopperQk
 from nightmill.worker.runners.gpu.products.hopper_tiles import Tile
 from nightmill.worker.runners.gpu.products.qkv import Qkv
 from nightmill.worker.runners.gpu.products.shapes import padded_rows
-from tests.gpu.operands import all_products, buffer, fetched, inputs_of, room
+from tests.elements import BOTH_ELEMENTS
+from tests.gpu.operands import all_products, elements, fetched, inputs_of, room
 from tests.gpu.oracles import PAGE
 from tests.gpu.test_few_rows import CONTEXT, MODELS, Bench
 from tests.specs import dense_spec
@@ -29,7 +30,7 @@ WHOLE_HEADS = [
 @pytest.fixture(params=SOME_MODELS)
 def bench(device: Device, request: pytest.FixtureRequest) -> Bench:
     spec = dense_spec(**SOME_MODELS[request.param])
-    if not HopperQkv.suits(spec.layers[0].attention, Format.F16, hopper=device.hopper):
+    if not HopperQkv.suits(spec.layers[0].attention, device.element.format, hopper=device.hopper):
         pytest.skip("these kernels run on Hopper only")
     return Bench(device, spec)
 
@@ -42,9 +43,12 @@ def products(device: Device) -> Iterator[Products]:
 
 def either_way(bench: Bench, products: Products) -> Qkv:
     """In two launches where nothing else was tuned."""
-    return Qkv(bench.device, bench.attention, bench.spec.width, Format.F16, products, bench.rotation)
+    return Qkv(
+        bench.device, bench.attention, bench.spec.width, bench.device.element.format, products, bench.rotation
+    )
 
 
+@BOTH_ELEMENTS
 @pytest.mark.parametrize(("bench", "tile"), WHOLE_HEADS, indirect=["bench"], ids=str)
 @pytest.mark.parametrize("tokens", [1, 63, 65, 300, 1000])
 def test_every_tile_gives_the_bits_of_two_launches(
@@ -54,9 +58,9 @@ def test_every_tile_gives_the_bits_of_two_launches(
     fused = HopperQkv(device, attention, bench.rotation.table)
     assert tile in fused.tiles
     padded = padded_rows(tokens)
-    values = np.full((padded, width), np.nan, dtype=np.float16)
+    values = np.full((padded, width), np.nan, dtype=np.float32)
     values[:tokens] = bench.rng.standard_normal((tokens, width))
-    x = buffer(device, values)
+    x = elements(device, values)
     positions = bench.rng.integers(0, CONTEXT, tokens, dtype=np.int32)
     pages = -(-tokens // PAGE) + 2
     rows = bench.rng.permutation(pages * PAGE)[:tokens].astype(np.int32)
@@ -83,10 +87,11 @@ def test_every_tile_gives_the_bits_of_two_launches(
         np.testing.assert_array_equal(own_array, plain_array)
 
 
+@BOTH_ELEMENTS
 def test_the_tuned_choice_serves_all_numbers_of_tokens(bench: Bench, products: Products) -> None:
     device, width = bench.device, bench.spec.width
     tokens, padded = 3000, padded_rows(3000)
-    x = buffer(device, bench.rng.standard_normal((padded, width)).astype(np.float16))
+    x = elements(device, bench.rng.standard_normal((padded, width)))
     pages = -(-tokens // PAGE)
     positions, rows = (np.arange(tokens, dtype=np.int32) for _ in range(2))
     inputs = inputs_of(device, positions=positions, cache_rows=rows)
