@@ -1,0 +1,45 @@
+"""The Dockerfile and compose.yaml name extras, settings, volumes and services that there are."""
+
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from nightmill.jobs.settings import PREFIX, Settings
+
+ROOT = Path(__file__).parents[2]
+DOCKERFILE = (ROOT / "Dockerfile").read_text(encoding="utf-8")
+COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "compose.yaml").read_text(encoding="utf-8"))
+
+
+def test_the_image_is_installed_with_extras_that_there_are_and_takes_models_by_name() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    chosen = re.findall(r"\bEXTRAS=([\w,]+)", DOCKERFILE)
+    assert len(chosen) == 2
+    for one in chosen:
+        assert set(one.split(",")) <= extras.keys()
+        assert "hub" in one.split(",")
+
+
+def test_variables_of_the_containers_are_settings() -> None:
+    given = [service.get("environment", {}) for service in COMPOSE["services"].values()]
+    names = {name for environment in given for name in environment if name.startswith(PREFIX)}
+    names |= set(re.findall(rf"\b({PREFIX}\w+)=", DOCKERFILE))
+    assert {name.removeprefix(PREFIX).lower() for name in names} <= Settings.model_fields.keys()
+    assert {"NIGHTMILL_MODEL", "NIGHTMILL_DATA_DIR"} <= names
+
+
+def test_what_is_fetched_outlives_the_container() -> None:
+    (cache,) = re.findall(r"XDG_CACHE_HOME=(\S+)", DOCKERFILE)
+    assert cache in re.search(r"^VOLUME (.+)$", DOCKERFILE, re.MULTILINE)[1].split()  # type: ignore[index]
+    assert re.search(rf"chown nightmill\b.* {cache}$", DOCKERFILE, re.MULTILINE)
+    assert f"cache:{cache}" in COMPOSE["services"]["worker"]["volumes"]
+
+
+def test_services_use_volumes_and_services_that_there_are() -> None:
+    for service in COMPOSE["services"].values():
+        named = {volume.partition(":")[0] for volume in service.get("volumes", ())}
+        assert {name for name in named if name.isidentifier()} <= COMPOSE["volumes"].keys()
+        assert set(service.get("depends_on", ())) <= COMPOSE["services"].keys()
