@@ -4,6 +4,7 @@ import errno
 import hashlib
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from huggingface_hub import constants
@@ -247,6 +248,29 @@ def test_a_full_disk_is_told_before_and_while_it_fills(
         patch.setattr(transfer, "_check_space", full)
         assert "set HF_HOME to a directory on a larger disk" in failing()
     assert not hub.contents()
+
+
+def test_a_model_of_many_parts_must_fit_as_a_whole_before_the_first_is_fetched(
+    hub: SmallHub, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts = {f"big-Q6_K-0000{part}-of-00003.gguf": bytes([part]) * 10_000_000 for part in (1, 2, 3)}
+    hub.repos["owner/repo"] |= parts
+
+    def room(free: int) -> None:
+        monkeypatch.setattr(transfer.shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
+
+    room(29_999_999)
+    said = failing("hf:owner/repo:q6_k")
+    assert said.startswith(f"the disk is full: hf:owner/repo:q6_k needs 0.0 GB, and {cache.parent} has 0.0")
+    assert not hub.contents()
+    room(30_000_000)
+    hub.cuts = [10_000_000, 5_000_000] + [0] * 10
+    assert "cannot be reached" in failing("hf:owner/repo:q6_k")
+    hub.cuts = []
+    room(14_999_999)  # one part is here, and half of the second
+    assert "the disk is full" in failing("hf:owner/repo:q6_k")
+    room(15_000_000)
+    assert len(fetch("hf:owner/repo:q6_k", lambda progress: None).files) == 3
 
 
 def test_a_cache_that_cannot_be_written_is_named(hub: SmallHub, cache: Path) -> None:

@@ -35,7 +35,7 @@ from nightmill.jobs.errors import ModelFetchError
 from nightmill.worker.model.hub.cached import cached_files
 from nightmill.worker.model.hub.choice import choose
 from nightmill.worker.model.hub.names import FileUrl, HubName, parse_name
-from nightmill.worker.model.hub.transfer import Progress, Report, Source, transfer
+from nightmill.worker.model.hub.transfer import Progress, Report, Source, require_space, transfer
 
 _SHA256 = re.compile("[0-9a-f]{64}")
 _PLAIN = re.compile("[0-9A-Za-z_-]{1,128}")  # an identifier that becomes the name of a file here
@@ -70,7 +70,10 @@ def _fetch_from_hub(name: HubName, report: Report) -> Fetched:
     try:
         info = HfApi().model_info(name.repo, revision=name.revision, timeout=constants.HF_HUB_ETAG_TIMEOUT)
         wanted = choose(name, [sibling.rfilename for sibling in info.siblings or ()])
-        return Fetched(tuple(_fetch_file(name, file, report) for file in wanted))
+        found = [_look_up(name, file) for file in wanted]
+        missing = [(one.source, one.partial) for one in found if not one.here]
+        require_space(str(name), missing, Path(constants.HF_HUB_CACHE))
+        return Fetched(tuple(_fetch_file(name, one, report) for one in found))
     except (httpx2.HTTPError, OfflineModeIsEnabled) as error:
         return _from_cache(name, wanted, error)
 
@@ -93,34 +96,48 @@ def _from_cache(name: HubName, wanted: tuple[str, ...], error: Exception) -> Fet
     return Fetched(tuple(files[file] for file in wanted), note)
 
 
-def _fetch_file(name: HubName, file: str, report: Report) -> Path:
+@dataclass(frozen=True, slots=True)
+class _HubFile:
+    """A file of a repository, and where its content goes."""
+
+    file: str
+    source: Source
+    blob: Path
+    lock: Path
+    known: bool  # the cache has it under its name
+
+    @property
+    def partial(self) -> Path:
+        return self.blob.with_name(f"{self.blob.name}.incomplete")
+
+    @property
+    def here(self) -> bool:
+        return self.known or self.blob.exists()
+
+
+def _look_up(name: HubName, file: str) -> _HubFile:
     url = hf_hub_url(name.repo, file, revision=name.revision)
     metadata = get_hf_file_metadata(url)
     commit, etag = metadata.commit_hash or "", metadata.etag or ""
     if not (_PLAIN.fullmatch(commit) and _PLAIN.fullmatch(etag)):
         raise FileMetadataError
-    known = try_to_load_from_cache(name.repo, file, revision=commit)
-    if not isinstance(known, str):
-        folder = repo_folder_name(repo_id=name.repo, repo_type="model")
-        cache = Path(constants.HF_HUB_CACHE)
-        blob = cache / folder / "blobs" / etag
-        source = Source(
-            url,
-            f"{name.repo}/{file}",
-            metadata.size,
-            etag if _SHA256.fullmatch(etag) else None,
-            build_hf_headers(),
-        )
-        if not blob.exists():
-            transfer(
-                source,
-                blob,
-                partial=blob.with_name(f"{etag}.incomplete"),
-                lock=cache / ".locks" / folder / f"{etag}.lock",
-                report=report,
-            )
+    folder = repo_folder_name(repo_id=name.repo, repo_type="model")
+    cache = Path(constants.HF_HUB_CACHE)
+    sha256 = etag if _SHA256.fullmatch(etag) else None
+    return _HubFile(
+        file,
+        Source(url, f"{name.repo}/{file}", metadata.size, sha256, build_hf_headers()),
+        blob=cache / folder / "blobs" / etag,
+        lock=cache / ".locks" / folder / f"{etag}.lock",
+        known=isinstance(try_to_load_from_cache(name.repo, file, revision=commit), str),
+    )
+
+
+def _fetch_file(name: HubName, wanted: _HubFile, report: Report) -> Path:
+    if not wanted.here:
+        transfer(wanted.source, wanted.blob, partial=wanted.partial, lock=wanted.lock, report=report)
     # The content is there: this enters it in the cache under its name, for all programs that use the cache.
-    return Path(hf_hub_download(name.repo, file, revision=name.revision))
+    return Path(hf_hub_download(name.repo, wanted.file, revision=name.revision))
 
 
 def _fetch_url(name: FileUrl, report: Report) -> Path:

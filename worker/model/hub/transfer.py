@@ -8,7 +8,7 @@ import errno
 import hashlib
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -172,20 +172,36 @@ def _verify(source: Source, partial: Path, report: Report) -> None:
         )
 
 
+def require_space(model: str, files: Iterable[tuple[Source, Path]], folder: Path) -> None:
+    """Raise ModelFetchError before anything is fetched if the files, by their partial ones, do not fit."""
+    left = sum(_left(source, partial) for source, partial in files)
+    folder = next(place for place in (folder, *folder.parents) if place.is_dir())
+    if left > shutil.disk_usage(folder).free:
+        raise ModelFetchError(_full(model, left, folder))
+
+
 def _check_space(source: Source, partial: Path) -> None:
-    left = (source.size or 0) - (partial.stat().st_size if partial.exists() else 0)
-    if left > shutil.disk_usage(partial.parent).free:
+    if _left(source, partial) > shutil.disk_usage(partial.parent).free:
         raise OSError(errno.ENOSPC, "not enough space")
+
+
+def _left(source: Source, partial: Path) -> int:
+    """Bytes to fetch, as far as is known."""
+    return max((source.size or 0) - (partial.stat().st_size if partial.exists() else 0), 0)
+
+
+def _full(what: str, needed: int | None, folder: Path) -> str:
+    free = shutil.disk_usage(folder).free
+    needs = "more" if needed is None else f"{needed / 1e9:.1f} GB"
+    return (
+        f"the disk is full: {what} needs {needs}, and {folder} has {free / 1e9:.1f} GB left. "
+        "Free some, or set HF_HOME to a directory on a larger disk; what has been fetched is kept"
+    )
 
 
 def _disk_trouble(source: Source, folder: Path, error: OSError) -> str:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        free = shutil.disk_usage(folder).free
-        needs = "more" if source.size is None else f"{source.size / 1e9:.1f} GB"
-        return (
-            f"the disk is full: {source.shown} needs {needs}, and {folder} has {free / 1e9:.1f} GB left. "
-            "Free some, or set HF_HOME to a directory on a larger disk; what has been fetched is kept"
-        )
+        return _full(source.shown, source.size, folder)
     return (
         f"{source.shown} cannot be kept in {folder}: {error.strerror or error}. Set HF_HOME to a directory "
         "that you may write to"
