@@ -50,11 +50,27 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "web_search_options": (),
 }
 """Keys of a body that may be null or have these values, with which they have no effect."""
-_REMEDIES = {
-    "n": "give a row for each answer, with seeds of their own",
-    "best_of": "give a row for each answer, with seeds of their own",
-    "stream": "results are written as they finish",
+_A_ROW_EACH = "is not supported; give a row for each answer, with seeds of their own"
+_NO_CALLS = "is not supported yet: models call no tools here; remove it"
+_NO_LOGPROBS = "is not supported yet: answers come without probabilities; remove it"
+_NO_PENALTY = "is not supported yet; remove it, or give repetition_penalty in its place"
+_ONLY_TEXT = 'is not supported yet, only {"type": "text"}; remove it, and ask for JSON in the prompt'
+_REFUSALS = {
+    "n": _A_ROW_EACH,
+    "best_of": _A_ROW_EACH,
+    "stream": "is not supported; results are written as they finish",
+    "logprobs": _NO_LOGPROBS,
+    "top_logprobs": _NO_LOGPROBS,
+    "presence_penalty": _NO_PENALTY,
+    "frequency_penalty": _NO_PENALTY,
+    "response_format": _ONLY_TEXT,
+    "tools": _NO_CALLS,
+    "tool_choice": _NO_CALLS,
+    "functions": _NO_CALLS,
+    "function_call": _NO_CALLS,
 }
+"""What is said of other values, and what to do."""
+_LONGEST_SHOWN = 60  # characters of a value
 _FRAME = frozenset({"custom_id", "method", "url", "body"})
 _LIMIT = "max_completion_tokens"  # OpenAI's later name for max_tokens of a chat
 _BODY = {
@@ -99,7 +115,7 @@ def _fields(given: JsonObject, url: str) -> JsonObject:
         if name not in _BODY[url]:
             raise unknown_field(name, _BODY[url])
         if name in NEUTRAL and not any(_same(value, neutral) for neutral in NEUTRAL[name]):
-            said = f"{name}: {_short(value)} is not supported; {_REMEDIES.get(name, 'remove it')}"
+            said = f"{name}: {_short(value)} {_REFUSALS.get(name, 'is not supported; remove it')}"
             raise InvalidRequestError(said, field=name, code=RowCode.UNSUPPORTED_FIELD)
     fields = {name: value for name, value in given.items() if name in _TAKEN}
     if (limit := given.get(_LIMIT)) is not None:
@@ -121,4 +137,10 @@ def _same(value: Any, neutral: Any) -> bool:
 
 
 def _short(value: Any) -> str:
-    return json.dumps(value) if isinstance(value, str | int | float) else json_type(value)
+    """A value as JSON, or in a word if that is long."""
+    inside = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
+    if not any(isinstance(item, Mapping | list) for item in inside):
+        shown = json.dumps(value, ensure_ascii=False)
+        if len(shown) <= _LONGEST_SHOWN:
+            return shown
+    return f"this {json_type(value).split(maxsplit=1)[1]}"  # without its article

@@ -87,6 +87,37 @@ def test_keys_that_would_change_the_answer_are_refused_by_name(
 
 
 @pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (
+            {"response_format": {"type": "json_object"}},
+            'body.response_format: {"type": "json_object"} is not supported yet, only {"type": "text"}; '
+            "remove it, and ask for JSON in the prompt",
+        ),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
+            "body.response_format: this object is not supported yet, only ",
+        ),
+        (
+            {"tools": [{"type": "function"}]},
+            "body.tools: this list is not supported yet: models call no tools",
+        ),
+        ({"tool_choice": "x" * 100}, "body.tool_choice: this text is not supported yet: "),
+        (
+            {"presence_penalty": 0.5},
+            "body.presence_penalty: 0.5 is not supported yet; remove it, or give rep",
+        ),
+        ({"audio": {"voice": "x"}}, 'body.audio: {"voice": "x"} is not supported; remove it'),
+    ],
+)
+def test_a_refusal_shows_the_value_and_says_what_to_do(
+    tmp_path: Path, body: dict[str, Any], said: str
+) -> None:
+    error = only(tmp_path, chat(**body)).error
+    assert error is not None and error.message.startswith(said)
+
+
+@pytest.mark.parametrize(
     ("body", "field"),
     [
         ({"temperature": -1}, "temperature"), ({"temperature": "hot"}, "temperature"),
