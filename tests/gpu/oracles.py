@@ -7,15 +7,18 @@ import numpy as np
 import numpy.typing as npt
 
 from nightmill.worker.model.spec import Attention
+from nightmill.worker.runners.gpu.device.element import Element
 from nightmill.worker.runners.gpu.kv_cache import PAGE
 from nightmill.worker.runners.philox import token_words, uniform
 from nightmill.worker.runners.reference import ops
 from nightmill.worker.runners.sampling import SamplingRows, filter_rows, gumbel, penalise
+from tests.elements import ROUNDED_ONCE, rounded
 from tests.specs import dense_spec
 
 Array = npt.NDArray[Any]
-EXACT = 1e-6  # NMSE allowed to a kernel whose result is rounded to half once (the rounding alone: 8e-8)
+EXACT = ROUNDED_ONCE[Element.F16]
 ATTENTION = 5e-5
+"""NMSE allowed to attention, whose weights and results are rounded: that makes 6e-6 in bfloat16."""
 NEAR_TIE = 1e-5  # between noisy scores, where either token is right
 
 
@@ -41,20 +44,21 @@ def assert_close(actual: Array, expected: Array, limit: float) -> None:
 class Paged:
     """Sequences in a paged cache; whatever is not theirs is NaN."""
 
-    keys: list[Array]  # (L, G, D) each, half
+    keys: list[Array]  # (L, G, D) each, numbers that are elements
     values: list[Array]
-    k_cache: Array  # [pages, G, 16, D] half
+    k_cache: Array  # [pages, G, 16, D] of them
     v_cache: Array
     tables: Array  # (S, stride) int32
 
 
 def make_paged(
-    rng: np.random.Generator, lengths: list[int], kv_heads: int, head_dim: int, stride: int = 0
-) -> Paged:
+    rng: np.random.Generator, lengths: list[int], kv_heads: int, head_dim: int, stride: int = 0,
+    element: Element = Element.F16,
+) -> Paged:  # fmt: skip
     """Random keys and values for contexts of these lengths, on pages in random order."""
     counts = [-(-length // PAGE) for length in lengths]
     pages = rng.permutation(sum(counts) + 5).astype(np.int32)
-    caches = [np.full((len(pages), kv_heads, PAGE, head_dim), np.nan, dtype=np.float16) for _ in range(2)]
+    caches = [np.full((len(pages), kv_heads, PAGE, head_dim), np.nan, dtype=np.float32) for _ in range(2)]
     tables = np.full((len(lengths), max(stride, *counts, 1)), -1, dtype=np.int32)
     held: tuple[list[Array], list[Array]] = ([], [])
     first = 0
@@ -63,7 +67,7 @@ def make_paged(
         first += count
         tables[sequence, :count] = own
         for cache, kept in zip(caches, held, strict=True):
-            rows = rng.standard_normal((length, kv_heads, head_dim)).astype(np.float16)
+            rows = rounded(rng.standard_normal((length, kv_heads, head_dim)), element)
             kept.append(rows)
             places = np.arange(length)
             cache[own[places // PAGE], :, places % PAGE] = rows
@@ -122,9 +126,11 @@ SLOW_SHAPES = [(4, 2, 16), (3, 3, 40), (8, 2, 32), (2, 1, 96), (2, 1, 256)]
 LONG = 32_000  # tokens
 
 
-def make_queries(rng: np.random.Generator, rows: int, attention: Attention) -> np.ndarray:
+def make_queries(
+    rng: np.random.Generator, rows: int, attention: Attention, element: Element = Element.F16
+) -> np.ndarray:
     """qkv (rows, H + 2 G, D): queries large enough for sharp softmax, the rest poison."""
     heads, head_dim = attention.heads, attention.head_dim
-    qkv = np.full((rows, heads + 2 * attention.kv_heads, head_dim), np.nan, dtype=np.float16)
-    qkv[:, :heads] = rng.standard_normal((rows, heads, head_dim)) * 2
+    qkv = np.full((rows, heads + 2 * attention.kv_heads, head_dim), np.nan, dtype=np.float32)
+    qkv[:, :heads] = rounded(rng.standard_normal((rows, heads, head_dim)) * 2, element)
     return qkv

@@ -9,7 +9,9 @@ from nightmill.worker.runners.gpu.attention.decode import DecodeAttention
 from nightmill.worker.runners.gpu.attention.pieces import NO_PIECES, decode_pieces
 from nightmill.worker.runners.gpu.device.device import Device
 from nightmill.worker.runners.gpu.device.graphs import Graph
-from tests.gpu.operands import buffer, cache_of, fetched, inputs_of, poisoned, shape_of
+from nightmill.worker.runners.gpu.device.operands import ELEMENT
+from tests.elements import BOTH_ELEMENTS
+from tests.gpu.operands import cache_of, elements, fetched, inputs_of, poisoned, shape_of
 from tests.gpu.oracles import (  # fmt: skip
     ATTENTION,
     LONG,
@@ -41,9 +43,9 @@ def run_decode(
         device, table_width=paged.tables.shape[1], block_tables=paged.tables, context_lengths=contexts,
         pieces=pieces,
     )  # fmt: skip
-    out = poisoned(device, (count, attention.heads, attention.head_dim), np.float16)
+    out = poisoned(device, (count, attention.heads, attention.head_dim), ELEMENT)
     step = shape_of(tokens=count, drawn=count, pieces=len(pieces))
-    decode(buffer(device, qkv), cache_of(device, paged.k_cache, paged.v_cache), inputs, step, out)
+    decode(elements(device, qkv), cache_of(device, paged.k_cache, paged.v_cache), inputs, step, out)
     return fetched(device, out)
 
 
@@ -56,13 +58,14 @@ def decode_oracle(attention: Attention, qkv: np.ndarray, paged: Paged, lengths: 
     )
 
 
+@BOTH_ELEMENTS
 @pytest.mark.parametrize("shape", SHAPES + SLOW_SHAPES)
 def test_decode_at_page_and_segment_borders(device: Device, shape: tuple[int, int, int]) -> None:
     attention = attention_of(shape)
     decode = decode_attention(device, attention, max_context=LONG)
     rng = np.random.default_rng(shape[2])
-    paged = make_paged(rng, BORDERS, attention.kv_heads, attention.head_dim)
-    qkv = make_queries(rng, len(BORDERS), attention)
+    paged = make_paged(rng, BORDERS, attention.kv_heads, attention.head_dim, element=device.element)
+    qkv = make_queries(rng, len(BORDERS), attention, device.element)
     actual = run_decode(device, decode, attention, qkv, paged, BORDERS)
     assert_close(actual, decode_oracle(attention, qkv, paged, BORDERS), ATTENTION)
 
@@ -78,10 +81,12 @@ def test_decode_with_a_window_and_a_cap(
     decode = decode_attention(device, attention, max_context=LONG)
     rng = np.random.default_rng(shape[0])
     lengths = [*BORDERS, 5000]
-    paged = make_paged(rng, lengths, attention.kv_heads, attention.head_dim, stride=LONG // 16)
+    paged = make_paged(
+        rng, lengths, attention.kv_heads, attention.head_dim, stride=LONG // 16, element=device.element
+    )
     for sequence, length in enumerate(lengths):
         poison_before(paged, sequence, length - (window or LONG))
-    qkv = make_queries(rng, len(lengths), attention)
+    qkv = make_queries(rng, len(lengths), attention, device.element)
     split = run_decode(device, decode, attention, qkv, paged, lengths, pieces=NO_PIECES)
     assert_close(split, decode_oracle(attention, qkv, paged, lengths), ATTENTION)
     contexts, everyone = np.array(lengths, dtype=np.int32), np.arange(len(lengths), dtype=np.int32)
@@ -92,18 +97,20 @@ def test_decode_with_a_window_and_a_cap(
             np.testing.assert_array_equal(actual, split)
 
 
+@BOTH_ELEMENTS
 @pytest.mark.parametrize("shape", SHAPES[:2])
 def test_decode_of_long_contexts(device: Device, shape: tuple[int, int, int]) -> None:
     attention = attention_of(shape)
     decode = decode_attention(device, attention, max_context=LONG)
     rng = np.random.default_rng(5)
     for lengths in ([LONG], [LONG, 1, 31_999, 7000]):
-        paged = make_paged(rng, lengths, attention.kv_heads, attention.head_dim)
-        qkv = make_queries(rng, len(lengths), attention)
+        paged = make_paged(rng, lengths, attention.kv_heads, attention.head_dim, element=device.element)
+        qkv = make_queries(rng, len(lengths), attention, device.element)
         actual = run_decode(device, decode, attention, qkv, paged, lengths)
         assert_close(actual, decode_oracle(attention, qkv, paged, lengths), ATTENTION)
 
 
+@BOTH_ELEMENTS
 @pytest.mark.parametrize("shape", SHAPES[:2])
 def test_decode_alone_and_in_a_large_batch_gives_the_same_bits(
     device: Device, shape: tuple[int, int, int]
@@ -113,8 +120,10 @@ def test_decode_alone_and_in_a_large_batch_gives_the_same_bits(
     rng = np.random.default_rng(6)
     lengths = [int(length) for length in rng.integers(1, 1500, 300)]
     lengths[7] = 3000
-    paged = make_paged(rng, lengths, attention.kv_heads, attention.head_dim, stride=LONG // 16)
-    qkv = make_queries(rng, len(lengths), attention)
+    paged = make_paged(
+        rng, lengths, attention.kv_heads, attention.head_dim, stride=LONG // 16, element=device.element
+    )
+    qkv = make_queries(rng, len(lengths), attention, device.element)
     together = run_decode(device, decode, attention, qkv, paged, lengths)
     assert_close(together, decode_oracle(attention, qkv, paged, lengths), ATTENTION)
     for count in (1, 3, 40):
@@ -126,6 +135,7 @@ def test_decode_alone_and_in_a_large_batch_gives_the_same_bits(
         np.testing.assert_array_equal(alone, together[7 : 7 + count])
 
 
+@BOTH_ELEMENTS
 @pytest.mark.parametrize("window", [None, 600])
 @pytest.mark.parametrize("context", [500, 1000, 2048, LONG])  # clusters of 2, 4, 8, and of 8 in a longer grid
 @pytest.mark.parametrize("shape", [(14, 2, 64), (16, 2, 128), (32, 2, 64), (32, 2, 128), (20, 1, 64)])
@@ -140,8 +150,10 @@ def test_decode_in_clusters_gives_the_bits_of_other_launches(
     rng = np.random.default_rng(context)
     candidates = [1, 256, 0, 257, 16, 500, 255, 513, 1000, 1025, 2047, 2048, 1793, 2049, 300, 7000]
     lengths = [length for length in candidates if length <= context]
-    paged = make_paged(rng, lengths, attention.kv_heads, attention.head_dim, stride=-(-context // 16))
-    qkv = make_queries(rng, len(lengths), attention)
+    paged = make_paged(
+        rng, lengths, attention.kv_heads, attention.head_dim, stride=-(-context // 16), element=device.element
+    )
+    qkv = make_queries(rng, len(lengths), attention, device.element)
     # In one piece: so many sequences that none is split.
     many = np.resize(np.arange(len(lengths)), 3 * device.multiprocessors)
     repeated = Paged([], [], paged.k_cache, paged.v_cache, paged.tables[many])
@@ -160,6 +172,7 @@ def test_decode_in_clusters_gives_the_bits_of_other_launches(
                 np.testing.assert_array_equal(actual, together[some])
 
 
+@BOTH_ELEMENTS
 @pytest.mark.parametrize("window", [None, 16, 1500])
 @pytest.mark.parametrize("shape", [(14, 2, 64), (16, 2, 128), (32, 2, 64), (20, 1, 64)])
 def test_contexts_cut_anyhow_give_the_bits_of_whole_ones(
@@ -169,8 +182,10 @@ def test_contexts_cut_anyhow_give_the_bits_of_whole_ones(
     decode = decode_attention(device, attention, max_context=LONG)
     rng = np.random.default_rng(13)
     lengths = [9000, 1, 300, 5000, 255, 256, 257, LONG, 0, 4097, 2000, 16]
-    paged = make_paged(rng, lengths, attention.kv_heads, attention.head_dim, stride=LONG // 16)
-    qkv = make_queries(rng, len(lengths), attention)
+    paged = make_paged(
+        rng, lengths, attention.kv_heads, attention.head_dim, stride=LONG // 16, element=device.element
+    )
+    qkv = make_queries(rng, len(lengths), attention, device.element)
     held = np.flatnonzero(lengths)
     contexts, everyone = np.array(lengths, dtype=np.int32), np.arange(len(lengths), dtype=np.int32)
     cuts = [
@@ -205,15 +220,15 @@ def test_decode_leaves_empty_sequences_and_prompts_alone(device: Device, shape: 
     decode = decode_attention(device, attention, max_context=4096)
     rng = np.random.default_rng(8)
     lengths = [100, 0, 700, 0, 20]
-    paged = make_paged(rng, lengths, attention.kv_heads, attention.head_dim)
-    qkv = make_queries(rng, 9, attention)  # 4 rows of prompts
-    out = poisoned(device, (9, attention.heads, attention.head_dim), np.float16)
+    paged = make_paged(rng, lengths, attention.kv_heads, attention.head_dim, element=device.element)
+    qkv = make_queries(rng, 9, attention, device.element)  # 4 rows of prompts
+    out = poisoned(device, (9, attention.heads, attention.head_dim), ELEMENT)
     contexts = np.array(lengths, dtype=np.int32)
     inputs = inputs_of(
         device, table_width=paged.tables.shape[1], block_tables=paged.tables, context_lengths=contexts
     )
     cache = cache_of(device, paged.k_cache, paged.v_cache)
-    decode(buffer(device, qkv), cache, inputs, shape_of(tokens=9, drawn=5), out)
+    decode(elements(device, qkv), cache, inputs, shape_of(tokens=9, drawn=5), out)
     actual = fetched(device, out)
     for sequence in (0, 2, 4):
         expected = attention_oracle(
@@ -224,17 +239,18 @@ def test_decode_leaves_empty_sequences_and_prompts_alone(device: Device, shape: 
     assert np.isnan(np.delete(actual, [0, 2, 4], axis=0)).all()
 
 
+@BOTH_ELEMENTS
 def test_scores_far_beyond_half_precision_are_fine(device: Device) -> None:
     attention = attention_of(SHAPES[0])
     decode = decode_attention(device, attention, max_context=4096)
     rng = np.random.default_rng(11)
     lengths = [300, 40]
-    paged = make_paged(rng, lengths, attention.kv_heads, attention.head_dim)
+    paged = make_paged(rng, lengths, attention.kv_heads, attention.head_dim, element=device.element)
     for keys, table in zip(paged.keys, paged.tables, strict=True):
         keys[..., 0] = 600.0  # as Qwen2's key bias: scores of several 100,000
         places = np.arange(len(keys))
         paged.k_cache[table[places // 16], :, places % 16] = keys
-    qkv = make_queries(rng, 2, attention)
+    qkv = make_queries(rng, 2, attention, device.element)
     qkv[:, : attention.heads, 0] = 400.0
     actual = run_decode(device, decode, attention, qkv, paged, lengths)
     assert_close(actual, decode_oracle(attention, qkv, paged, lengths), ATTENTION)
@@ -247,8 +263,8 @@ def test_a_captured_launch_serves_other_contexts(device: Device, count: int) -> 
     rng = np.random.default_rng(12)
     lengths = [int(length) for length in rng.integers(1, 900, count)]
     lengths[0], lengths[1] = 5000, 0  # the second is padding
-    paged = make_paged(rng, lengths, attention.kv_heads, attention.head_dim)
-    qkv = make_queries(rng, count, attention)
+    paged = make_paged(rng, lengths, attention.kv_heads, attention.head_dim, element=device.element)
+    qkv = make_queries(rng, count, attention, device.element)
     now = np.array(lengths, dtype=np.int32)
     pieces = decode.pieces(now, np.arange(count, dtype=np.int32))
     assert (len(pieces) > 0) == (count > 3)
@@ -257,8 +273,8 @@ def test_a_captured_launch_serves_other_contexts(device: Device, count: int) -> 
         context_lengths=np.ones(count, dtype=np.int32),
         pieces=np.full((max(len(pieces), 1), 4), -1, dtype=np.int32),
     )  # fmt: skip
-    queries, cache = buffer(device, qkv), cache_of(device, paged.k_cache, paged.v_cache)
-    out = poisoned(device, (count, attention.heads, attention.head_dim), np.float16)
+    queries, cache = elements(device, qkv), cache_of(device, paged.k_cache, paged.v_cache)
+    out = poisoned(device, (count, attention.heads, attention.head_dim), ELEMENT)
     step = shape_of(tokens=count, drawn=count, pieces=len(pieces))
     graph = Graph(device, lambda: decode(queries, cache, inputs, step, out))
     device.copy_in(inputs.block_tables, paged.tables)

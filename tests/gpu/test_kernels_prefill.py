@@ -7,8 +7,10 @@ from nightmill.worker.model.spec import Attention
 from nightmill.worker.runners.gpu.attention.choice import Prefill, prefill_attention
 from nightmill.worker.runners.gpu.attention.prefill import PortablePrefill
 from nightmill.worker.runners.gpu.device.device import Device
+from nightmill.worker.runners.gpu.device.operands import ELEMENT
 from nightmill.worker.runners.gpu.products.shapes import padded_rows
-from tests.gpu.operands import buffer, cache_of, fetched, inputs_of, poisoned, shape_of
+from tests.elements import BOTH_ELEMENTS, rounded
+from tests.gpu.operands import cache_of, elements, fetched, inputs_of, poisoned, shape_of
 from tests.gpu.oracles import (  # fmt: skip
     ATTENTION,
     LONG,
@@ -38,15 +40,15 @@ def run_prefill(
     starts, contexts = np.cumsum([0, *chunks]).astype(np.int32), np.array(lengths, dtype=np.int32)
     tiles = prefill.tiles(starts, contexts, drawn)
     tiles = np.concatenate([tiles, [[-1, 0]]]).astype(np.int32)  # a padding tile
-    queries = np.zeros((padded_rows(len(qkv)), *qkv.shape[1:]), dtype=np.float16)
+    queries = np.zeros((padded_rows(len(qkv)), *qkv.shape[1:]), dtype=np.float32)
     queries[: len(qkv)] = qkv
     inputs = inputs_of(
         device, table_width=paged.tables.shape[1], block_tables=paged.tables, sequence_starts=starts,
         context_lengths=contexts, tiles=tiles,
     )  # fmt: skip
-    out = poisoned(device, (starts[-1], attention.heads, attention.head_dim), np.float16)
+    out = poisoned(device, (starts[-1], attention.heads, attention.head_dim), ELEMENT)
     cache = cache_of(device, paged.k_cache, paged.v_cache)
-    prefill(buffer(device, queries), cache, inputs, shape_of(tokens=len(qkv), tiles=len(tiles)), out)
+    prefill(elements(device, queries), cache, inputs, shape_of(tokens=len(qkv), tiles=len(tiles)), out)
     return fetched(device, out)
 
 
@@ -66,6 +68,7 @@ def prefill_oracle(
     )
 
 
+@BOTH_ELEMENTS
 @pytest.mark.parametrize("portable", [False, True], ids=["best", "portable"])
 @pytest.mark.parametrize("shape", SHAPES + SLOW_SHAPES)
 def test_prefill_of_ragged_chunks(device: Device, shape: tuple[int, int, int], portable: bool) -> None:
@@ -76,8 +79,8 @@ def test_prefill_of_ragged_chunks(device: Device, shape: tuple[int, int, int], p
     chunks = [1, 7, 63, 64, 65, 130, 1, 2, 16, 17, 15, 100, 33, 1]
     before = [40, 0, 0, 0, 0, 0, 0, 1, 15, 16, 17, 128, 999, 64]
     lengths = [chunk + earlier for chunk, earlier in zip(chunks, before, strict=True)]
-    paged = make_paged(rng, lengths, attention.kv_heads, attention.head_dim)
-    qkv = make_queries(rng, sum(chunks), attention)
+    paged = make_paged(rng, lengths, attention.kv_heads, attention.head_dim, element=device.element)
+    qkv = make_queries(rng, sum(chunks), attention, device.element)
     actual = run_prefill(device, prefill, attention, qkv, paged, lengths, chunks, drawn=1)
     assert np.isnan(actual[0]).all()  # not ours
     row = 1
@@ -102,10 +105,10 @@ def test_prefill_with_a_window_and_a_cap(
     rng = np.random.default_rng(shape[0])
     chunks, before = [330, 1, 130, 65, 20], [0, 400, 500, 64, 63]
     lengths = [chunk + earlier for chunk, earlier in zip(chunks, before, strict=True)]
-    paged = make_paged(rng, lengths, attention.kv_heads, attention.head_dim)
+    paged = make_paged(rng, lengths, attention.kv_heads, attention.head_dim, element=device.element)
     for sequence, earlier in enumerate(before):
         poison_before(paged, sequence, (earlier + 1 - (window or LONG)) // TILE * TILE)
-    qkv = make_queries(rng, sum(chunks), attention)
+    qkv = make_queries(rng, sum(chunks), attention, device.element)
     expected = prefill_oracle(attention, qkv, paged, lengths, chunks)
     for portable in (False, True):
         prefill = make_prefill(device, attention, portable=portable)
@@ -119,14 +122,15 @@ def test_prefill_with_a_window_and_a_cap(
             np.testing.assert_array_equal(piece, whole[part])
 
 
+@BOTH_ELEMENTS
 @pytest.mark.parametrize("shape", SHAPES[:2])
 def test_prefill_deep_in_a_long_context(device: Device, shape: tuple[int, int, int]) -> None:
     attention = attention_of(shape)
     prefill = make_prefill(device, attention)
     rng = np.random.default_rng(9)
     chunks, lengths = [129, 1000], [LONG, 1000]
-    paged = make_paged(rng, lengths, attention.kv_heads, attention.head_dim)
-    qkv = make_queries(rng, sum(chunks), attention)
+    paged = make_paged(rng, lengths, attention.kv_heads, attention.head_dim, element=device.element)
+    qkv = make_queries(rng, sum(chunks), attention, device.element)
     actual = run_prefill(device, prefill, attention, qkv, paged, lengths, chunks)
     for sequence, part in enumerate((slice(0, 129), slice(129, 1129))):
         chunk = part.stop - part.start
@@ -137,6 +141,7 @@ def test_prefill_deep_in_a_long_context(device: Device, shape: tuple[int, int, i
         assert_close(actual[part], expected, ATTENTION)
 
 
+@BOTH_ELEMENTS
 @pytest.mark.parametrize("portable", [False, True], ids=["best", "portable"])
 @pytest.mark.parametrize("shape", SHAPES[:2])
 def test_prefill_in_chunks_gives_the_bits_of_prefill_in_one_piece(
@@ -145,8 +150,8 @@ def test_prefill_in_chunks_gives_the_bits_of_prefill_in_one_piece(
     attention = attention_of(shape)
     prefill = make_prefill(device, attention, portable=portable)
     rng = np.random.default_rng(10)
-    paged = make_paged(rng, [600], attention.kv_heads, attention.head_dim)
-    qkv = make_queries(rng, 600, attention)
+    paged = make_paged(rng, [600], attention.kv_heads, attention.head_dim, element=device.element)
+    qkv = make_queries(rng, 600, attention, device.element)
     whole = run_prefill(device, prefill, attention, qkv, paged, [600], [600])
     first = 0
     for chunk in (100, 2, 37, 461):
@@ -163,8 +168,8 @@ def test_prefill_of_more_tiles_than_blocks(device: Device, shape: tuple[int, int
     rng = np.random.default_rng(13)
     chunks = [int(chunk) for chunk in rng.integers(2, 200, 150)]
     lengths = [chunk + int(earlier) for chunk, earlier in zip(chunks, rng.integers(0, 150, 150), strict=True)]
-    paged = make_paged(rng, lengths, attention.kv_heads, attention.head_dim)
-    qkv = make_queries(rng, sum(chunks), attention)
+    paged = make_paged(rng, lengths, attention.kv_heads, attention.head_dim, element=device.element)
+    qkv = make_queries(rng, sum(chunks), attention, device.element)
     actual = run_prefill(device, prefill, attention, qkv, paged, lengths, chunks)
     assert_close(actual, prefill_oracle(attention, qkv, paged, lengths, chunks), ATTENTION)
     again = run_prefill(device, prefill, attention, qkv, paged, lengths, chunks)
@@ -185,16 +190,17 @@ def rising(
     attention = attention_of(shape)
     prefill = make_prefill(device, attention, portable=request.param)
     rng = np.random.default_rng(14)
-    paged = make_paged(rng, [RISING], attention.kv_heads, attention.head_dim)
+    paged = make_paged(rng, [RISING], attention.kv_heads, attention.head_dim, element=device.element)
     places = np.arange(RISING)
     growing = places * 0.5 + 1000.0 * (places > 300) + 29_000.0 * (places > 400)
-    paged.keys[0][..., 0] = growing[:, None]
+    paged.keys[0][..., 0] = rounded(growing, device.element)[:, None]
     paged.k_cache[paged.tables[0][places // 16], :, places % 16] = paged.keys[0]
-    qkv = make_queries(rng, RISING, attention)
+    qkv = make_queries(rng, RISING, attention, device.element)
     qkv[:, : attention.heads, 0] = np.resize([0.0, 4.0, -4.0, 1.0], attention.heads)
     return attention, prefill, qkv, paged
 
 
+@BOTH_ELEMENTS
 @pytest.mark.parametrize("shape", SHAPES[:2])
 def test_prefill_where_later_scores_are_much_larger(
     device: Device, rising: tuple[Attention, Prefill, np.ndarray, Paged]
@@ -212,6 +218,7 @@ def test_prefill_where_later_scores_are_much_larger(
         np.testing.assert_array_equal(piece, whole[part])
 
 
+@BOTH_ELEMENTS
 @pytest.mark.parametrize("shape", SHAPES[:2])
 def test_rising_scores_of_some_rows_leave_the_bits_of_others(
     device: Device, rising: tuple[Attention, Prefill, np.ndarray, Paged]
