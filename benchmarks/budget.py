@@ -27,7 +27,7 @@ from nightmill.worker.model.spec import ModelSpec
 from nightmill.worker.runners.base import StepBatch
 from nightmill.worker.runners.gpu.device.graphs import Graph
 from nightmill.worker.runners.gpu.kv_cache import PAGE
-from nightmill.worker.runners.gpu.layers import Layer, LayerKernels
+from nightmill.worker.runners.gpu.layers import Addition, Layer, LayerKernels
 from nightmill.worker.runners.gpu.model import Model, Shared
 from nightmill.worker.runners.gpu.runner import CudaRunner
 from nightmill.worker.runners.gpu.steps import StepInputs, StepShape
@@ -150,10 +150,14 @@ def recorded(model: Model, inputs: StepInputs, shape: StepShape) -> list[tuple[s
 
         return Recorder(layer.kernels.few, calls, name)
 
+    def added(addition: Addition, name: str) -> Addition:
+        norms = noted(addition.norms, "rms_norm")
+        return replace(addition, product=noted(addition.product, name), norms=norms)
+
     kept = model.shared, model.layers, model.head
     model.shared = Shared(
-        embedding=noted(model.shared.embedding), norm=noted(model.shared.norm, "rms_norm"),
-        sampler=noted(model.shared.sampler),
+        embedding=noted(model.shared.embedding), norms=noted(model.shared.norms, "rms_norm"),
+        logit_scale=noted(model.shared.logit_scale, "scale_logits"), sampler=noted(model.shared.sampler),
     )  # fmt: skip
     model.head = noted(model.head, "head")
     model.layers = tuple(
@@ -166,6 +170,7 @@ def recorded(model: Model, inputs: StepInputs, shape: StepShape) -> list[tuple[s
                 gate_up=noted(layer.kernels.gate_up, "gate_up and swiglu"),
                 down=noted(layer.kernels.down, "down"), few=in_few_rows(layer),
             ),
+            attended=added(layer.attended, "output"), fed=added(layer.fed, "down"),
         )
         for layer in model.layers
     )  # fmt: skip

@@ -26,10 +26,10 @@ from nightmill.worker.runners.gpu.device.device import Device
 from nightmill.worker.runners.gpu.device.graphs import Graph
 from nightmill.worker.runners.gpu.device.operands import ABSENT, Buffer, Matrix
 from nightmill.worker.runners.gpu.kv_cache import PAGE, LayerCache
+from nightmill.worker.runners.gpu.rows.activate import Activate
 from nightmill.worker.runners.gpu.rows.embedding import Embedding
-from nightmill.worker.runners.gpu.rows.norms import RmsNorm
+from nightmill.worker.runners.gpu.rows.norms import Norms
 from nightmill.worker.runners.gpu.rows.rotation import Rotation
-from nightmill.worker.runners.gpu.rows.swiglu import SwiGlu
 from nightmill.worker.runners.gpu.sampling.sampler import SLOT, Sampler
 from nightmill.worker.runners.gpu.weights.layout import NormWeight
 from tests.gpu.operands import inputs_of, shape_of
@@ -120,7 +120,7 @@ def row_cases(bench: Bench, spec: ModelSpec) -> Iterator[Case]:
     """Embedding, norms, SwiGLU, rotation."""
     device, layer = bench.device, spec.layers[0]
     attention, width, ffn = layer.attention, spec.width, layer.feed_forward.width
-    embedding, norm, swiglu = Embedding(device, spec.vocab), RmsNorm(device), SwiGlu(device)
+    embedding, norm, swiglu = Embedding(device, spec.vocab), Norms(device, spec), Activate(device)
     rotation = Rotation(device, attention, max_context=4096)
     table = Matrix(bench.random(spec.vocab, width).address, spec.vocab, width)
     gains = NormWeight(bench.random(width, dtype=np.float32), layer.attention_norm.eps)

@@ -21,7 +21,7 @@ from typing import Any
 from nightmill.worker.model.families import read_spec
 from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.model.rope import RopeStyle
-from nightmill.worker.model.spec import ModelSpec
+from nightmill.worker.model.spec import Activation, ModelSpec
 from nightmill.worker.runners.gpu.catalogue import sources_for
 from nightmill.worker.runners.gpu.device.compiler import COMMON_OPTIONS, cubin_name, kernel_directory
 from nightmill.worker.runners.gpu.device.element import Element
@@ -53,13 +53,14 @@ def main() -> int:
 def every_source() -> Iterator[tuple[Path, tuple[str, ...], str]]:
     """File, options and architecture of all that runners compile, for heads of 64, 128 and others.
 
-    Each size with one more kind of scores, for which attention has kernels of its own.
+    Each size with one more kind of scores, for which attention has kernels of its own; one also with what
+    else the bundled model has not.
     """
     bundled = read_spec(GgufFile.open(ROOT / "models" / "nightmill-demo.gguf"))
     small = with_heads(bundled, 32, RopeStyle.HALVES)
     large = with_heads(bundled, 128, RopeStyle.PAIRS)
     specs = (
-        with_scores(bundled, window=512),
+        with_other_parts(with_scores(bundled, window=512)),
         with_scores(large, window=512, softcap=50.0),
         with_scores(small, softcap=50.0),
     )
@@ -81,6 +82,18 @@ def with_scores(spec: ModelSpec, **scores: Any) -> ModelSpec:
     """The model with other attention in its last layer."""
     *layers, last = spec.layers
     return replace(spec, layers=(*layers, replace(last, attention=replace(last.attention, **scores))))
+
+
+def with_other_parts(spec: ModelSpec) -> ModelSpec:
+    """The model with GeGLU and norms after in its last layer, and scaled logits."""
+    *layers, last = spec.layers
+    other = replace(
+        last,
+        feed_forward=replace(last.feed_forward, activation=Activation.GELU),
+        attention_post_norm=spec.output_norm,
+        feed_forward_post_norm=spec.output_norm,
+    )
+    return replace(spec, layers=(*layers, other), logit_scale=0.5)
 
 
 def compile_one(nvcc: str, version: str, source: Path, options: tuple[str, ...], architecture: str) -> str:

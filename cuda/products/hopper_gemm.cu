@@ -1,9 +1,10 @@
-// Products with weights on Hopper, by the main loop of `hopper_product.cuh`: y = x W^T, alone, with SwiGLU, or added to the
-// residual stream. Kernels are named KIND_GROUPS_BN_STAGES_CLUSTER_BUFFERS.
+// Products with weights on Hopper, by the main loop of `hopper_product.cuh`: y = x W^T, alone, with SwiGLU or GeGLU, or added
+// to the residual stream. Kernels are named KIND_GROUPS_BN_STAGES_CLUSTER_BUFFERS.
 //
 //   product_*   y (rows, outputs) half
 //   swiglu_*    W holds F rows of gate, then F of up; y (rows, F) half = silu(gate) * up, gate and up rounded to half
-//               before, as `swiglu.cu` reads them
+//               before, as `activate.cu` reads them
+//   geglu_*     the same with gelu
 //   residual_*  y (rows, outputs) float += x W^T, a sum for the first `first` elements of K, then one for the others
 //
 // y is written once (residual_*: read, too, and with two sums and BUFFERS, twice). y_map: its tensor map, with boxes of 64
@@ -14,7 +15,7 @@
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
-enum class Kind { HALF, SWIGLU, RESIDUAL };
+enum class Kind { HALF, SWIGLU, GEGLU, RESIDUAL };
 
 template <Kind>
 struct Written {
@@ -77,7 +78,8 @@ static __device__ __forceinline__ void send_sums(const TensorMap* y_map, const f
 template <Kind KIND, int GROUPS, int BN, int STAGES, int CLUSTER, int BUFFERS, typename Result>
 static __device__ __forceinline__ void product(const TensorMap* x_map, const TensorMap* w_map, const TensorMap* y_map,
                                                Result* __restrict__ y, int rows, int outputs, int inputs, int first) {
-    constexpr int SIDES = KIND == Kind::SWIGLU ? 2 : 1, SUMS = KIND == Kind::RESIDUAL ? 2 : 1;
+    constexpr bool GATED = KIND == Kind::SWIGLU || KIND == Kind::GEGLU;
+    constexpr int SIDES = GATED ? 2 : 1, SUMS = KIND == Kind::RESIDUAL ? 2 : 1;
     constexpr bool KEEPS = SUMS > 1 && BUFFERS == 0;  // the first sum, in registers
     const int t = threadIdx.x % 4, in_tile = threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
     float kept[KEEPS ? BN / 2 : 1];
@@ -97,9 +99,9 @@ static __device__ __forceinline__ void product(const TensorMap* x_map, const Ten
 #pragma unroll
             for (int e = 0; e < 2; ++e) {
                 pair[e] = acc[4 * j + 2 * half + e];
-                if constexpr (KIND == Kind::SWIGLU) {
-                    const float up = acc[BN / 4 + 4 * j + 2 * half + e];
-                    pair[e] = silu_times(rounded(pair[e]), rounded(up));
+                if constexpr (GATED) {
+                    const float gate = rounded(pair[e]), up = rounded(acc[BN / 4 + 4 * j + 2 * half + e]);
+                    pair[e] = KIND == Kind::GEGLU ? gelu_times(gate, up) : silu_times(gate, up);
                 }
             }
             return pack(pair[0], pair[1]);

@@ -1,6 +1,6 @@
 // Rows picked by index: token embeddings, and the rows that draw.
 //
-//   embed          tokens (T,), table (V, width) half -> out (T, width) float
+//   embed          tokens (T,), table (V, width) half -> out (T, width) float, times `scale`
 //   gather_rows    out[r] = x[rows[r]], rows of `chunks` 16-byte chunks
 //
 // width is a multiple of 8. A token outside the table or a row of -1 (padding) gives a row of zeros. Bytes: embed
@@ -10,7 +10,7 @@
 
 extern "C" __global__ void __launch_bounds__(256)
     embed(const int* __restrict__ tokens, const Element* __restrict__ table, float* __restrict__ out, int count,
-          int width, int vocab) {
+          int width, int vocab, float scale) {
     launch_next();
     wait_for_previous(tokens);
     const int chunks = width / 8;
@@ -22,6 +22,8 @@ extern "C" __global__ void __launch_bounds__(256)
     float values[8] = {};
     if (token >= 0 && token < vocab)
         unpack(*reinterpret_cast<const Element8*>(table + static_cast<int64_t>(token) * width + chunk * 8), values);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) values[i] *= scale;
     store8(out + index * 8, values);
 }
 

@@ -1,19 +1,25 @@
 // From the QKV product to what attention reads: bias, QK norm, rotation, and the write into the KV pages.
 //
 //   qkv             (T, (H + 2 G) D) half: queries, keys, values; the queries are replaced by the rotated ones
-//   q_norm, k_norm  (D,) float, or null: RMS norm of each head (Qwen3)
+//   q_norm, k_norm  float, or null: weights of a norm of each head's query and key (Qwen3), (D,); with `statistics`, of norms
+//                   that go over all heads of a token at once (OLMo 2), (H D,) and (G D,)
+//   norm_is         CENTRED: LayerNorm, not RMS norm; ROTATED: the norm comes after rotation (Hunyuan), not before
+//   statistics      (T, 2, 2) float, from `qk_statistics`: of queries and of keys, what is subtracted and what multiplied; or null
+//   factors         (table_rows,) float: what the queries at a position are multiplied by at last (Llama 4); or null
 // The others as `qkv.cuh` says. Arithmetic is FP32. A head is the work of a group of LANES threads, of which D / (2 VECTOR)
 // have work: each holds VECTOR elements of either half of the head, which makes its pairs complete in both styles. VECTOR
 // is 8 (16-byte accesses) where 16 divides D, else 2. Threads are numbered through all heads of all tokens. 2 D bytes are
 // read and written a head.
 //
-// `rope_table` runs once at start-up, in double, as positions may be large.
+// `rope_table` runs once at start-up, in double, as positions may be large. Pairs behind the first `rotated` stay as they are.
 //
 // Options: -DHEAD_DIM (64), -DINTERLEAVED (0).
+#include "common/block_sum.cuh"
 #include "common/qkv.cuh"
 
 static_assert(HEAD_DIM % 4 == 0 && HEAD_DIM <= 512, "head sizes are multiples of 4 up to 512");
 
+static constexpr int CENTRED = 1, ROTATED = 2;
 static constexpr int VECTOR = HEAD_DIM % 16 == 0 ? 8 : 2;
 static constexpr int WORKERS = HEAD_DIM / (2 * VECTOR);
 static constexpr int power_of_two(int n) { return n <= 1 ? 1 : 2 * power_of_two((n + 1) / 2); }
@@ -61,14 +67,21 @@ static __device__ __forceinline__ void multiply_by(const float* source, float sc
     for (int i = 0; i < VECTOR; ++i) values[i] *= scale * gains[i];
 }
 
+// Over the lanes of a head; all threads of the warp call it.
+static __device__ __forceinline__ float head_sum(float value) {
+#pragma unroll
+    for (int offset = LANES / 2; offset > 0; offset >>= 1) value += __shfl_xor_sync(0xffffffffu, value, offset);
+    return value;
+}
+
 extern "C" __global__ void __launch_bounds__(256)
     qkv_rope_write(Element* __restrict__ qkv, const float* __restrict__ bias, const float* __restrict__ q_norm,
-                   const float* __restrict__ k_norm, float eps, const int* __restrict__ positions,
-                   const int* __restrict__ cache_rows, const float* __restrict__ table, int table_rows,
-                   Element* __restrict__ k_cache, Element* __restrict__ v_cache, int tokens, int heads,
-                   int kv_heads) {
+                   const float* __restrict__ k_norm, float eps, int norm_is, const float2* __restrict__ statistics,
+                   const int* __restrict__ positions, const int* __restrict__ cache_rows,
+                   const float* __restrict__ table, int table_rows, const float* __restrict__ factors,
+                   Element* __restrict__ k_cache, Element* __restrict__ v_cache, int tokens, int heads, int kv_heads) {
     launch_next();
-    wait_for_previous(qkv);
+    wait_for_previous(qkv, statistics);
     const Qkv to{qkv, k_cache, v_cache, bias, positions, cache_rows, table, table_rows, heads, kv_heads};
     const int all_heads = to.all_heads();
     const unsigned group = blockIdx.x * (256 / LANES) + threadIdx.x / LANES;  // T (H + 2 G) is far below 2^32
@@ -90,22 +103,41 @@ extern "C" __global__ void __launch_bounds__(256)
         }
     }
     const bool is_query = to.is_query(head), is_value = to.is_value(head);
-    if (q_norm != nullptr && k_norm != nullptr) {  // the same for all threads
-        float sum = 0.0f;
+    const auto subtract = [&](float mean) {
 #pragma unroll
-        for (int i = 0; i < VECTOR; ++i) sum += low[i] * low[i] + high[i] * high[i];
+        for (int i = 0; i < VECTOR; ++i) low[i] -= mean, high[i] -= mean;
+    };
+    const auto normalise = [&] {  // all threads of the warp call it
+        const float* gains = is_query ? q_norm : k_norm;
+        float scale;
+        if (statistics != nullptr) {
+            const float2 known = statistics[2 * token + (is_query ? 0 : 1)];
+            if (norm_is & CENTRED && !is_value) subtract(known.x);
+            scale = known.y;
+            gains += (is_query ? head : is_value ? 0 : head - heads) * HEAD_DIM;
+        } else {
+            if (norm_is & CENTRED) {
+                float sum = 0.0f;
 #pragma unroll
-        for (int offset = LANES / 2; offset > 0; offset >>= 1) sum += __shfl_xor_sync(0xffffffffu, sum, offset);
+                for (int i = 0; i < VECTOR; ++i) sum += low[i] + high[i];
+                const float mean = head_sum(sum) / HEAD_DIM;
+                if (exists && !is_value) subtract(mean);  // where a head has no elements, zeros stay
+            }
+            float sum = 0.0f;
+#pragma unroll
+            for (int i = 0; i < VECTOR; ++i) sum += low[i] * low[i] + high[i] * high[i];
+            scale = 1.0f / sqrtf(head_sum(sum) / HEAD_DIM + eps);
+        }
         if (!is_value && exists) {
-            const float* gains = is_query ? q_norm : k_norm;
-            const float scale = 1.0f / sqrtf(sum / HEAD_DIM + eps);
             multiply_by(gains + first, scale, low);
             multiply_by(gains + second, scale, high);
         }
-    }
-    if (!exists) return;
-    if (!is_value) {
-        const float* angles = to.angles(to.table_row(positions[token]));
+    };
+    const bool has_norm = q_norm != nullptr && k_norm != nullptr;  // the same for all threads
+    if (has_norm && !(norm_is & ROTATED)) normalise();
+    const int table_row = exists ? to.table_row(positions[token]) : 0;
+    if (exists && !is_value) {
+        const float* angles = to.angles(table_row);
         float a[VECTOR], b[VECTOR];  // pairs (cosine, sine)
         load_floats(angles + (INTERLEAVED ? first : 2 * first), a);
         load_floats(angles + (INTERLEAVED ? second : 2 * first + VECTOR), b);
@@ -124,6 +156,13 @@ extern "C" __global__ void __launch_bounds__(256)
             }
         }
     }
+    if (has_norm && norm_is & ROTATED) normalise();
+    if (!exists) return;
+    if (factors != nullptr && is_query) {
+        const float factor = factors[table_row];
+#pragma unroll
+        for (int i = 0; i < VECTOR; ++i) low[i] *= factor, high[i] *= factor;
+    }
     Element* target = source;
     if (!is_query) {
         if (cache_rows[token] < 0) return;
@@ -133,11 +172,41 @@ extern "C" __global__ void __launch_bounds__(256)
     store_half(target + second, high);
 }
 
+// statistics[t][0] = (mean, 1 / sqrt(mean(v^2) + eps)) of all queries of token t, [t][1] of its keys, bias added; v is less
+// the mean where `norm_is` CENTRED. Grid (T, 2), a block for each; 2 bytes an element, read once more where it is centred.
 extern "C" __global__ void __launch_bounds__(256)
-    rope_table(const double* __restrict__ frequencies, double magnitude, float2* __restrict__ table, int rows) {
+    qk_statistics(const Element* __restrict__ qkv, const float* __restrict__ bias, float eps, int norm_is,
+                  float2* __restrict__ statistics, int heads, int kv_heads) {
+    __shared__ float partial[2][32];
+    launch_next();
+    wait_for_previous(qkv);
+    const int count = (blockIdx.y == 0 ? heads : kv_heads) * HEAD_DIM, begin = blockIdx.y == 0 ? 0 : heads * HEAD_DIM;
+    const Element* source = qkv + static_cast<int64_t>(blockIdx.x) * (heads + 2 * kv_heads) * HEAD_DIM + begin;
+    const auto sum_of = [&](auto term) {
+        float sum = 0.0f;
+        for (int i = 2 * threadIdx.x; i < count; i += 512) {
+            float2 pair = to_floats(*reinterpret_cast<const Element2*>(source + i));
+            if (bias != nullptr) pair.x += bias[begin + i], pair.y += bias[begin + i + 1];
+            sum += term(pair.x) + term(pair.y);
+        }
+        return sum;
+    };
+    float mean = 0.0f;
+    if (norm_is & CENTRED) mean = block_sum(sum_of([](float x) { return x; }), partial[0]) / count;
+    const float squares = block_sum(sum_of([&](float x) { return (x - mean) * (x - mean); }), partial[1]);
+    if (threadIdx.x == 0) statistics[2 * blockIdx.x + blockIdx.y] = make_float2(mean, 1.0f / sqrtf(squares / count + eps));
+}
+
+extern "C" __global__ void __launch_bounds__(256)
+    rope_table(const double* __restrict__ frequencies, double magnitude, float2* __restrict__ table, int rows, int rotated) {
     const int64_t index = static_cast<int64_t>(blockIdx.x) * 256 + threadIdx.x;
     if (index >= static_cast<int64_t>(rows) * (HEAD_DIM / 2)) return;
-    const double angle = static_cast<double>(index / (HEAD_DIM / 2)) * frequencies[index % (HEAD_DIM / 2)];
+    const int pair = static_cast<int>(index % (HEAD_DIM / 2));
+    if (pair >= rotated) {
+        table[index] = make_float2(1.0f, 0.0f);
+        return;
+    }
+    const double angle = static_cast<double>(index / (HEAD_DIM / 2)) * frequencies[pair];
     double sine, cosine;
     sincos(angle, &sine, &cosine);
     table[index] = make_float2(static_cast<float>(cosine * magnitude), static_cast<float>(sine * magnitude));

@@ -13,7 +13,7 @@ from nightmill.worker.runners.gpu.kv_cache import LayerCache
 from nightmill.worker.runners.gpu.products.chooser import Products
 from nightmill.worker.runners.gpu.products.library import LibraryProducts
 from nightmill.worker.runners.gpu.products.shapes import Kind, Shape, Way, padded_rows
-from nightmill.worker.runners.gpu.rows.swiglu import SwiGlu
+from nightmill.worker.runners.gpu.rows.activate import Activate
 from nightmill.worker.runners.gpu.steps import StepInputs, StepShape
 from tests.elements import as_words, from_words
 
@@ -77,7 +77,7 @@ def shape_of(**sizes: Any) -> StepShape:
 @contextmanager
 def all_products(device: Device) -> Iterator[Products]:
     """Products of up to MOST_ROWS rows, with SwiGLU of up to MOST_FFN."""
-    products = Products(device, SwiGlu(device), room(device, (MOST_ROWS, 2 * MOST_FFN), ELEMENT))
+    products = Products(device, Activate(device), room(device, (MOST_ROWS, 2 * MOST_FFN), ELEMENT))
     yield products
     products.close()
 
@@ -87,7 +87,7 @@ class ByLibrary:
 
     def __init__(self, device: Device) -> None:
         self._products = LibraryProducts(
-            device, SwiGlu(device), room(device, (MOST_ROWS, 2 * MOST_FFN), ELEMENT)
+            device, Activate(device), room(device, (MOST_ROWS, 2 * MOST_FFN), ELEMENT)
         )
 
     def way(self, shape: Shape) -> Way:

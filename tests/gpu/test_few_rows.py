@@ -10,9 +10,9 @@ from nightmill.worker.runners.gpu.device.operands import ABSENT, ELEMENT, Buffer
 from nightmill.worker.runners.gpu.kv_cache import LayerCache
 from nightmill.worker.runners.gpu.products.few_rows import MAX_ROWS, FewRows
 from nightmill.worker.runners.gpu.products.shapes import Kind
-from nightmill.worker.runners.gpu.rows.norms import RmsNorm
+from nightmill.worker.runners.gpu.rows.activate import Activate
+from nightmill.worker.runners.gpu.rows.norms import Norms
 from nightmill.worker.runners.gpu.rows.rotation import Rotation
-from nightmill.worker.runners.gpu.rows.swiglu import SwiGlu
 from nightmill.worker.runners.gpu.weights.layout import LayerWeights, NormWeight
 from tests.elements import BOTH_ELEMENTS
 from tests.gpu.operands import (
@@ -48,7 +48,7 @@ class Bench:
         layer = spec.layers[0]
         attention, ffn, eps = layer.attention, layer.feed_forward.width, spec.output_norm.eps
         self.attention, self.ffn = attention, ffn
-        self.norm, self.activation = RmsNorm(device), SwiGlu(device)
+        self.norm, self.activation = Norms(device, spec), Activate(device)
         self.rotation = Rotation(device, attention, max_context=CONTEXT)
         self.product = ByLibrary(device)
         width, self.queries, self.qkv_width = spec.width, attention.queries, attention.qkv

@@ -12,9 +12,9 @@ from nightmill.worker.runners.gpu.device.element import Element
 from nightmill.worker.runners.gpu.device.operands import ELEMENT, FLOAT, Buffer, Matrix
 from nightmill.worker.runners.gpu.products.chooser import Products
 from nightmill.worker.runners.gpu.products.hopper_tiles import TILES, HopperTiles, Tile
-from nightmill.worker.runners.gpu.products.shapes import Kind, Shape, Way, first_sum, padded_rows
+from nightmill.worker.runners.gpu.products.shapes import GATED, Kind, Shape, Way, first_sum, padded_rows
 from nightmill.worker.runners.gpu.products.split import SPLIT_TILES, SplitTile, SplitTiles, split_tiles
-from nightmill.worker.runners.gpu.rows.swiglu import SwiGlu
+from nightmill.worker.runners.gpu.rows.activate import Activate
 from tests.elements import BOTH_ELEMENTS, ROUNDED_ONCE, rounded
 from tests.gpu.comparing import nmse
 from tests.gpu.operands import (  # fmt: skip
@@ -120,7 +120,7 @@ def test_a_row_has_the_same_bits_among_any_number_of_rows(
 def hopper(device: Device) -> HopperTiles:
     if not device.hopper:
         pytest.skip("these kernels run on Hopper only")
-    return HopperTiles(device)
+    return HopperTiles(device, tuple(Kind))
 
 
 @BOTH_ELEMENTS
@@ -144,11 +144,12 @@ def test_every_hopper_tile_gives_the_librarys_bits(
 
 
 @BOTH_ELEMENTS
+@pytest.mark.parametrize("kind", [Kind.SWIGLU, Kind.GEGLU])
 @pytest.mark.parametrize("tile", TILES[Kind.SWIGLU], ids=str)
-def test_swiglu_in_a_product_gives_the_bits_of_two_kernels(
-    device: Device, hopper: HopperTiles, library: ByLibrary, tile: Tile
+def test_an_activation_in_a_product_gives_the_bits_of_two_kernels(
+    device: Device, hopper: HopperTiles, library: ByLibrary, tile: Tile, kind: Kind
 ) -> None:
-    activation = SwiGlu(device)
+    activate = Activate(device)
     for ffn, inputs in ((4864, 896), (520, 72)):
         for rows in (1, 65, 300, 1000):
             values, weights = operands(device.element, padded_rows(rows), 2 * ffn, inputs)
@@ -156,8 +157,8 @@ def test_swiglu_in_a_product_gives_the_bits_of_two_kernels(
             gate_up = room(device, (padded_rows(rows), 2 * ffn), ELEMENT)
             fused, plain = (poisoned(device, (rows + 1, ffn), ELEMENT) for _ in range(2))
             library(x, weight, gate_up, rows)
-            activation(gate_up, plain, rows)
-            hopper.way(tile, Shape(rows, ffn, inputs, Kind.SWIGLU, device.element.format))(x, weight, fused)
+            activate(gate_up, plain, rows, GATED[kind])
+            hopper.way(tile, Shape(rows, ffn, inputs, kind, device.element.format))(x, weight, fused)
             result, expected = fetched(device, fused), fetched(device, plain)
             np.testing.assert_array_equal(result[:rows], expected[:rows], err_msg=f"{rows} {ffn}")
             assert np.isnan(result[rows]).all(), "wrote past its rows"

@@ -1,24 +1,30 @@
-"""Embedding, gathers, norms, SwiGLU and rotation against the reference's operations in float64."""
+"""Embedding, gathers, norms, sums, activations and rotation against the reference's operations in float64."""
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 from nightmill.worker.model.rope import RopeScaling, RopeStyle
+from nightmill.worker.model.spec import Activation, Attention, Norm, Temperature
 from nightmill.worker.runners.gpu.device.device import Device
-from nightmill.worker.runners.gpu.device.operands import ABSENT, Matrix
+from nightmill.worker.runners.gpu.device.operands import ABSENT, Buffer, Matrix
+from nightmill.worker.runners.gpu.rows.activate import Activate
 from nightmill.worker.runners.gpu.rows.embedding import Embedding
-from nightmill.worker.runners.gpu.rows.norms import RmsNorm
+from nightmill.worker.runners.gpu.rows.logits import LogitScale
+from nightmill.worker.runners.gpu.rows.norms import Norms
 from nightmill.worker.runners.gpu.rows.rotation import Rotation
-from nightmill.worker.runners.gpu.rows.swiglu import SwiGlu
-from nightmill.worker.runners.gpu.weights.layout import LayerWeights, NormWeight
+from nightmill.worker.runners.gpu.weights.head_order import HeadOrder
+from nightmill.worker.runners.gpu.weights.layout import NO_NORM, LayerWeights, NormWeight
 from nightmill.worker.runners.reference import ops
 from tests.gpu.operands import buffer, cache_of, fetched, matrix, poisoned
 from tests.gpu.oracles import EXACT, PAGE, assert_close
-from tests.specs import dense_spec
+from tests.specs import VARIANTS, dense_spec
 
 ROWS = (1, 7, 63, 65, 1000)
+Array = npt.NDArray[Any]
 
 
 def test_embedding_rows_are_the_tables(device: Device) -> None:
@@ -49,66 +55,206 @@ def test_gathered_rows_are_the_rows(device: Device, kind: type) -> None:
         np.testing.assert_array_equal(fetched(device, out), x[rows])
 
 
-@pytest.mark.parametrize("width", [8, 64, 896, 1024, 2056, 3584, 4096, 8192, 12288])
-def test_norms(device: Device, width: int) -> None:
-    norm = RmsNorm(device)
+NORMS = {
+    "none": None,
+    "RMS": Norm(1e-6),
+    "RMS, bias": Norm(1e-6, bias=True),
+    "centred": Norm(1e-5, centred=True),
+    "centred, bias": Norm(1e-5, centred=True, bias=True),
+}
+WIDTHS = (8, 64, 896, 1024, 2056, 3584, 4096, 8192, 12288)
+
+
+class Normed:
+    """A norm of rows of `width` with random weights: for kernels, and in float64."""
+
+    def __init__(self, device: Device, norm: Norm | None, width: int, rng: np.random.Generator) -> None:
+        self._norm = norm
+        self._weight, self._bias = rng.standard_normal((2, width)).astype(np.float32)
+        self.weight = NO_NORM
+        if norm is not None:
+            bias = buffer(device, self._bias) if norm.bias else ABSENT
+            self.weight = NormWeight(buffer(device, self._weight), norm.eps, norm.centred, bias)
+
+    def of(self, x: Array) -> Array:
+        x, norm = x.astype(np.float64), self._norm
+        if norm is None:
+            return x
+        normed = (ops.layer_norm if norm.centred else ops.rms_norm)(x, self._weight, norm.eps)
+        return normed + self._bias if norm.bias else normed
+
+
+def rows_of_all_sizes(rng: np.random.Generator, count: int, width: int) -> Array:
+    """Floats whose rows differ much in size, and have a mean."""
+    scale = rng.uniform(0.01, 100, (count, 1))
+    return ((rng.standard_normal((count, width)) + 0.5) * scale).astype(np.float32)
+
+
+@pytest.mark.parametrize("kind", NORMS)
+@pytest.mark.parametrize("width", WIDTHS)
+def test_norms(device: Device, kind: str, width: int) -> None:
+    norms = Norms(device, VARIANTS["LayerNorm, no gate, biases"])
     rng = np.random.default_rng(width)
-    weight = rng.standard_normal(width).astype(np.float32)
-    gains = NormWeight(buffer(device, weight), 1e-6)
+    norm = Normed(device, NORMS[kind], width, rng)
     for count in ROWS if width < 4096 else (1, 65):
-        scale = rng.uniform(0.001, 100, (count, 1))  # rows of very different sizes
-        x = (rng.standard_normal((count, width)) * scale).astype(np.float32)
-        out = poisoned(device, (count, width), np.float16)
-        norm(buffer(device, x), gains, out, count)
-        expected = ops.rms_norm(x.astype(np.float64), weight.astype(np.float64), 1e-6)
-        assert_close(fetched(device, out), expected, EXACT)
-
-
-@pytest.mark.parametrize("ffn", [8, 1000, 4864])
-def test_swiglu(device: Device, ffn: int) -> None:
-    swiglu = SwiGlu(device)
-    rng = np.random.default_rng(ffn)
-    for count in ROWS:
-        gate_up = (rng.standard_normal((count, 2 * ffn)) * 4).astype(np.float16)
-        gate_up[0, 0], gate_up[-1, ffn - 1] = 60000, -60000  # the ends of silu
-        gate_up[0, ffn] = 0.5
-        out = poisoned(device, (count, ffn), np.float16)
-        swiglu(buffer(device, gate_up), out, count)
-        expected = ops.swiglu(gate_up.astype(np.float64))
+        x = rows_of_all_sizes(rng, count, width)
+        held, out = buffer(device, x), poisoned(device, (count + 1, width), np.float16)
+        norms(held, norm.weight, out, count)
         actual = fetched(device, out)
-        assert actual[0, 0] == expected[0, 0] and actual[-1, ffn - 1] == 0
-        actual[0, 0] = expected[0, 0] = 0
-        assert_close(actual[:, 1:], expected[:, 1:], EXACT)
+        assert_close(actual[:count], norm.of(x), EXACT)
+        assert np.isnan(actual[count]).all()
+        np.testing.assert_array_equal(fetched(device, held), x)
 
 
-@pytest.mark.parametrize("style", list(RopeStyle))
-@pytest.mark.parametrize(
-    ("heads", "kv_heads", "head_dim", "norm"),
-    [(14, 2, 64, False), (16, 8, 128, True), (32, 8, 64, False), (4, 4, 16, True), (3, 1, 40, True),
-     (6, 2, 96, False), (2, 1, 256, True)],
-)  # fmt: skip
-def test_qkv_is_rotated_and_written(
-    device: Device, style: RopeStyle, heads: int, kv_heads: int, head_dim: int, norm: bool
+def test_either_kernel_gives_the_bits_of_an_rms_norm(device: Device) -> None:
+    norms = Norms(device, VARIANTS["norms after too"])
+    rng = np.random.default_rng(5)
+    for width in WIDTHS:
+        weight = Normed(device, Norm(1e-6), width, rng).weight
+        x = buffer(device, rows_of_all_sizes(rng, 9, width))
+        outs = [poisoned(device, (9, width), np.float16) for _ in range(2)]
+        norms(x, weight, outs[0], 9)
+        norms.add(None, ABSENT, NO_NORM, 1.0, x, weight, outs[1], 9)
+        np.testing.assert_array_equal(*(fetched(device, out) for out in outs))
+
+
+@pytest.mark.parametrize("before", [*NORMS, "nothing"])
+@pytest.mark.parametrize("after", NORMS)
+@pytest.mark.parametrize("width", [8, 904, 2056, 4104, 12288])
+def test_what_a_product_gives_is_normed_scaled_added_and_normed_again(
+    device: Device, after: str, before: str, width: int
 ) -> None:
+    norms = Norms(device, VARIANTS["norms after too"])
+    rng = np.random.default_rng(width)
+    first = Normed(device, NORMS[after], width, rng)
+    second = Normed(device, NORMS.get(before), width, rng)
+    bias = rng.standard_normal(width).astype(np.float32)
+    for count, scale, biased in ((1, 1.0, False), (7, 0.22, True), (66, 1.0, True)):
+        added, x = (rows_of_all_sizes(rng, count, width) for _ in range(2))
+        held, out = buffer(device, np.vstack([x, x[:1]])), poisoned(device, (count, width), np.float16)
+        norms.add(
+            buffer(device, added), buffer(device, bias) if biased else ABSENT, first.weight, scale, held,
+            None if before == "nothing" else second.weight, out, count,
+        )  # fmt: skip
+        total = x + scale * first.of(added.astype(np.float64) + biased * bias)
+        actual = fetched(device, held)
+        np.testing.assert_array_equal(actual[count], x[0])
+        assert_close(actual[:count], total, EXACT)
+        if before == "nothing":
+            assert np.isnan(fetched(device, out)).all()
+        else:
+            assert_close(fetched(device, out), second.of(total), EXACT)
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+@pytest.mark.parametrize("gated", [True, False], ids=["gate", "no gate"])
+@pytest.mark.parametrize("activation", list(Activation))
+@pytest.mark.parametrize("ffn", [8, 1000, 4864])
+def test_activations(device: Device, ffn: int, activation: Activation, gated: bool, bias: bool) -> None:
+    activate = Activate(device)
+    rng = np.random.default_rng(ffn)
+    width = 2 * ffn if gated else ffn
+    oracle = {
+        (Activation.SILU, True): ops.swiglu, (Activation.SILU, False): ops.silu,
+        (Activation.GELU, True): ops.geglu, (Activation.GELU, False): ops.gelu,
+    }[activation, gated]  # fmt: skip
+    more = rng.standard_normal(width).astype(np.float32) * bias
+    for count in ROWS:
+        inner = (rng.standard_normal((count, width)) * 4).astype(np.float16)
+        inner[0, 0], inner[-1, ffn - 1] = 60000, -60000  # the ends of the activation
+        if gated:
+            inner[0, ffn] = 0.5
+        out = poisoned(device, (count + 1, ffn), np.float16)
+        activate(
+            buffer(device, inner), out, count, activation, gated=gated,
+            bias=buffer(device, more) if bias else ABSENT,
+        )  # fmt: skip
+        expected = oracle(inner.astype(np.float64) + more)
+        actual = fetched(device, out)
+        assert np.isnan(actual[count]).all()
+        np.testing.assert_allclose(actual[0, 0], expected[0, 0], rtol=1e-3)
+        assert actual[count - 1, ffn - 1] == 0
+        actual[0, 0] = expected[0, 0] = 0
+        assert_close(actual[:count, 1:], expected[:, 1:], EXACT)
+
+
+@pytest.mark.parametrize(("scale", "cap"), [(0.125, None), (1.0, 30.0), (0.25, 2.0)])
+def test_logits_are_scaled_and_capped(device: Device, scale: float, cap: float | None) -> None:
+    logit_scale = LogitScale(device, replace(dense_spec(), logit_scale=scale, logit_softcap=cap))
+    rng = np.random.default_rng(3)
+    for count in (1, 7, 130):
+        logits = (rng.standard_normal((count, 1003 + 5)) * 40).astype(np.float32)
+        held = buffer(device, np.vstack([logits, logits[:1]]))
+        logit_scale(held, count)
+        actual = fetched(device, held)
+        assert_close(actual[:count], ops.softcap(logits.astype(np.float64) * scale, cap), 1e-12)
+        np.testing.assert_array_equal(actual[count], logits[0])
+
+
+def test_embeddings_are_scaled(device: Device) -> None:
+    spec = dense_spec(vocab=100)
+    rng = np.random.default_rng(8)
+    table = rng.standard_normal((spec.vocab, spec.width)).astype(np.float16)
+    tokens = rng.integers(0, spec.vocab, 65, dtype=np.int32)
+    out = poisoned(device, (65, spec.width), np.float32)
+    Embedding(device, spec.vocab, 12.5).embed(buffer(device, tokens), matrix(device, table), out, 65)
+    np.testing.assert_array_equal(fetched(device, out), table[tokens].astype(np.float32) * np.float32(12.5))
+
+
+HEADS = [
+    (14, 2, 64, False), (16, 8, 128, True), (32, 8, 64, False), (4, 4, 16, True), (3, 1, 40, True),
+    (6, 2, 96, False), (2, 1, 256, True), (5, 2, 12, True),
+]  # fmt: skip
+KINDS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "normed after rotation": {"qk_norm_rotated": True},
+    "normed whole": {"qk_norm_whole": True},
+    "centred": {"qk_norm": Norm(1e-5, centred=True)},
+    "centred, after rotation": {"qk_norm": Norm(1e-5, centred=True), "qk_norm_rotated": True},
+    "centred, whole": {"qk_norm": Norm(1e-5, centred=True), "qk_norm_whole": True},
+    "temperature": {"temperature": Temperature(0.3, 100)},
+    "partly rotated": {"rotated": 0.5},
+    "not rotated": {"rotated": 0.0},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("style", list(RopeStyle))
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim", "normed"), HEADS)
+def test_qkv_is_normed_rotated_and_written(
+    device: Device, kind: str, style: RopeStyle, heads: int, kv_heads: int, head_dim: int, normed: bool
+) -> None:
+    """Elements of heads are in the order in which weights are loaded (`HeadOrder`)."""
     context = 40_000
-    spec = dense_spec(heads=heads, kv_heads=kv_heads, head_dim=head_dim, style=style, qk_norm=norm)
+    changes = dict(KINDS[kind])
+    rotated = int(head_dim * changes.pop("rotated", 1.0)) // 2 * 2
+    spec = dense_spec(heads=heads, kv_heads=kv_heads, head_dim=head_dim, style=style, qk_norm=normed)
     attention = spec.layers[0].attention
-    rope = replace(attention.rope, scaling=RopeScaling(attention_factor=1.25))
-    attention = replace(attention, rope=rope)
-    rotation = Rotation(device, attention, max_context=context)
+    if "normed" in kind and not normed:
+        pytest.skip("without norms")
+    scaling = RopeScaling(attention_factor=1.25)
+    rope = replace(attention.rope, scaling=scaling, dim=rotated)
+    attention = replace(attention, rope=rope, **changes)
+    norm = attention.qk_norm
     rng = np.random.default_rng(head_dim)
-    all_heads = heads + 2 * kv_heads
-    bias = rng.standard_normal(all_heads * head_dim).astype(np.float32)
-    bias[heads * head_dim :] *= 100  # as Qwen2's
-    gains = [rng.standard_normal(head_dim).astype(np.float32) for _ in range(2)]
-    unused = Matrix(0, 0, 0)
-    no_norm = NormWeight(ABSENT, 0.0)
-    layer = LayerWeights(
-        attn_norm=no_norm, qkv=unused, qkv_bias=ABSENT if norm else buffer(device, bias),
-        q_norm=buffer(device, gains[0]) if norm else ABSENT,
-        k_norm=buffer(device, gains[1]) if norm else ABSENT,
-        attn_output=unused, ffn_norm=no_norm, gate_up=unused, ffn_down=unused,
-    )  # fmt: skip
+    all_heads, counts = heads + 2 * kv_heads, (heads, kv_heads)
+    bias = rng.standard_normal((all_heads, head_dim)).astype(np.float32)
+    bias[heads:] *= 100  # as Qwen2's
+    biased = norm is None or attention.qk_norm_whole
+    whole = attention.qk_norm_whole
+    gains = [rng.standard_normal((count if whole else 1, head_dim)).astype(np.float32) for count in counts]
+    held = [ABSENT if norm is None else buffer(device, ordered(attention, gain)) for gain in gains]
+    layer = weights_of(buffer(device, ordered(attention, bias)) if biased else ABSENT, held)
+    statistics = poisoned(device, (max(ROWS), 2, 2), np.float32)
+    rotation = Rotation(device, attention, max_context=context, statistics=statistics)
+
+    def normalised(x: Array, gain: Array) -> Array:
+        if norm is None:
+            return x
+        rows = x.reshape(len(x), 1, -1) if whole else x
+        by = ops.layer_norm if norm.centred else ops.rms_norm
+        return by(rows, gain.reshape(rows.shape[1:] if whole else -1), norm.eps).reshape(x.shape)
+
     for count in ROWS:
         qkv = rng.standard_normal((count, all_heads, head_dim)).astype(np.float16)
         positions = rng.integers(0, context, count, dtype=np.int32)
@@ -116,25 +262,47 @@ def test_qkv_is_rotated_and_written(
         pages = count // PAGE + 3
         rows = rng.permutation(pages * PAGE)[:count].astype(np.int32)
         rows[count // 2] = -1 if count > 1 else rows[0]
-        device_qkv = buffer(device, qkv)
+        device_qkv = buffer(device, ordered(attention, qkv))
         poison = np.full((pages, kv_heads, PAGE, head_dim), np.nan, dtype=np.float16)
         cache = cache_of(device, poison, poison)
         rotation(device_qkv, layer, device.upload(positions), device.upload(rows), cache, count)
-        exact = qkv.astype(np.float64) + (0 if norm else bias.reshape(all_heads, head_dim))
+        exact = qkv.astype(np.float64) + biased * bias
         q, k, v = np.split(exact, [heads, heads + kv_heads], axis=1)
-        if norm:
-            q, k = (ops.rms_norm(x, g.astype(np.float64), 1e-6) for x, g in zip((q, k), gains, strict=True))
         angles = ops.rope_table(positions, rope.frequencies(), rope.magnitude, np.float64)
-        q, k = (ops.rope(x, *angles, interleaved=style is RopeStyle.PAIRS) for x in (q, k))
+        finished = []
+        for x, gain in zip((q, k), gains, strict=True):
+            before = x if attention.qk_norm_rotated else normalised(x, gain)
+            turned = ops.rope(before, *angles, interleaved=style is RopeStyle.PAIRS)
+            finished.append(normalised(turned, gain) if attention.qk_norm_rotated else turned)
+        if attention.temperature is not None:
+            finished[0] *= attention.temperature.factors(positions)[:, None, None]
+        q, k = (ordered(attention, x) for x in finished)
         actual = fetched(device, device_qkv)
         assert_close(actual[:, :heads], q, EXACT)
-        np.testing.assert_array_equal(actual[:, heads:], qkv[:, heads:])
+        np.testing.assert_array_equal(actual[:, heads:], ordered(attention, qkv)[:, heads:])
         for part, expected in ((cache.keys, k), (cache.values, v)):
-            held = fetched(device, part)
-            by_row = held.transpose(0, 2, 1, 3).reshape(pages * PAGE, kv_heads, head_dim)
+            found = fetched(device, part)
+            by_row = found.transpose(0, 2, 1, 3).reshape(pages * PAGE, kv_heads, head_dim)
             written = rows >= 0
             assert_close(by_row[rows[written]], expected[written], EXACT)
             assert np.isnan(np.delete(by_row, rows[written], axis=0)).all()
+
+
+def ordered(attention: Attention, heads: Array) -> Array:
+    """Heads (..., count, D), those of values last, with elements in the order in which the GPU has them."""
+    count, head_dim = heads.shape[-2:]
+    raw = np.arange(count * head_dim, dtype=np.int64).view(np.uint8)
+    order = HeadOrder(attention).arranged(raw, 0, count * head_dim).view(np.int64)
+    return heads.reshape(*heads.shape[:-2], -1)[..., order].reshape(heads.shape)
+
+
+def weights_of(bias: Buffer, gains: list[Buffer]) -> LayerWeights:
+    """Of a layer, with what rotation reads."""
+    unused = Matrix(0, 0, 0)
+    return LayerWeights(
+        attn_norm=NO_NORM, qkv=unused, qkv_bias=bias, q_norm=gains[0], k_norm=gains[1], attn_output=unused,
+        ffn_norm=NO_NORM, gate_up=unused, ffn_down=unused,
+    )  # fmt: skip
 
 
 def test_a_fault_of_one_percent_is_noticed() -> None:

@@ -43,6 +43,7 @@ from tests.ggufs import write_model
 from tests.gpu.driving import Chunk, Pages
 from tests.gpu.operands import all_products, cache_of, inputs_of, room, shape_of
 from tests.specs import dense_spec
+from tests.unit.model.test_family_keys import FILES, file_of
 from tests.unit.runners.recorded_cuda import RecordedDriver, nvcc_is_there
 
 ROOT = Path(__file__).parents[3]
@@ -317,6 +318,26 @@ def test_attention_of_all_kinds_is_launched_as_it_was_compiled(
             decode(qkv, cache, inputs, shape_of(tokens=count, drawn=count, pieces=pieces), out)
         prefill(qkv, cache, inputs, shape_of(tokens=rows, tiles=7), out)
     assert sum("attention" in name for name in driver.launches) >= 2
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_every_family_is_launched_as_it_was_compiled(
+    driver: RecordedDriver, name: str, tmp_path: Path
+) -> None:
+    """A prompt in two chunks, the second with a drawn token of another sequence; then steps of those."""
+    file = file_of(tmp_path, *FILES[name])
+    tokens, pages = [1] * CONTEXT, Pages(2, CONTEXT // 16)
+    steps = [
+        [Chunk(0, tokens, 0, 40), Chunk(1, tokens, 0, 9)],
+        [Chunk(1, tokens, 9, 1, 1, True), Chunk(0, tokens, 40, 30)],
+        [Chunk(1, tokens, 10, 1, 1, True), Chunk(0, tokens, 70, 1, 1, True)],
+    ]
+    options = {"slots": 2, "context": CONTEXT, "kv_blocks": 16, "max_tokens": 64}
+    with closing(CudaRunner(file, read_spec(file), **options)) as runner:  # type: ignore[arg-type]
+        for step in steps:
+            runner.launch(pages.batch(step, admit=step is steps[0]))
+            assert runner.collect() is not None
+    assert driver.launches.keys() - {"library"} <= driver.checked
 
 
 REFUSED = {

@@ -9,7 +9,8 @@ import numpy as np
 from nightmill.worker.model.spec import LayerSpec, ModelSpec
 from nightmill.worker.runners.gpu.device.device import Arena, Device, aligned
 from nightmill.worker.runners.gpu.device.operands import ELEMENT, FLOAT, INT, Buffer
-from nightmill.worker.runners.gpu.products.shapes import padded_rows
+from nightmill.worker.runners.gpu.products.kinds import layer_kinds
+from nightmill.worker.runners.gpu.products.shapes import Kind, padded_rows
 from nightmill.worker.runners.gpu.weights.layout import padded_vocab
 
 __all__ = ["LOGIT_ROWS", "Activations"]
@@ -43,12 +44,15 @@ class Activations:
     normed: Buffer  # elements
     qkv: Buffer  # elements
     mixed: Buffer  # what attention gives, elements
-    gate_up: Buffer  # elements
+    gate_up: Buffer  # elements; without a gate as wide as `activated`
     activated: Buffer  # elements
     x_drawing: Buffer  # of the residual stream, the rows that draw
     mixed_drawing: Buffer  # of what attention gives, the rows that draw
     logits: Buffer  # float, LOGIT_ROWS of them
     drawn: Buffer  # int32: tokens drawn
+    # No rows where no layer needs them:
+    statistics: Buffer  # of whole rows of queries and keys, float (rows, 2, 2)
+    added: Buffer  # what a product gives where more than its sum with x is to be made of that, float
 
     @classmethod
     def allocate(cls, device: Device, spec: ModelSpec, *, max_tokens: int, max_draws: int) -> "Activations":
@@ -75,9 +79,10 @@ class Activations:
 def _widths(layer: LayerSpec) -> dict[str, int]:
     """Of the buffers that are as wide as a layer needs."""
     attention, ffn = layer.attention, layer.feed_forward.width
+    inner = 2 * ffn if layer.feed_forward.gated else ffn
     return {
         "qkv": attention.qkv, "mixed": attention.queries, "mixed_drawing": attention.queries,
-        "gate_up": 2 * ffn, "activated": ffn,
+        "gate_up": inner, "activated": ffn,
     }  # fmt: skip
 
 
@@ -86,6 +91,8 @@ def _arrays(spec: ModelSpec, max_tokens: int, max_draws: int) -> dict[str, _Arra
     rows = dict.fromkeys(("qkv", "mixed", "gate_up", "activated"), tokens)
     rows["mixed_drawing"] = min(tokens, draws)
     widths = [_widths(layer) for layer in spec.layers]
+    whole = any(layer.attention.qk_norm_whole for layer in spec.layers)
+    adds = any(Kind.FLOAT in layer_kinds(layer) for layer in spec.layers)
     return {
         "tokens": _Array((tokens,), INT),
         "numbers": _Array((tokens,), INT),
@@ -95,6 +102,8 @@ def _arrays(spec: ModelSpec, max_tokens: int, max_draws: int) -> dict[str, _Arra
         "x_drawing": _Array((draws, spec.width), FLOAT),
         "logits": _Array((padded_rows(min(draws, LOGIT_ROWS)), padded_vocab(spec)), FLOAT),
         "drawn": _Array((draws,), INT),
+        "statistics": _Array((tokens * whole, 2, 2), FLOAT),
+        "added": _Array((tokens * adds, spec.width), FLOAT),
     }
 
 

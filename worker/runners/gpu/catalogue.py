@@ -16,10 +16,11 @@ from nightmill.worker.runners.gpu.products.hopper_qkv import HopperQkv
 from nightmill.worker.runners.gpu.products.hopper_tiles import HopperTiles
 from nightmill.worker.runners.gpu.products.library import LibraryProducts
 from nightmill.worker.runners.gpu.products.split import SplitTiles
+from nightmill.worker.runners.gpu.rows.activate import Activate
 from nightmill.worker.runners.gpu.rows.embedding import Embedding
-from nightmill.worker.runners.gpu.rows.norms import RmsNorm
+from nightmill.worker.runners.gpu.rows.logits import LogitScale
+from nightmill.worker.runners.gpu.rows.norms import Norms
 from nightmill.worker.runners.gpu.rows.rotation import Rotation
-from nightmill.worker.runners.gpu.rows.swiglu import SwiGlu
 from nightmill.worker.runners.gpu.sampling.sampler import Sampler
 from nightmill.worker.runners.gpu.weights.dequantizer import Dequantizer
 
@@ -43,10 +44,10 @@ class Launcher(Protocol):
 
 
 _LAUNCHERS: tuple[type[Launcher], ...] = (  # those that compile longest first
-    HopperTiles, HopperQkv, SplitTiles, FewRows, Embedding, RmsNorm, SwiGlu, Rotation, DecodeAttention,
-    HopperPrefill, PortablePrefill, GeneralDecode, Sampler, Dequantizer,
+    HopperTiles, HopperQkv, SplitTiles, FewRows, Embedding, Norms, Activate, Rotation, LogitScale,
+    DecodeAttention, HopperPrefill, PortablePrefill, GeneralDecode, Sampler, Dequantizer,
 )  # fmt: skip
-_LAST = (RmsNorm, SwiGlu, Rotation, PortablePrefill)
+_LAST = (Norms, Activate, Rotation, PortablePrefill)
 
 
 def sources_for(spec: ModelSpec, *, hopper: bool, element: Element) -> list[Source]:

@@ -1,10 +1,10 @@
 """Which parts of a spec the kernels compute: a model that has others is refused, not computed wrongly."""
 
 from collections.abc import Iterator
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import fields, is_dataclass
 from typing import Any
 
-from nightmill.worker.model.spec import Attention, FeedForward, LayerSpec, ModelSpec, Norm
+from nightmill.worker.model.spec import Attention, LayerSpec, ModelSpec
 
 __all__ = ["refusal"]
 
@@ -24,37 +24,47 @@ def _computed(spec: ModelSpec) -> ModelSpec:
         vocab=spec.vocab,
         context_length=spec.context_length,
         layers=tuple(map(_computed_layer, spec.layers)),
-        output_norm=_computed_norm(spec.output_norm),
+        output_norm=spec.output_norm,
         tied_head=spec.tied_head,
         overflows_half=spec.overflows_half,
+        embedding_scale=spec.embedding_scale,
+        logit_scale=spec.logit_scale,
+        logit_softcap=spec.logit_softcap,
     )
 
 
 def _computed_layer(layer: LayerSpec) -> LayerSpec:
-    attention, feed_forward = layer.attention, layer.feed_forward
     return LayerSpec(
-        attention_norm=_computed_norm(layer.attention_norm),
-        attention=Attention(
-            heads=attention.heads,
-            kv_heads=attention.kv_heads,
-            head_dim=attention.head_dim,
-            rope=replace(attention.rope, dim=attention.head_dim),
-            bias=attention.bias,
-            fused=attention.fused,
-            qk_norm=None if attention.qk_norm is None else _computed_norm(attention.qk_norm),
-            window=attention.window,
-            scale=attention.scale,
-            softcap=attention.softcap,
-        ),
-        feed_forward_norm=_computed_norm(layer.feed_forward_norm),
+        attention_norm=layer.attention_norm,
+        attention=_computed_attention(layer.attention),
+        attention_post_norm=layer.attention_post_norm,
+        feed_forward_norm=layer.feed_forward_norm,
         feed_forward_norm_name=layer.feed_forward_norm_name,
-        feed_forward=FeedForward(width=feed_forward.width, fused=feed_forward.fused),
+        feed_forward=layer.feed_forward,
+        feed_forward_post_norm=layer.feed_forward_post_norm,
+        residual_scale=layer.residual_scale,
+        parallel=layer.parallel,
     )
 
 
-def _computed_norm(norm: Norm | None) -> Norm:
-    """There is always one."""
-    return Norm(0.0 if norm is None else norm.eps)
+def _computed_attention(attention: Attention) -> Attention:
+    return Attention(
+        heads=attention.heads,
+        kv_heads=attention.kv_heads,
+        head_dim=attention.head_dim,
+        rope=attention.rope,
+        bias=attention.bias,
+        output_bias=attention.output_bias,
+        fused=attention.fused,
+        qk_norm=attention.qk_norm,
+        # What norms of whole queries and keys need is summed before they are rotated.
+        qk_norm_rotated=attention.qk_norm_rotated and not attention.qk_norm_whole,
+        qk_norm_whole=attention.qk_norm_whole,
+        window=attention.window,
+        scale=attention.scale,
+        softcap=attention.softcap,
+        temperature=attention.temperature,
+    )
 
 
 def _differences(given: Any, computed: Any) -> Iterator[str]:

@@ -1,11 +1,12 @@
 """The transformer as a list of launches.
 
 The residual stream x is float; what enters a product, and what leaves it, is half, summed in float; logits
-are float. Any spec is computed by norm, product, bias and rotation and cache write, attention (one kernel for
-drawn tokens, one for prompts), product added to x, norm, gate and up, SwiGLU, product added to x. Of these,
-kernels that suit the model have several in one launch: rotation in the product before it (`Qkv`), SwiGLU in
-gate and up (`Product`), and in steps of a few sequences a whole layer in five launches (`FewRows`). After
-attention, the last layer goes on with the rows that draw alone.
+are float. Any spec is computed by norm, product, what is done to heads before they are cached, attention
+(one kernel for drawn tokens, one for prompts), product, sum, norm, gate and up, activation, product, sum. Of
+these, kernels that suit the model have several in one launch: rotation in the product before it (`Qkv`), the
+activation in gate and up (`GateUp`), the sum in the product, or scale and norms around the sum (`Addition`),
+and in steps of a few sequences a whole layer in five launches (`FewRows`). After attention, the last layer
+goes on with the rows that draw alone.
 """
 
 from dataclasses import dataclass
@@ -19,7 +20,8 @@ from nightmill.worker.runners.gpu.products.chooser import Products
 from nightmill.worker.runners.gpu.products.few_rows import MAX_ROWS
 from nightmill.worker.runners.gpu.products.shapes import Kind
 from nightmill.worker.runners.gpu.rows.embedding import Embedding
-from nightmill.worker.runners.gpu.rows.norms import RmsNorm
+from nightmill.worker.runners.gpu.rows.logits import LogitScale
+from nightmill.worker.runners.gpu.rows.norms import Norms
 from nightmill.worker.runners.gpu.sampling.masks import StagedMasks
 from nightmill.worker.runners.gpu.sampling.sampler import Sampler
 from nightmill.worker.runners.gpu.steps import StepInputs, StepShape
@@ -36,7 +38,8 @@ class Shared:
     """The launchers that all layers share."""
 
     embedding: Embedding
-    norm: RmsNorm
+    norms: Norms
+    logit_scale: LogitScale
     sampler: Sampler
 
 
@@ -73,7 +76,7 @@ class Model:
         at, first = self._at, self.layers[0].weights
 
         def norm() -> None:
-            self.shared.norm(at.x, first.attn_norm, at.normed, rows)
+            self.shared.norms(at.x, first.attn_norm, at.normed, rows)
 
         self.head.tune(at.normed, [self._weights.head], at.logits, min(draws, LOGIT_ROWS), norm)
         kinds: dict[LayerKernels, list[Layer]] = {}
@@ -84,10 +87,12 @@ class Model:
             few = self._has_few and rows <= MAX_ROWS
             if not few:
                 kernels.qkv.tune(at.normed, weights, own.qkv, layers[0].cache, at.numbers, rows, norm)
-                kernels.output.tune(own.mixed, [w.attn_output for w in weights], at.x, rows, norm)
-                kernels.gate_up.tune(at.normed, [w.gate_up for w in weights], own.activated, rows, norm)
+                sums = layers[0].attended.added or at.x
+                kernels.output.tune(own.mixed, [w.attn_output for w in weights], sums, rows, norm)
+                kernels.gate_up.tune(at.normed, weights, own.activated, rows, norm)
             if not few or rows > _FEWEST_ROWS:
-                kernels.down.tune(own.activated, [w.ffn_down for w in weights], at.x, rows, norm)
+                sums = layers[0].fed.added or at.x
+                kernels.down.tune(own.activated, [w.ffn_down for w in weights], sums, rows, norm)
 
     def forward(self, inputs: StepInputs, shape: StepShape) -> None:
         """Queue a step's layers, up to the norm of the rows that draw."""
@@ -95,8 +100,7 @@ class Model:
         self.shared.sampler.gather_tokens(inputs.tokens, inputs.token_slots, self._slots, at.tokens, tokens)
         self.shared.embedding.embed(at.tokens, self._weights.embedding, at.x, tokens)
         few = self._has_few and shape.decodes and tokens <= MAX_ROWS
-        x = self._few_rows(inputs, shape) if few else self._any_rows(inputs, shape)
-        self.shared.norm(x, self._weights.output_norm, at.normed, shape.draws)
+        (self._few_rows if few else self._any_rows)(inputs, shape)
 
     def draw(self, inputs: StepInputs, shape: StepShape, masks: StagedMasks | None = None) -> None:
         """Queue LM head and sampling of the step whose layers were queued last.
@@ -108,23 +112,20 @@ class Model:
             rows = min(LOGIT_ROWS, shape.draws - first)
             draws = inputs.draws + DRAW.itemsize * first
             self.head(at.normed.from_row(first), self._weights.head, at.logits, rows)
+            self.shared.logit_scale(at.logits, rows)
             if masks is not None:
                 address, number, count = masks.send(first, rows)
                 if count:
                     sampler.apply_masks(at.logits, rows, draws, address, number)
             sampler.sample(at.logits, rows, draws, self._slots, at.drawn.from_row(first))
 
-    def _any_rows(self, inputs: StepInputs, shape: StepShape) -> Buffer:
-        """All layers; where the residual stream of the rows that draw is then, in their order.
-
-        The last layer computes no more than those rows need.
-        """
-        x, rows, norm, last = self._at.x, shape.tokens, self.shared.norm, self.layers[-1]
-        normed = self._at.normed
+    def _any_rows(self, inputs: StepInputs, shape: StepShape) -> None:
+        """All layers; the last one computes no more than the rows that draw need."""
+        at, x, rows, norms, last = self._at, self._at.x, shape.tokens, self.shared.norms, self.layers[-1]
+        norms(x, self.layers[0].weights.attn_norm, at.normed, rows)
         for layer in self.layers:
             kernels, weights, own = layer.kernels, layer.weights, layer.at
-            norm(x, weights.attn_norm, normed, rows)
-            kernels.qkv(normed, weights, inputs, own.qkv, layer.cache, rows)
+            kernels.qkv(at.normed, weights, inputs, own.qkv, layer.cache, rows)
             if layer is last and not shape.draws:
                 break
             self._attention(layer, inputs, shape)
@@ -133,13 +134,13 @@ class Model:
                 rows, mixed = shape.draws, own.mixed_drawing
                 self.shared.embedding.gather_rows(own.mixed, inputs.rows, mixed, rows)
                 x = self._gathered(inputs, shape)
-            kernels.output(mixed, weights.attn_output, x, rows)
-            norm(x, weights.ffn_norm, normed, rows)
-            kernels.gate_up(normed, weights.gate_up, own.activated, rows)
-            kernels.down(own.activated, weights.ffn_down, x, rows)
-        return x
+                if layer.parallel:
+                    norms(x, weights.attn_norm, at.normed, rows)
+            layer.attended(mixed, x, at.normed, rows)
+            kernels.gate_up(at.normed, weights, own.activated, rows)
+            layer.fed(own.activated, x, at.normed, rows)
 
-    def _few_rows(self, inputs: StepInputs, shape: StepShape) -> Buffer:
+    def _few_rows(self, inputs: StepInputs, shape: StepShape) -> None:
         """The same for a few drawn tokens, each layer from its norm on in five launches."""
         x, rows = self._at.x, shape.tokens
         for layer in self.layers:
@@ -151,7 +152,8 @@ class Model:
             few.swiglu(x, weights, own.activated, rows)
             down = few.residual if rows <= _FEWEST_ROWS else layer.kernels.down
             down(own.activated, weights.ffn_down, x, rows)
-        return self._gathered(inputs, shape) if shape.gathers else x
+        x = self._gathered(inputs, shape) if shape.gathers else x
+        self.shared.norms(x, self._weights.output_norm, self._at.normed, shape.draws)
 
     def _attention(self, layer: Layer, inputs: StepInputs, shape: StepShape) -> None:
         """Of the drawn tokens, and of the chunks of prompts."""

@@ -33,11 +33,13 @@ from nightmill.worker.runners.gpu.layers import bind_layers
 from nightmill.worker.runners.gpu.memory import MemoryPlan, plan_memory
 from nightmill.worker.runners.gpu.model import Model, Shared
 from nightmill.worker.runners.gpu.products.chooser import Products
+from nightmill.worker.runners.gpu.products.kinds import kinds_of
 from nightmill.worker.runners.gpu.products.library import library_release
 from nightmill.worker.runners.gpu.products.shapes import MANY_ROWS
+from nightmill.worker.runners.gpu.rows.activate import Activate
 from nightmill.worker.runners.gpu.rows.embedding import Embedding
-from nightmill.worker.runners.gpu.rows.norms import RmsNorm
-from nightmill.worker.runners.gpu.rows.swiglu import SwiGlu
+from nightmill.worker.runners.gpu.rows.logits import LogitScale
+from nightmill.worker.runners.gpu.rows.norms import Norms
 from nightmill.worker.runners.gpu.sampling.masks import MaskBuffers
 from nightmill.worker.runners.gpu.sampling.sampler import Sampler
 from nightmill.worker.runners.gpu.sampling.slots import SlotTable
@@ -151,15 +153,19 @@ class CudaRunner:
         self._report(f"memory of {device.name}: {self.memory}")
         self.kv_blocks = self.memory.kv_blocks
         at = Activations.allocate(device, spec, **draws)
-        self._products = products = Products(device, SwiGlu(device), at.gate_up)
+        norms, activate = Norms(device, spec), Activate(device)
+        self._products = products = Products(device, activate, at.gate_up, kinds_of(spec))
         weights = load_weights(device, file, spec, report=self._report)
         cache = KvCache.allocate(device, spec, self.kv_blocks + 1)  # one more for rows of padding
-        layers = bind_layers(device, spec, weights, cache, at, products, attentions, max_context=context)
+        layers = bind_layers(
+            device, spec, weights, cache, at, products, norms, activate, attentions, max_context=context
+        )
         sampler = Sampler(device, spec.vocab, max_rows=LOGIT_ROWS)
         self._slots = SlotTable(device, sampler, slots=slots, vocab=spec.vocab, depth=self.depth)
         self._masks = MaskBuffers(device, vocab=spec.vocab, rows=LOGIT_ROWS, depth=self.depth)
         self._steps = StepBuffers(device, padding_page=self.kv_blocks, depth=self.depth, **step)
-        shared = Shared(Embedding(device, spec.vocab), RmsNorm(device), sampler)
+        embedding = Embedding(device, spec.vocab, spec.embedding_scale)
+        shared = Shared(embedding, norms, LogitScale(device, spec), sampler)
         self._model = Model(spec, weights, shared, layers, products, self._slots.address, at)
         self._drawn = [device.pinned(self._max_draws, np.int32) for _ in range(self.depth)]
         self._done: list[Any] = [device.event() for _ in range(self.depth)]

@@ -1,6 +1,6 @@
 """Products with weights, each by the way that is fastest for its sizes; see `shapes`."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from nightmill.worker.runners.gpu.device.device import CudaError, Device
 from nightmill.worker.runners.gpu.device.operands import Buffer, Format, Matrix
@@ -16,7 +16,7 @@ from nightmill.worker.runners.gpu.products.shapes import (
     padded_rows,
 )
 from nightmill.worker.runners.gpu.products.split import SplitTiles
-from nightmill.worker.runners.gpu.rows.swiglu import SwiGlu
+from nightmill.worker.runners.gpu.rows.activate import Activate
 
 __all__ = ["Product", "Products"]
 
@@ -73,14 +73,19 @@ class Product:
 class Products:
     """All products with weights.
 
-    activation, gate_up  SwiGLU by itself, and room for what it reads, elements (rows, 2 F)
+    activate, gate_up  activations by themselves, and room for what they read, elements (rows, 2 F)
+    kinds              that there will be
     """
 
-    def __init__(self, device: Device, activation: SwiGlu, gate_up: Buffer) -> None:
-        self._library = LibraryProducts(device, activation, gate_up)
+    def __init__(
+        self, device: Device, activate: Activate, gate_up: Buffer, kinds: Collection[Kind] = tuple(Kind)
+    ) -> None:
+        self._library = LibraryProducts(device, activate, gate_up)
         self._ours: list[ProductLauncher] = []
         if device.hopper:
-            self._ours = [HopperTiles(device), SplitTiles(device)]
+            self._ours.append(HopperTiles(device, kinds))
+            if Kind.RESIDUAL in kinds:
+                self._ours.append(SplitTiles(device))
         self.clock = Clock(device, self._library.scratch, LibraryProducts.workspace())
         self._elements = device.element.format
         self._known: dict[tuple[Kind, int, int, Format], Product] = {}
@@ -103,7 +108,7 @@ class Products:
         """Everything that can compute this shape, the best guess first."""
         ours = [one for launcher in self._ours for one in launcher.candidates(shape)]
         library = self._library.candidates(shape)
-        found = ours + library if shape.kind is Kind.SWIGLU else library + ours
+        found = library + ours if shape.kind.activation is None else ours + library
         if not found:
             raise CudaError(f"no kernel computes the product {shape}: sizes are multiples of 8")
         return found

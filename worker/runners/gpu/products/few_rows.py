@@ -4,8 +4,9 @@ They give the bits of the kernels that serve larger steps.
 """
 
 from collections.abc import Iterable
+from dataclasses import replace
 
-from nightmill.worker.model.spec import LayerSpec, ModelSpec
+from nightmill.worker.model.spec import FeedForward, LayerSpec, ModelSpec, Norm
 from nightmill.worker.runners.gpu.device.device import Device
 from nightmill.worker.runners.gpu.device.functions import Function, Module
 from nightmill.worker.runners.gpu.device.operands import Buffer, Format, Matrix
@@ -53,15 +54,15 @@ class FewRows:
     def suits(layer: LayerSpec, width: int, formats: Iterable[Format], *, hopper: bool) -> bool:
         """Whether the kernels take a layer.
 
-        On Hopper, with weights that are elements, heads of 64 or 128, no QK norm, sizes in multiples of
-        32, and rows that fit a block.
+        On Hopper, with weights that are elements, heads of 64 or 128, RMS norms before attention and SwiGLU
+        and nowhere else, sizes in multiples of 32, and rows that fit a block.
         """
         attention = layer.attention
         return (
             hopper
             and all(kept.plain for kept in formats)
             and attention.head_dim in TENSOR_CORE_HEADS
-            and attention.qk_norm is None
+            and _is_plain(layer)
             and not any(size % _DEPTH for size in (width, attention.queries, layer.feed_forward.width))
             and _most_shared(layer, width) <= _MAX_SHARED
         )
@@ -101,6 +102,19 @@ class FewRows:
             layer.gate_up.address, out.address, tokens, width, ffn, groups, down.address,
             min(down.bytes, _IN_L2), shared=_swiglu_shared(width, groups, tokens),
         )  # fmt: skip
+
+
+def _is_plain(layer: LayerSpec) -> bool:
+    """Whether the kernels compute all that a layer says: they know nothing of what is not copied here."""
+    attention, before, after = layer.attention, layer.attention_norm, layer.feed_forward_norm
+    known = LayerSpec(
+        attention_norm=None if before is None else Norm(before.eps),
+        attention=replace(attention, output_bias=False, qk_norm=None, temperature=None),
+        feed_forward_norm=None if after is None else Norm(after.eps),
+        feed_forward_norm_name=layer.feed_forward_norm_name,
+        feed_forward=FeedForward(width=layer.feed_forward.width, fused=layer.feed_forward.fused),
+    )
+    return before is not None and after is not None and layer == known
 
 
 def _source(layer: LayerSpec) -> Source:

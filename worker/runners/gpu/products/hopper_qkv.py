@@ -47,9 +47,10 @@ class HopperQkv:
 
     @staticmethod
     def suits(attention: Attention, kept: Format, *, hopper: bool) -> bool:
-        """Whether the kernels take a layer: heads of 64 or 128, no QK norm, weights that are elements."""
+        """Whether the kernels take a layer: heads of 64 or 128 that are only rotated, weights of elements."""
         heads = attention.head_dim in TENSOR_CORE_HEADS
-        return hopper and heads and attention.qk_norm is None and kept.plain
+        only_rotated = attention.qk_norm is None and attention.temperature is None
+        return hopper and heads and only_rotated and kept.plain
 
     @classmethod
     def sources(cls, spec: ModelSpec, *, hopper: bool) -> list[Source]:

@@ -1,5 +1,6 @@
 """Products by `hopper_gemm.cu`, whose tiles all have the same sums, so that they give the same bits."""
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import partial
 
@@ -9,6 +10,7 @@ from nightmill.worker.runners.gpu.device.functions import Function, Module
 from nightmill.worker.runners.gpu.device.operands import Buffer, Matrix
 from nightmill.worker.runners.gpu.device.sources import Source, instances, source_of
 from nightmill.worker.runners.gpu.device.tensor_maps import NO_MAP, PIECE_BYTES, PIECE_ROWS, TensorMaps
+from nightmill.worker.runners.gpu.products.kinds import kinds_of
 from nightmill.worker.runners.gpu.products.shapes import DEPTH, Candidate, Kind, Shape, Way, first_sum
 
 __all__ = ["TILES", "HopperTiles", "Tile", "load_tiles"]
@@ -62,21 +64,23 @@ class Tile:
 
 
 # The best for many rows first.
+_GATED = (
+    Tile(2, 256, 4, 2, 2),
+    Tile(2, 256, 4, 1, 2),
+    Tile(2, 224, 5),
+    Tile(2, 160, 5, 2),
+    Tile(2, 160, 5),
+    Tile(1, 160, 7, 2),
+    Tile(1, 160, 7),
+    Tile(1, 128, 8),
+    Tile(1, 128, 4),
+    Tile(1, 64, 13),
+    Tile(1, 64, 6),
+)
 TILES = {
     Kind.HALF: (Tile(1, 64, 12), Tile(1, 32, 14), Tile(1, 32, 8)),
-    Kind.SWIGLU: (
-        Tile(2, 256, 4, 2, 2),
-        Tile(2, 256, 4, 1, 2),
-        Tile(2, 224, 5),
-        Tile(2, 160, 5, 2),
-        Tile(2, 160, 5),
-        Tile(1, 160, 7, 2),
-        Tile(1, 160, 7),
-        Tile(1, 128, 8),
-        Tile(1, 128, 4),
-        Tile(1, 64, 13),
-        Tile(1, 64, 6),
-    ),
+    Kind.SWIGLU: _GATED,
+    Kind.GEGLU: _GATED,
     Kind.RESIDUAL: (
         Tile(2, 256, 4, 2, 2),
         Tile(2, 128, 5, 1, 4),
@@ -89,33 +93,33 @@ TILES = {
 
 
 class HopperTiles:
-    """Launches `hopper_gemm.cu`, for weights that are elements."""
+    """Launches `hopper_gemm.cu`, for weights that are elements; `kinds`: of products that there will be."""
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: Device, kinds: Collection[Kind]) -> None:
         self._maps = TensorMaps(device)
         self._format = device.element.format
         arguments = "128s128s128sPiiii"
         self._kernels = {
             kind: load_tiles(Module.of(device, source), device, f"{kind.value}_", arguments, TILES[kind])
-            for kind, source in _sources().items()
+            for kind, source in _sources(kinds).items()
         }
 
     @staticmethod
     def sources(spec: ModelSpec, *, hopper: bool) -> list[Source]:
         """What it is compiled from: a file for each kind of product, so that they are compiled at once."""
-        return list(reversed(_sources().values())) if hopper else []
+        return list(reversed(_sources(kinds_of(spec)).values())) if hopper else []
 
     def candidates(self, shape: Shape) -> list[Candidate]:
         """The tiles for a shape."""
         aligned = shape.inputs % 8 == 0 and shape.outputs % 8 == 0
-        tiles = TILES.get(shape.kind, ()) if aligned and shape.format is self._format else ()
+        tiles = self._kernels.get(shape.kind, ()) if aligned and shape.format is self._format else ()
         return [Candidate(partial(self.way, tile)) for tile in tiles]
 
     def way(self, tile: Tile, shape: Shape) -> Way:
         """How a tile computes a shape."""
         function, at_once = self._kernels[shape.kind][tile]
         maps, rows, outputs, inputs = self._maps, shape.rows, shape.outputs, shape.inputs
-        fused, floats = shape.kind is Kind.SWIGLU, shape.kind is Kind.RESIDUAL
+        fused, floats = shape.kind.activation is not None, shape.kind is Kind.RESIDUAL
         results = tile.columns // 2 if fused else tile.columns
         weight_rows = 2 * outputs if fused else outputs
         grid, block = tile.grid(rows, -(-outputs // results), at_once), (tile.threads, 1, 1)
@@ -145,11 +149,12 @@ def load_tiles(
     return found
 
 
-def _sources() -> dict[Kind, Source]:
+def _sources(kinds: Collection[Kind]) -> dict[Kind, Source]:
     return {
         kind: source_of(
             "hopper_gemm",
             instances("GEMM_KERNEL", ((kind.value, kind.name, *tile.arguments) for tile in tiles)),
         )
         for kind, tiles in TILES.items()
+        if kind in kinds
     }

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from nightmill.worker.runners.gpu.device.device import CudaError, Device, KernelLaunchError
 from nightmill.worker.runners.gpu.device.operands import ELEMENT, Buffer, Matrix
 from nightmill.worker.runners.gpu.products.shapes import Candidate, Kind, Shape, Way, first_sum
-from nightmill.worker.runners.gpu.rows.swiglu import SwiGlu
+from nightmill.worker.runners.gpu.rows.activate import Activate
 
 __all__ = ["LibraryProducts", "library_release"]
 
@@ -160,13 +160,13 @@ class _Library:
 
 
 class LibraryProducts:
-    """Launches cuBLASLt for weights that are elements; for SwiGLU, the kernel that does nothing else follows.
+    """Launches cuBLASLt for weights that are elements; where there is a gate, the activation follows.
 
-    activation, gate_up  that kernel, and room for gate and up, elements (rows, 2 F)
+    activate, gate_up  which computes that, and room for gate and up, elements (rows, 2 F)
     """
 
-    def __init__(self, device: Device, activation: SwiGlu, gate_up: Buffer) -> None:
-        self._activation = activation
+    def __init__(self, device: Device, activate: Activate, gate_up: Buffer) -> None:
+        self._activate = activate
         self._gate_up = gate_up
         self.scratch = device.allocate(self.workspace(), "cuBLASLt's workspace")
         """Address of so much memory, which may be overwritten between products."""
@@ -195,7 +195,7 @@ class LibraryProducts:
     def _calls(self, shape: Shape) -> tuple[_Call, ...]:
         """What the library is asked for, one after the other."""
         added = shape.kind is Kind.RESIDUAL
-        outputs = 2 * shape.outputs if shape.kind is Kind.SWIGLU else shape.outputs
+        outputs = shape.outputs if shape.kind.activation is None else 2 * shape.outputs
         floats = shape.kind is Kind.FLOAT
         whole = _Call(shape.rows, outputs, shape.inputs, floats, added=added, stride=shape.inputs)
         first = first_sum(shape.outputs, shape.inputs)
@@ -217,12 +217,12 @@ class LibraryProducts:
                 second(x.address + skipped, weight.address + skipped, y.address)
 
             return two_sums
-        if shape.kind is Kind.SWIGLU:
-            activation, gate_up, rows = self._activation, self._gate_up, shape.rows
+        if (activation := shape.kind.activation) is not None:
+            activate, gate_up, rows = self._activate, self._gate_up, shape.rows
 
             def two_kernels(x: Buffer, weight: Matrix, y: Buffer) -> None:
                 first(x.address, weight.address, gate_up.address)
-                activation(gate_up, y, rows)
+                activate(gate_up, y, rows, activation)
 
             return two_kernels
         return lambda x, weight, y: first(x.address, weight.address, y.address)

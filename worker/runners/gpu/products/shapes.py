@@ -1,7 +1,7 @@
 """What a product is, and the rules that all ways to compute one keep, so that they give the same bits.
 
 y (rows, outputs) = x (rows, inputs) times weight (outputs, inputs) transposed; x is elements, y elements or
-float, sums float, all row-major. Also with SwiGLU, and added to the residual stream.
+float, sums float, all row-major. Also with SwiGLU or GeGLU, and added to the residual stream.
 
 The number of rows is rounded up to one of few sizes, so that a way is chosen a bounded number of times: x and
 y must have room for `padded_rows(rows)` rows. What the rows in between hold does not matter, and what is
@@ -13,10 +13,12 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
 
+from nightmill.worker.model.spec import Activation
 from nightmill.worker.runners.gpu.device.operands import Buffer, Format, Matrix
 
 __all__ = [
     "DEPTH",
+    "GATED",
     "MANY_ROWS",
     "Candidate",
     "Kind",
@@ -41,12 +43,22 @@ class Kind(Enum):
     HALF = "product"
     FLOAT = "float"
     SWIGLU = "swiglu"  # the weight is gate rows, then up rows; the result their SwiGLU, elements
+    GEGLU = "geglu"  # the same with GELU
     RESIDUAL = "residual"  # added to what is there, float
+
+    @property
+    def activation(self) -> Activation | None:
+        """Of the gate, where the weight has one."""
+        return GATED.get(self)
+
+
+GATED = {Kind.SWIGLU: Activation.SILU, Kind.GEGLU: Activation.GELU}
+"""Products that have the activation inside."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Sizes of a product; `outputs` are those of y, of which SwiGLU has half as many as the weight rows."""
+    """Sizes of a product; `outputs` are those of y: with a gate half as many as the weight has rows."""
 
     rows: int
     outputs: int

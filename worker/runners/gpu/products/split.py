@@ -9,6 +9,7 @@ from nightmill.worker.runners.gpu.device.functions import Function, Module
 from nightmill.worker.runners.gpu.device.operands import Buffer, Matrix
 from nightmill.worker.runners.gpu.device.sources import Source, instances, source_of
 from nightmill.worker.runners.gpu.device.tensor_maps import TensorMaps
+from nightmill.worker.runners.gpu.products.kinds import kinds_of
 from nightmill.worker.runners.gpu.products.shapes import Candidate, Kind, Shape, Way, first_sum
 
 __all__ = ["SPLIT_TILES", "SplitTile", "SplitTiles", "split_tiles"]
@@ -119,7 +120,7 @@ class SplitTiles:
     @staticmethod
     def sources(spec: ModelSpec, *, hopper: bool) -> list[Source]:
         """What it is compiled from."""
-        return [_source()] if hopper else []
+        return [_source()] if hopper and Kind.RESIDUAL in kinds_of(spec) else []
 
     def candidates(self, shape: Shape) -> list[Candidate]:
         """The tiles that are worth timing for a shape."""

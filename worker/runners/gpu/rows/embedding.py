@@ -12,12 +12,13 @@ _BLOCK = (256, 1, 1)
 
 
 class Embedding:
-    """Launches `embedding.cu`."""
+    """Launches `embedding.cu`; `scale`: what embeddings are multiplied by."""
 
-    def __init__(self, device: Device, vocab: int) -> None:
+    def __init__(self, device: Device, vocab: int, scale: float = 1.0) -> None:
         self._vocab = vocab
+        self._scale = scale
         kernels = KernelPairs(device, source_of("embedding"))
-        self._embed = kernels.function("embed", "PPPiii")
+        self._embed = kernels.function("embed", "PPPiiif")
         self._gather_rows = kernels.function("gather_rows", "PPPii")
 
     @staticmethod
@@ -31,7 +32,7 @@ class Embedding:
             width = table.columns
             self._embed.of(rows)(
                 blocks_for(rows * width // 8), _BLOCK, tokens.address, table.address, out.address, rows,
-                width, self._vocab,
+                width, self._vocab, self._scale,
             )  # fmt: skip
 
     def gather_rows(self, x: Buffer, indices: int, out: Buffer, rows: int) -> None:

@@ -1,42 +1,85 @@
-"""The norms of the residual stream."""
+"""The norms of the residual stream, and what is added to it between them."""
 
 from nightmill.worker.model.spec import ModelSpec
 from nightmill.worker.runners.gpu.device.device import Device
-from nightmill.worker.runners.gpu.device.functions import KernelPairs
-from nightmill.worker.runners.gpu.device.operands import Buffer
+from nightmill.worker.runners.gpu.device.functions import KernelPair, KernelPairs
+from nightmill.worker.runners.gpu.device.operands import ABSENT, Buffer
 from nightmill.worker.runners.gpu.device.sources import Source, source_of
-from nightmill.worker.runners.gpu.weights.layout import NormWeight
+from nightmill.worker.runners.gpu.products.kinds import layer_kinds
+from nightmill.worker.runners.gpu.products.shapes import Kind
+from nightmill.worker.runners.gpu.weights.layout import NO_NORM, NormWeight
 
-__all__ = ["RmsNorm"]
+__all__ = ["Norms"]
 
 _MOST = 32_768  # elements of a row
+_PIECES = (1, 2, 4)  # kernels, by the pieces of 8 values that a thread has
 
 
-class RmsNorm:
-    """Launches `rms_norm.cu`."""
+class Norms:
+    """Launches `rms_norm.cu`, and `residual.cu` for models that have more than RMS norms before products."""
 
-    def __init__(self, device: Device) -> None:
-        kernels = KernelPairs(device, source_of("rms_norm"))
-        self._kernels = {n: kernels.function(f"rms_norm_{n}", "PPPif") for n in (1, 2, 4)}
+    def __init__(self, device: Device, spec: ModelSpec) -> None:
+        self._rms = self._kernels(device, "rms_norm", "PPPif")
+        arguments = "PPPPfifPPPfiPi"
+        self._any = self._kernels(device, "residual", arguments) if _has_others(spec) else {}
 
     @staticmethod
     def sources(spec: ModelSpec, *, hopper: bool) -> list[Source]:
-        """What it is compiled from."""
-        return [source_of("rms_norm")]
+        """What they are compiled from."""
+        names = ["rms_norm", "residual"] if _has_others(spec) else ["rms_norm"]
+        return [source_of(name) for name in names]
 
     @staticmethod
     def refusal(spec: ModelSpec) -> str | None:
-        """What of a model it does not take."""
+        """What of a model they do not take."""
         width = spec.width
         return f"a width of {width} (multiples of 8 up to {_MOST})" if width % 8 or width > _MOST else None
 
     def __call__(self, x: Buffer, norm: NormWeight, out: Buffer, rows: int) -> None:
-        """Queue out (rows, width) half = norm of x (rows, width) float."""
-        if rows:
+        """Queue out (rows, width) elements = norm of x (rows, width) float."""
+        if not norm.plain:
+            self.add(None, ABSENT, NO_NORM, 1.0, x, norm, out, rows)
+        elif rows:
             width = x.shape[1]
-            chunks = width // 8  # of 8 values, of which a thread has 1, 2 or 4
-            pieces = 1 if chunks <= 256 else 2 if chunks <= 512 else 4
-            block = (-(-chunks // (32 * pieces)) * 32, 1, 1)
-            self._kernels[pieces].of(rows)(
+            pieces, block = _shape(width)
+            self._rms[pieces].of(rows)(
                 (rows, 1), block, x.address, norm.weight.address, out.address, width, norm.eps
             )
+
+    def add(
+        self, added: Buffer | None, bias: Buffer, after: NormWeight, scale: float, x: Buffer,
+        before: NormWeight | None, out: Buffer, rows: int,
+    ) -> None:  # fmt: skip
+        """Queue x += scale * after(added + bias), then out = before(x).
+
+        added   float (rows, width); None: x stays as it is
+        before  None: nothing is written to out
+        """
+        if rows:
+            width, then = x.shape[1], before or NO_NORM
+            pieces, block = _shape(width)
+            self._any[pieces].of(rows)(
+                (rows, 1), block, 0 if added is None else added.address, bias.address, after.weight.address,
+                after.bias.address, after.eps, after.centred, scale, x.address, then.weight.address,
+                then.bias.address, then.eps, then.centred, 0 if before is None else out.address, width,
+            )  # fmt: skip
+
+    @staticmethod
+    def _kernels(device: Device, name: str, arguments: str) -> dict[int, KernelPair]:
+        kernels = KernelPairs(device, source_of(name))
+        return {pieces: kernels.function(f"{name}_{pieces}", arguments) for pieces in _PIECES}
+
+
+def _shape(width: int) -> tuple[int, tuple[int, int, int]]:
+    """Pieces of a thread, and the block, for a row."""
+    chunks = width // 8  # of 8 values
+    pieces = 1 if chunks <= 256 else 2 if chunks <= 512 else 4
+    return pieces, (-(-chunks // (32 * pieces)) * 32, 1, 1)
+
+
+def _has_others(spec: ModelSpec) -> bool:
+    """Whether there is more to do than RMS norms."""
+    norms = [spec.output_norm, *(layer.attention_norm for layer in spec.layers)]
+    norms += [layer.feed_forward_norm for layer in spec.layers if not layer.parallel]
+    plain = all(norm is not None and not norm.centred and not norm.bias for norm in norms)
+    return not plain or any(Kind.FLOAT in layer_kinds(layer) for layer in spec.layers)

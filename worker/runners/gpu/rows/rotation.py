@@ -1,11 +1,11 @@
-"""What follows the product of queries, keys and values: bias, QK norm, rotation, the write to the cache."""
+"""What follows the product of queries, keys and values: bias, norms, rotation, the write to the cache."""
 
 import numpy as np
 
 from nightmill.worker.model.spec import Attention, ModelSpec
 from nightmill.worker.runners.gpu.device.device import Device
 from nightmill.worker.runners.gpu.device.functions import KernelPairs, blocks_for
-from nightmill.worker.runners.gpu.device.operands import FLOAT, Buffer
+from nightmill.worker.runners.gpu.device.operands import ABSENT, FLOAT, Buffer
 from nightmill.worker.runners.gpu.device.sources import Source, rotated, source_of
 from nightmill.worker.runners.gpu.kv_cache import LayerCache
 from nightmill.worker.runners.gpu.weights.layout import LayerWeights
@@ -13,31 +13,44 @@ from nightmill.worker.runners.gpu.weights.layout import LayerWeights
 __all__ = ["Rotation"]
 
 _BLOCK = (256, 1, 1)
+_CENTRED, _ROTATED = 1, 2  # of `norm_is`
 
 
 class Rotation:
     """Launches `qkv_rope.cu`, for layers of one kind of attention; owns the table of angles that others read.
 
     max_context  tokens that a sequence may have: rows of the table
+    statistics   float (rows, 2, 2), for norms of whole queries and keys
     """
 
-    def __init__(self, device: Device, attention: Attention, *, max_context: int) -> None:
+    def __init__(
+        self, device: Device, attention: Attention, *, max_context: int, statistics: Buffer = ABSENT
+    ) -> None:
         self._attention = attention
-        self._eps = attention.qk_norm.eps if attention.qk_norm is not None else 0.0
+        norm = attention.qk_norm
+        self._eps = norm.eps if norm is not None else 0.0
+        centred = norm is not None and norm.centred
+        self._norm_is = _CENTRED * centred + _ROTATED * attention.qk_norm_rotated
+        self._statistics = statistics if norm is not None and attention.qk_norm_whole else ABSENT
         kernels = KernelPairs(device, self._source(attention))
-        self._write = kernels.function("qkv_rope_write", "PPPPfPPPiPPiii")
+        self._write = kernels.function("qkv_rope_write", "PPPPfiPPPPiPPPiii")
+        self._sum = kernels.function("qk_statistics", "PPfiPii")
         half = attention.head_dim // 2
-        size = self.workspace(attention, max_context=max_context)
+        size = _table_bytes(attention, max_context)
         self.table = Buffer(device.allocate(size, "the rotation table"), (max_context, half, 2), FLOAT)
         """Cosines and sines."""
         frequencies = device.upload(attention.rope.frequencies().astype(np.float64), "rotation frequencies")
-        fill = kernels.function("rope_table", "PdPi", dependent=False)
+        fill = kernels.function("rope_table", "PdPii", dependent=False)
         fill.many(
             blocks_for(max_context * half), _BLOCK, frequencies, attention.rope.magnitude, self.table.address,
-            max_context,
+            max_context, attention.rope.dim // 2,
         )  # fmt: skip
         device.synchronize()
         device.free(frequencies)
+        self._factors = 0
+        if attention.temperature is not None:
+            factors = attention.temperature.factors(np.arange(max_context)).astype(np.float32)
+            self._factors = device.upload(factors, "factors of queries")
         vector = 8 if attention.head_dim % 16 == 0 else 2
         lanes = 1 << (attention.head_dim // (2 * vector) - 1).bit_length()
         self._threads = (attention.heads + 2 * attention.kv_heads) * lanes  # of a token
@@ -64,18 +77,29 @@ class Rotation:
 
     @staticmethod
     def workspace(attention: Attention, *, max_context: int) -> int:
-        """Bytes of the table."""
-        return max_context * attention.head_dim * FLOAT.itemsize
+        """Bytes of the tables."""
+        factors = FLOAT.itemsize * max_context if attention.temperature is not None else 0
+        return _table_bytes(attention, max_context) + factors
 
     def __call__(
         self, qkv: Buffer, layer: LayerWeights, positions: int, cache_rows: int, cache: LayerCache, rows: int
     ) -> None:
         """Queue it for qkv (rows, (H + 2 G) D) half: queries in place, keys and values to their pages."""
-        if rows:
-            attention, table = self._attention, self.table
-            self._write.of(rows)(
-                blocks_for(rows * self._threads), _BLOCK, qkv.address, layer.qkv_bias.address,
-                layer.q_norm.address, layer.k_norm.address, self._eps, positions, cache_rows, table.address,
-                table.shape[0], cache.keys.address, cache.values.address, rows, attention.heads,
-                attention.kv_heads,
+        if not rows:
+            return
+        heads, kv_heads, table = self._attention.heads, self._attention.kv_heads, self.table
+        if self._statistics is not ABSENT:
+            self._sum.of(rows)(
+                (rows, 2), _BLOCK, qkv.address, layer.qkv_bias.address, self._eps, self._norm_is,
+                self._statistics.address, heads, kv_heads,
             )  # fmt: skip
+        self._write.of(rows)(
+            blocks_for(rows * self._threads), _BLOCK, qkv.address, layer.qkv_bias.address,
+            layer.q_norm.address, layer.k_norm.address, self._eps, self._norm_is, self._statistics.address,
+            positions, cache_rows, table.address, table.shape[0], self._factors, cache.keys.address,
+            cache.values.address, rows, heads, kv_heads,
+        )  # fmt: skip
+
+
+def _table_bytes(attention: Attention, max_context: int) -> int:
+    return max_context * attention.head_dim * FLOAT.itemsize

@@ -6,17 +6,29 @@ from dataclasses import dataclass
 from nightmill.worker.model.spec import ModelSpec, Role, Weight
 from nightmill.worker.runners.gpu.device.device import aligned
 from nightmill.worker.runners.gpu.device.element import Element
-from nightmill.worker.runners.gpu.device.operands import FLOAT, Buffer, Format, Matrix
+from nightmill.worker.runners.gpu.device.operands import ABSENT, FLOAT, Buffer, Format, Matrix
 
-__all__ = ["LayerWeights", "NormWeight", "Weights", "format_of", "padded_vocab", "stored", "weight_bytes"]
+__all__ = [
+    "NO_NORM", "LayerWeights", "NormWeight", "Weights", "format_of", "padded_vocab", "stored", "weight_bytes",
+]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class NormWeight:
-    """An RMS norm."""
+    """A norm; ABSENT its weight where there is none: rows are only rounded."""
 
     weight: Buffer  # float (width,)
     eps: float
+    centred: bool = False
+    bias: Buffer = ABSENT  # float (width,)
+
+    @property
+    def plain(self) -> bool:
+        """Whether it is an RMS norm without a bias."""
+        return self.weight is not ABSENT and not self.centred and self.bias is ABSENT
+
+
+NO_NORM = NormWeight(ABSENT, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,12 +38,17 @@ class LayerWeights:
     attn_norm: NormWeight
     qkv: Matrix  # ((heads + 2 kv_heads) head_dim, width)
     qkv_bias: Buffer  # float ((heads + 2 kv_heads) head_dim,)
-    q_norm: Buffer  # float (head_dim,)
-    k_norm: Buffer  # float (head_dim,)
+    q_norm: Buffer  # float (head_dim,), or of all heads
+    k_norm: Buffer  # the same
     attn_output: Matrix  # (width, heads head_dim)
     ffn_norm: NormWeight
-    gate_up: Matrix  # (2 ffn_width, width): rows of gate, then of up
+    gate_up: Matrix  # (2 ffn_width, width): rows of gate, if there is one, then of up
     ffn_down: Matrix  # (width, ffn_width)
+    attn_output_bias: Buffer = ABSENT  # float (width,)
+    attn_post_norm: NormWeight = NO_NORM
+    gate_up_bias: Buffer = ABSENT  # float, as long as gate_up has rows
+    ffn_down_bias: Buffer = ABSENT  # float (width,)
+    ffn_post_norm: NormWeight = NO_NORM
 
     @property
     def formats(self) -> tuple[Format, ...]:

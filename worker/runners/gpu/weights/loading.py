@@ -15,7 +15,9 @@ from nightmill.worker.runners.gpu.device.device import Arena, Device
 from nightmill.worker.runners.gpu.device.element import Element
 from nightmill.worker.runners.gpu.device.operands import ABSENT, FLOAT, Buffer, Matrix
 from nightmill.worker.runners.gpu.weights.dequantizer import SUPPORTED, Dequantizer
+from nightmill.worker.runners.gpu.weights.head_order import HeadOrder
 from nightmill.worker.runners.gpu.weights.layout import (
+    NO_NORM,
     LayerWeights,
     NormWeight,
     Weights,
@@ -85,42 +87,61 @@ class _Loader:
 
     def _layer(self, index: int) -> LayerWeights:
         layer, own = self._spec.layers[index], self._spec.layer_weights(index)
+        order = HeadOrder(layer.attention)
         return LayerWeights(
             attn_norm=self._norm(own, Role.ATTN_NORM, layer.attention_norm),
-            qkv=self._matrix(own, Role.QKV),
-            qkv_bias=self._vector(own, Role.QKV_BIAS),
-            q_norm=self._vector(own, Role.Q_NORM),
-            k_norm=self._vector(own, Role.K_NORM),
+            qkv=self._matrix(own, Role.QKV, order),
+            qkv_bias=self._vector(own, Role.QKV_BIAS, order),
+            q_norm=self._vector(own, Role.Q_NORM, order),
+            k_norm=self._vector(own, Role.K_NORM, order),
             attn_output=self._matrix(own, Role.ATTN_OUTPUT),
             ffn_norm=self._norm(own, Role.FFN_NORM, layer.feed_forward_norm),
             gate_up=self._matrix(own, Role.GATE_UP),
             ffn_down=self._matrix(own, Role.FFN_DOWN),
+            attn_output_bias=self._vector(own, Role.ATTN_OUTPUT_BIAS),
+            attn_post_norm=self._norm(own, Role.ATTN_POST_NORM, layer.attention_post_norm),
+            gate_up_bias=self._vector(own, Role.GATE_UP_BIAS),
+            ffn_down_bias=self._vector(own, Role.FFN_DOWN_BIAS),
+            ffn_post_norm=self._norm(own, Role.FFN_POST_NORM, layer.feed_forward_post_norm),
         )
 
-    def _matrix(self, own: dict[Role, Weight], role: Role) -> Matrix:
+    def _matrix(self, own: dict[Role, Weight], role: Role, order: HeadOrder | None = None) -> Matrix:
         weight = own[role]
         rows, columns = stored(self._spec, role, weight)
         kept = format_of(weight, self._device.element)
         size, used = kept.bytes(rows, columns), kept.bytes(weight.shape[0], columns)
-        address = self._place(weight, size, [kept.bytes(*shape) for _, shape in weight.parts], floats=False)
+        sizes = [kept.bytes(*shape) for _, shape in weight.parts]
+        address = self._place(weight, size, sizes, order, floats=False)
         self._device.fill(address + used, 0, size - used)
         return Matrix(address, rows, columns, kept)
 
     def _norm(self, own: dict[Role, Weight], role: Role, norm: Norm | None) -> NormWeight:
-        return NormWeight(self._vector(own, role), 0.0 if norm is None else norm.eps)
+        if norm is None:
+            return NO_NORM
+        bias = self._vector(own, Role(f"{role}_bias")) if norm.bias else ABSENT
+        return NormWeight(self._vector(own, role), norm.eps, norm.centred, bias)
 
-    def _vector(self, own: dict[Role, Weight], role: Role) -> Buffer:
+    def _vector(self, own: dict[Role, Weight], role: Role, order: HeadOrder | None = None) -> Buffer:
         if role not in own:
             return ABSENT
         weight = own[role]
         sizes = [math.prod(shape) * FLOAT.itemsize for _, shape in weight.parts]
-        return Buffer(self._place(weight, sum(sizes), sizes, floats=True), weight.shape, FLOAT)
+        return Buffer(self._place(weight, sum(sizes), sizes, order, floats=True), weight.shape, FLOAT)
 
-    def _place(self, weight: Weight, size: int, sizes: list[int], *, floats: bool) -> int:
-        """Take `size` bytes and queue the weight's tensors, of these sizes, one behind the other."""
+    def _place(
+        self, weight: Weight, size: int, sizes: list[int], order: HeadOrder | None, *, floats: bool
+    ) -> int:
+        """Take `size` bytes and queue the weight's tensors, of these sizes, one behind the other.
+
+        order  of the elements of heads, where rows of the tensors are such
+        """
         start = address = self._arena.take(size)
-        for name, taken in zip(weight.names, sizes, strict=True):
-            kind = self._file.tensors[name].kind
-            self._dequantizer.load(self._file.raw(name), kind, address, floats=floats)
+        first = 0  # row of the weight
+        for (name, shape), taken in zip(weight.parts, sizes, strict=True):
+            kind, raw = self._file.tensors[name].kind, self._file.raw(name)
+            if order is not None:
+                raw = order.arranged(raw, first, shape[0])
+            self._dequantizer.load(raw, kind, address, floats=floats)
             address += taken
+            first += shape[0]
         return start

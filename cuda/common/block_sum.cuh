@@ -1,0 +1,14 @@
+// Sums over the threads of a block.
+#pragma once
+
+#include "common/common.cuh"
+
+// Of whole warps, in an order that depends on their number alone. All threads call it; `partial`: 32 floats in shared memory
+// that no other call of a kernel uses.
+static __device__ __forceinline__ float block_sum(float value, float* partial) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32;
+    value = warp_sum(value);
+    if (lane == 0) partial[warp] = value;
+    __syncthreads();
+    return warp_sum(lane < warps ? partial[lane] : 0.0f);
+}

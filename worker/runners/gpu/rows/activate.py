@@ -1,0 +1,48 @@
+"""What a feed-forward network does between its matrices, where no product has it inside."""
+
+from nightmill.worker.model.spec import Activation, ModelSpec
+from nightmill.worker.runners.gpu.device.device import Device
+from nightmill.worker.runners.gpu.device.functions import KernelPairs, blocks_for
+from nightmill.worker.runners.gpu.device.operands import ABSENT, Buffer
+from nightmill.worker.runners.gpu.device.sources import Source, source_of
+
+__all__ = ["Activate"]
+
+_KERNELS = {
+    (Activation.SILU, True): "swiglu", (Activation.GELU, True): "geglu",
+    (Activation.SILU, False): "silu", (Activation.GELU, False): "gelu",
+}  # fmt: skip
+
+
+class Activate:
+    """Launches `activate.cu`."""
+
+    def __init__(self, device: Device) -> None:
+        kernels = KernelPairs(device, source_of("activate"))
+        self._kernels = {which: kernels.function(name, "PPPii") for which, name in _KERNELS.items()}
+
+    @staticmethod
+    def sources(spec: ModelSpec, *, hopper: bool) -> list[Source]:
+        """What it is compiled from."""
+        return [source_of("activate")]
+
+    @staticmethod
+    def refusal(spec: ModelSpec) -> str | None:
+        """What of a model it does not take."""
+        odd = next((layer.feed_forward.width for layer in spec.layers if layer.feed_forward.width % 8), None)
+        return None if odd is None else f"an FFN width of {odd} (multiples of 8)"
+
+    def __call__(
+        self, inner: Buffer, out: Buffer, rows: int, activation: Activation = Activation.SILU,
+        *, gated: bool = True, bias: Buffer = ABSENT,
+    ) -> None:  # fmt: skip
+        """Queue inner (rows, 2 F) -> out (rows, F) elements: the activation of gate, times up.
+
+        Without a gate, inner is (rows, F), and out its activation. `bias` is added to inner first.
+        """
+        if rows:
+            width = out.shape[1]
+            self._kernels[activation, gated].of(rows)(
+                blocks_for(rows * width // 8), (256, 1, 1), inner.address, bias.address, out.address, rows,
+                width,
+            )  # fmt: skip

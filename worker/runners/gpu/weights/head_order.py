@@ -1,0 +1,38 @@
+"""In which order the GPU keeps the elements of queries' and keys' heads."""
+
+import numpy as np
+import numpy.typing as npt
+
+from nightmill.worker.model.rope import RopeStyle
+from nightmill.worker.model.spec import Attention
+
+__all__ = ["HeadOrder"]
+
+
+class HeadOrder:
+    """Puts heads of which a part is rotated, by halves of it, into the order that kernels rotate in.
+
+    These take elements i and i + D / 2 of a head for a pair. Where only the first N < D elements are rotated,
+    pairs are i and i + N / 2: the halves of that part move to the beginnings of the head's halves, and what
+    is not rotated fills these up. Scores are sums over the elements of a head, so any order will do in which
+    queries and keys agree. Other heads stay as they are.
+    """
+
+    def __init__(self, attention: Attention) -> None:
+        head, rotated = attention.head_dim, attention.rope.dim
+        self._moves = attention.rope.style is RopeStyle.HALVES and 0 < rotated < head
+        self._head = head
+        self._rows = attention.queries + attention.keys  # behind them are values
+        halves = np.arange(rotated).reshape(2, -1), np.arange(rotated, head).reshape(2, -1)
+        self._order = np.concatenate(halves, axis=1).reshape(-1)
+        """Which element of the file comes to each place."""
+
+    def arranged(self, raw: npt.NDArray[np.uint8], first: int, rows: int) -> npt.NDArray[np.uint8]:
+        """The bytes of a tensor of `rows` rows: of those of all heads, or of a norm, from row `first` on."""
+        if not self._moves:
+            return raw
+        places = np.arange(rows)
+        turned = min(max(self._rows - first, 0), rows)
+        heads = places[:turned].reshape(-1, self._head)
+        places[:turned] = heads[:, self._order].reshape(-1)
+        return raw.reshape(rows, -1)[places].reshape(-1)
