@@ -1,6 +1,6 @@
 """Measure the engine on the GPU, without Celery: random token ids, no end-of-text, tokens per second.
 
-    python -m benchmarks.engine MODEL.gguf [--repeat 3] [single uniform mixed wide nightly prefill ...]
+    python -m benchmarks.engine MODEL.gguf [--dtype bf16] [--repeat 3] [single uniform mixed ...]
 
 Prints one JSON line a workload: the median over the repetitions, after one that is not counted.
 """
@@ -21,7 +21,9 @@ from nightmill.worker.link.garbage import QuietCollector
 from nightmill.worker.model.families import read_spec
 from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.model.spec import ModelSpec
+from nightmill.worker.options import DTYPES
 from nightmill.worker.runners.base import Runner
+from nightmill.worker.runners.gpu.element_choice import choose_element
 from nightmill.worker.runners.gpu.runner import CudaRunner
 from tests.engines import NoText
 
@@ -127,6 +129,7 @@ def main() -> None:
     )
     arguments.add_argument("--repeat", type=int, default=3)
     arguments.add_argument("--gpu", type=int, default=0)
+    arguments.add_argument("--dtype", choices=DTYPES.choices, default="auto", help="as a worker's")
     arguments.add_argument("--depth", type=int, default=3)
     arguments.add_argument("--slots", type=int, help="sequences at once, instead of the workload's own")
     arguments.add_argument("--token-budget", type=int)
@@ -144,10 +147,11 @@ def measure(name: str, file: GgufFile, spec: ModelSpec, options: argparse.Namesp
     workload = WORKLOADS[name]
     slots = options.slots or workload.slots
     budget = max(options.token_budget or workload.token_budget, slots)
+    element = choose_element(file, spec, options.dtype).element
     began = time.perf_counter()
     runner = CudaRunner(
         file, spec, slots=slots, depth=options.depth, context=workload.context + 1, max_tokens=budget,
-        gpu=options.gpu, graphs=not options.no_graphs,
+        gpu=options.gpu, graphs=not options.no_graphs, element=element,
         report=lambda line: print(line, file=sys.stderr),
     )  # fmt: skip
     ready = time.perf_counter() - began
@@ -162,6 +166,7 @@ def measure(name: str, file: GgufFile, spec: ModelSpec, options: argparse.Namesp
             "workload": name,
             "model": spec.name,
             "gpu": runner.device.name,
+            "dtype": element.value,
             "prompt_tokens_per_s" if workload.counts_prompts else "output_tokens_per_s": round(
                 statistics.median(turn.rate for turn in counted)
             ),
