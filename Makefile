@@ -90,9 +90,9 @@ else
 	@exit 1
 endif
 
-parity: $(VENV)/dev.stamp ## Compare the reference runner with PyTorch and transformers (installs them)
+parity: $(VENV)/dev.stamp ## Compare the reference runner with PyTorch and transformers (installs them); prints a table
 	$(BIN)/pip install $(PIP_FLAGS) 'torch>=2.6,<3' 'transformers>=5,<6'
-	$(BIN)/python -m pytest -m parity tests/parity -s
+	$(BIN)/python -m pytest -m parity tests/parity -q
 
 bench: $(VENV)/dev.stamp ## Measure the path from enqueue to SQL; with MODEL=file.gguf, the engine on this machine's GPU
 ifdef MODEL

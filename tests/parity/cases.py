@@ -50,6 +50,11 @@ CASES = {
     "qwen2-seven-to-one": Case("qwen2", {"num_attention_heads": 14, "hidden_size": 112}, theta=1e6),
     "llama": Case("llama", {}, tied=False),
     "llama3": Case("llama", {}, theta=500_000.0, scaling=LLAMA3),
+    "smollm2": Case(
+        "llama", {"hidden_size": 144, "num_attention_heads": 9, "num_key_value_heads": 3}, theta=100_000.0,
+    ),
+    "mistral": Case("mistral", {"sliding_window": None}, theta=1e6, tied=False),
+    "mistral-nemo": Case("mistral", {"sliding_window": None, "head_dim": 32}, theta=1e6, tied=False),
     "qwen2-yarn": Case("qwen2", {}, tied=False, scaling=YARN),
     "llama-linear": Case("llama", {}, scaling=LINEAR),
     "qwen3": Case("qwen3", {"head_dim": 32}, tied=False, theta=1e6),
@@ -72,6 +77,20 @@ CASES = {
         },
         {"attention.sliding_window": 40}, theta=1e6, local_theta=10_000.0, scaling=LINEAR,
     ),
+    "gemma3-27b": Case(
+        "gemma3",
+        {
+            "head_dim": 32, "num_hidden_layers": 62, "query_pre_attn_scalar": 16, "sliding_window": 40,
+        },
+        {"attention.sliding_window": 40}, theta=1e6, local_theta=10_000.0, scaling=LINEAR,
+    ),
+    "gemma3-narrow": Case(  # windows begin and end within chunks, at their ends, and at those of pages
+        "gemma3",
+        {
+            "head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 8, "num_hidden_layers": 7,
+        },
+        {"attention.sliding_window": 8}, theta=1e6, local_theta=10_000.0,
+    ),
     "phi3": Case("phi3", {"sliding_window": 40}, {"attention.sliding_window": 40}, tied=False),
     "phi3-long": Case(
         "phi3", {"original_max_position_embeddings": 64},
@@ -89,6 +108,7 @@ CASES = {
         },
         tied=False, scaling=LONGROPE,
     ),
+    "phi4": Case("phi3", {"sliding_window": None}, {"attention.sliding_window": 0}, tied=False),
     "phi4-mini": Case(
         "phi3", {"partial_rotary_factor": 0.75, "hidden_size": 192, "num_attention_heads": 6},
         {"attention.sliding_window": 0, "rope.dimension_count": 24},
@@ -180,6 +200,7 @@ CASES = {
 CLASSES = {  # of transformers: configuration and model
     "qwen2": ("Qwen2Config", "Qwen2ForCausalLM"),
     "llama": ("LlamaConfig", "LlamaForCausalLM"),
+    "mistral": ("MistralConfig", "MistralForCausalLM"),
     "qwen3": ("Qwen3Config", "Qwen3ForCausalLM"),
     "gemma2": ("Gemma2Config", "Gemma2ForCausalLM"),
     "gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM"),
@@ -199,10 +220,6 @@ CLASSES = {  # of transformers: configuration and model
     "olmo2": ("Olmo2Config", "Olmo2ForCausalLM"),
     "olmo3": ("Olmo3Config", "Olmo3ForCausalLM"),
 }
-ARCHITECTURES = {"olmo3": "olmo2"}  # of files, where their names differ
-PERMUTED = {
-    "llama",
-    "smollm3",
-    "granite",
-    "mistral3",
-}  # queries and keys, so that pairs to rotate are neighbours
+ARCHITECTURES = {"olmo3": "olmo2", "mistral": "llama"}  # of files, where their names differ
+# Queries and keys of these are, so that pairs to rotate are neighbours.
+PERMUTED = {"llama", "mistral", "smollm3", "granite", "mistral3"}

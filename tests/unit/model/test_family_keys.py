@@ -22,6 +22,7 @@ from nightmill.worker.model.spec import (
     Temperature,
 )
 from tests.ggufs import byte_vocabulary, spec_tensors, write_file
+from tests.parity.cases import ARCHITECTURES, CASES
 
 EPS = 2**-20
 NORM = Norm(EPS)
@@ -289,6 +290,10 @@ def test_keys_and_tensors_are_those_that_the_converter_knows(name: str) -> None:
 
 def test_every_family_beside_the_first_three_has_a_file_here() -> None:
     assert {spec.family for _, spec in FILES.values()} == set(FAMILIES) - {"llama", "qwen2", "qwen3"}
+
+
+def test_every_family_is_held_to_transformers() -> None:
+    assert {ARCHITECTURES.get(case.family, case.family) for case in CASES.values()} == set(FAMILIES)
 
 
 @pytest.mark.parametrize(("family", "layers"), [("gemma2", 46), ("gemma3", 62)])
