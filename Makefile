@@ -79,6 +79,7 @@ format: $(VENV)/dev.stamp ## Put the code into shape
 	$(BIN)/ruff check --fix .
 
 gpu-test: $(VENV)/gpu.stamp ## Run the tests of the CUDA runner; with MODEL=file.gguf (0.5B or more), of workers with it, too
+	$(call with_real_model,its texts are not compared with those of llama.cpp)
 	$(BIN)/python -m pytest tests/gpu
 	NIGHTMILL_TEST_RUNNER=cuda $(BIN)/python -m pytest tests/acceptance
 ifdef MODEL

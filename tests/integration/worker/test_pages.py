@@ -33,7 +33,7 @@ SHOWN = {"text", "jsonl", "ini"}
 tests/unit/formats/test_docs.py, the lines for cron by tests/integration/jobs/test_docs.py."""
 NOT_RUN = [
     "make demo                      # installs into .venv, then answers questions through the whole path",
-    "pip install -e '.[worker,embedded,cuda]'       # takes minutes",
+    "pip install -e '.[worker,embedded,hub,cuda]'   # takes minutes",
     "nightmill worker --model qwen2.5-0.5b-instruct-q8_0.gguf    "
     "# or celery -A nightmill.worker.app worker --pool=threads --model FILE",
     "nightmill worker --model qwen2.5-0.5b-instruct-q8_0.gguf            # on the machine with the GPU",
