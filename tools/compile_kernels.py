@@ -51,10 +51,10 @@ def main() -> int:
 
 
 def every_source() -> Iterator[tuple[Path, tuple[str, ...], str]]:
-    """File, options and architecture of all that runners compile, for heads of 64, 128 and others.
+    """File, options and architecture of all that runners compile, for heads of 64, 96, 128, 256 and others.
 
-    Each size with one more kind of scores, for which attention has kernels of its own; one also with what
-    else the bundled model has not.
+    Some with one more kind of scores, for which attention has kernels of its own; one also with what else the
+    bundled model has not.
     """
     bundled = read_spec(GgufFile.open(ROOT / "models" / "nightmill-demo.gguf"))
     small = with_heads(bundled, 32, RopeStyle.HALVES)
@@ -63,6 +63,8 @@ def every_source() -> Iterator[tuple[Path, tuple[str, ...], str]]:
         with_other_parts(with_scores(bundled, window=512)),
         with_scores(large, window=512, softcap=50.0),
         with_scores(small, softcap=50.0),
+        with_heads(bundled, 96, RopeStyle.HALVES),
+        with_heads(bundled, 256, RopeStyle.HALVES),
     )
     for spec, architecture, element in product(specs, ARCHITECTURES, Element):
         for hopper in {architecture == HOPPER, False}:  # portable kernels are compiled for Hopper too

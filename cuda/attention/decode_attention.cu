@@ -22,22 +22,28 @@
 //
 // With a window, pages, segments and pieces wholly before it are passed over; the others are those that they were.
 //
-// Options: -DHEAD_DIM, 64 or 128; -DWINDOW, -DSOFTCAP. Dynamic shared memory: 4 warps of AHEAD pages of 64 D bytes.
+// Heads over 128 leave no registers for a page: what tensor cores take comes from shared memory piece by piece.
+//
+// Options: -DHEAD_DIM, a multiple of 16 from 64 to 256; -DWINDOW, -DSOFTCAP. Dynamic shared memory: 4 warps of AHEAD pages
+// of 64 WIDTH bytes.
 #include "attention/decode_page.cuh"
 
+static constexpr bool LARGE = D > 128;               // registers do not hold a page
 static constexpr int CHUNKS = D / 8;                 // 16-byte pieces of a key's row
-static constexpr int HALF_BYTES = PAGE * D * 2;      // keys, or values, of a page
+static constexpr bool EVEN = 32 % CHUNKS == 0;       // a warp copies whole rows at once
+static constexpr int HALF_BYTES = PAGE * WIDTH * 2;  // keys, or values, of a page
 static constexpr int PAGE_BYTES = 2 * HALF_BYTES;
 
-static constexpr int ROW_BYTES = 2 * D;
+static constexpr int ROW_BYTES = 2 * WIDTH;
 static constexpr int OTHER_HALF = 64;  // of 128 bytes
 
 // Byte offset of a piece of a row. The order within each 128 bytes is such that eight lanes which read 16 bytes each, of two
 // rows of keys or of four rows of values, reach all banks. Rows that are 4 apart, or 1 apart and the upper one odd, have
 // OTHER_HALF exclusive-or between them; rows that are 8 apart have the same order.
+static __device__ __forceinline__ int turn_of(int row) { return (row & 6) ^ (row & 1) << 2; }
+
 static __device__ __forceinline__ uint32_t place(int row, int chunk) {
-    const int turn = (row & 6) ^ (row & 1) << 2;
-    return static_cast<uint32_t>(row * ROW_BYTES + (chunk ^ turn) * 16);
+    return static_cast<uint32_t>(row * ROW_BYTES + (chunk ^ turn_of(row)) * 16);
 }
 
 static __device__ __forceinline__ Element8 load_shared(uint32_t address) {
@@ -45,6 +51,15 @@ static __device__ __forceinline__ Element8 load_shared(uint32_t address) {
     asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
                  : "=r"(v.word[0]), "=r"(v.word[1]), "=r"(v.word[2]), "=r"(v.word[3])
                  : "r"(address));
+    return v;
+}
+
+// Through L1, and each time anew: the compiler would keep it in registers.
+static __device__ __forceinline__ Element8 load_again(const Element* source) {
+    Element8 v;
+    asm volatile("ld.global.ca.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.word[0]), "=r"(v.word[1]), "=r"(v.word[2]), "=r"(v.word[3])
+                 : "l"(source));
     return v;
 }
 
@@ -63,38 +78,72 @@ struct Places {
 
     // Starts copying a page; keys that the token does not see become zeros: 0 times NaN is NaN.
     __device__ __forceinline__ void fetch(uint32_t target, const Cache& cache, int entry, int page) const {
-        constexpr int AT_ONCE = 32 / CHUNKS;  // rows
         const int lane = threadIdx.x % 32;
         const int64_t offset = page_row(entry, cache.kv_head, cache.kv_heads) * D + lane * 8;
+        if constexpr (!EVEN) {
+            const int left = cache.length - page * PAGE, hidden = cache.seen - page * PAGE;
+#pragma unroll
+            for (int i = 0; i < PAGE * CHUNKS / 32; ++i) {
+                const int row = (i * 32 + lane) / CHUNKS, chunk = (i * 32 + lane) % CHUNKS;
+                const bool wanted = is_seen(row, left, hidden);
+                copy_async(target + place(row, chunk), cache.k + offset + i * 256, wanted, policy);
+                copy_async(target + place(row, chunk) + HALF_BYTES, cache.v + offset + i * 256, wanted, policy);
+            }
+            return;
+        }
+        constexpr int AT_ONCE = EVEN ? 32 / CHUNKS : PAGE;  // rows
         const Element *keys = cache.k + offset, *values = cache.v + offset;
         const int left = cache.length - page * PAGE - lane / CHUNKS, hidden = cache.seen - page * PAGE - lane / CHUNKS;
 #pragma unroll
         for (int row = 0; row < PAGE; row += AT_ONCE) {
-            const int turned = (row & 4 ? OTHER_HALF : 0) ^ (row & 2) * 16;
-            const uint32_t at = target + (copied ^ turned) + row * ROW_BYTES;
+            const uint32_t at = target + (copied ^ turn_of(row) * 16) + row * ROW_BYTES;
             const bool wanted = is_seen(row, left, hidden);
             copy_async(at, keys + row * D, wanted, policy);
             copy_async(at + HALF_BYTES, values + row * D, wanted, policy);
         }
     }
 
+    // As `Running` wants them.
+    __device__ __forceinline__ Element8 key_piece(uint32_t source, int j, int i) const {
+        if (!has_piece(i * 32 + 32, i * 32 + threadIdx.x % 4 * 8)) return NO_PIECE;  // nobody wrote there
+        return load_shared(source + (key ^ i % 2 * OTHER_HALF) + j * 8 * ROW_BYTES + i / 2 * 128);
+    }
+    __device__ __forceinline__ Element8 value_piece(uint32_t source, int j, int i) const {
+        return load_shared(source + HALF_BYTES + (value ^ j % 2 * OTHER_HALF) + (j % 2 + j / 2 * 8) * ROW_BYTES +
+                           i * 128);
+    }
+
     __device__ __forceinline__ void take_keys(Page& tile, uint32_t source) const {
 #pragma unroll
         for (int j = 0; j < 2; ++j)
 #pragma unroll
-            for (int i = 0; i < K_LOADS; ++i)
-                tile.k[j][i] = load_shared(source + (key ^ i % 2 * OTHER_HALF) + j * 8 * ROW_BYTES + i / 2 * 128);
+            for (int i = 0; i < K_LOADS; ++i) tile.k[j][i] = key_piece(source, j, i);
     }
 
     __device__ __forceinline__ void take_values(Page& tile, uint32_t source) const {
 #pragma unroll
         for (int j = 0; j < 4; ++j)
 #pragma unroll
-            for (int i = 0; i < V_LOADS; ++i)
-                tile.v[j][i] = load_shared(source + HALF_BYTES + (value ^ j % 2 * OTHER_HALF) +
-                                           (j % 2 + j / 2 * 8) * ROW_BYTES + i * 128);
+            for (int i = 0; i < V_LOADS; ++i) tile.v[j][i] = value_piece(source, j, i);
     }
 };
+
+// `Running::score` of up to 8 heads, with queries and keys that registers do not hold.
+static __device__ __forceinline__ void score_large(float (&s)[2][4], const Element* q, int heads, const Places& places,
+                                                   uint32_t source, int g, int t) {
+#pragma unroll
+    for (int i = 0; i < K_LOADS; ++i) {
+        const bool there = g < heads && has_piece(i * 32 + 32, i * 32 + t * 8);
+        const Element8 query = there ? load_again(q + g * D + i * 32 + t * 8) : NO_PIECE;
+        const uint32_t first[4] = {query.word[0], 0, query.word[1], 0}, second[4] = {query.word[2], 0, query.word[3], 0};
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+            const Element8 key = places.key_piece(source, j, i);
+            mma(s[j], first, key.word[0], key.word[1]);
+            mma(s[j], second, key.word[2], key.word[3]);
+        }
+    }
+}
 
 struct Piece {
     int sequence, first, end, base;
@@ -105,6 +154,7 @@ static __device__ __forceinline__ void decode(const Element* q, const Cache& cac
                                               const Meeting& meeting, int shared_heads, int segment_pages,
                                               const Scores& scores, Element* out) {
     static_assert((AHEAD & (AHEAD - 1)) == 0, "a power of two");
+    static_assert(!LARGE || ROWS == 8, "`score_large` takes 8 heads");
     extern __shared__ __align__(128) unsigned char rings[];  // 16 bytes further on, copies of rows take 14% longer
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int g = lane / 4, t = lane % 4;
@@ -136,7 +186,7 @@ static __device__ __forceinline__ void decode(const Element* q, const Cache& cac
     commit_copies();
     const bool all_asked_for = first + AHEAD * WARPS >= end;
     uint32_t qa[2 * K_LOADS][4];
-    load_queries<ROWS>(qa, q, shared_heads, g, t);
+    if constexpr (!LARGE) load_queries<ROWS>(qa, q, shared_heads, g, t);
     int turn = 0, page = first;
     const int* entries = cache.table + first + AHEAD * WARPS;
     asm volatile("" : "+l"(entries));  // else it is computed anew for each page, which others then wait for
@@ -153,15 +203,22 @@ static __device__ __forceinline__ void decode(const Element* q, const Cache& cac
             const uint32_t slot = ring + (turn & (AHEAD - 1)) * PAGE_BYTES;
             Page tile;
             float s[2][4] = {};
-            places.take_keys(tile, slot);
-            running.score(s, qa, tile);
-            places.take_values(tile, slot);
-            __syncwarp();
-            const int next = page + AHEAD * WARPS;
-            if (next < end) places.fetch(slot, cache, entry, next);
-            commit_copies();
-            entries += WARPS;
-            if (next + WARPS < end) entry = __ldg(entries);
+            auto fetch_next = [&] {  // in place of this page, which is in registers or done with
+                __syncwarp();
+                const int next = page + AHEAD * WARPS;
+                if (next < end) places.fetch(slot, cache, entry, next);
+                commit_copies();
+                entries += WARPS;
+                if (next + WARPS < end) entry = __ldg(entries);
+            };
+            if constexpr (LARGE) {
+                score_large(s, q, shared_heads, places, slot, g, t);
+            } else {
+                places.take_keys(tile, slot);
+                running.score(s, qa, [&](int j, int i) { return tile.k[j][i]; });
+                places.take_values(tile, slot);
+                fetch_next();
+            }
             float largest[2] = {running.m[0], running.m[1]};
             running.hide(largest, s, page * PAGE, cache, scores, t);
 #pragma unroll
@@ -169,7 +226,12 @@ static __device__ __forceinline__ void decode(const Element* q, const Cache& cac
                 if (__any_sync(0xffffffffu, largest[half] > running.m[half])) running.rescale(half, largest[half]);
             uint32_t pa[4] = {};
             running.weigh(pa, s);
-            running.mix(pa, tile);
+            if constexpr (LARGE) {
+                running.mix(pa, [&](int j, int i) { return places.value_piece(slot, j, i); });
+                fetch_next();
+            } else {
+                running.mix(pa, [&](int j, int i) { return tile.v[j][i]; });
+            }
         }
         const Segment<ROWS> mine = merge_warps(running);
         if (piece.base < 0)
@@ -213,7 +275,11 @@ static __device__ __forceinline__ void decode(const Element* q, const Cache& cac
                             min(ROWS, group - first), segment_pages, scores, out + (row * heads + head) * D);     \
     }
 
+#if HEAD_DIM > 128
+DECODE_KERNEL(8, 1)
+#else
 DECODE_KERNEL(8, 2)
 DECODE_KERNEL(16, 2)
 DECODE_KERNEL(8, 4)
 DECODE_KERNEL(16, 4)
+#endif

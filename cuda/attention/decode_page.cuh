@@ -4,20 +4,25 @@
 // 16-byte pieces: from memory (`split_attention.cu`), or from a ring in shared memory (`decode_attention.cu`). Sums over D
 // do not care for its order, so lane t of a group takes elements 8 t .. 8 t + 7 of a key's row, used as fragments of two
 // steps, for queries and keys alike; and for V, lane g takes elements 8 g .. 8 g + 7 of four keys' rows, of which byte
-// permutations make the pairs of keys that a fragment holds.
+// permutations make the pairs of keys that a fragment holds. Of other sizes than multiples of 64, pieces past a row's end
+// are zeros for queries and keys, and of values anything: those columns of the result are dropped.
 //
-// Options: -DHEAD_DIM, 64 or 128; -DWINDOW, -DSOFTCAP.
+// Options: -DHEAD_DIM, a multiple of 16 from 64 to 256; -DWINDOW, -DSOFTCAP.
 #pragma once
 
 #include "attention/attention.cuh"
 
-static_assert(D == 64 || D == 128, "other head sizes: attention_any.cu");
+static_assert(D % 16 == 0 && D >= 64 && D <= 256, "other head sizes: attention_any.cu");
 
 static constexpr int WARPS = 4;
 static constexpr int THREADS = WARPS * 32;
-static constexpr int K_LOADS = D / 32;   // 16-byte pieces of a key's row a lane takes
-static constexpr int V_LOADS = D / 64;
-static constexpr int PITCH = D + 4;      // floats, of a row of results in shared memory
+static constexpr int WIDTH = (D + 63) / 64 * 64;  // of a row in registers and in shared memory
+static constexpr int K_LOADS = (D + 31) / 32;     // 16-byte pieces of a key's row a lane takes
+static constexpr int V_LOADS = WIDTH / 64;
+static constexpr int PITCH = WIDTH + 4;  // floats, of a row of results in shared memory
+
+// Whether a piece that begins with this element of a row is there; whole chunks of 32 or 64 always are.
+static __device__ __forceinline__ bool has_piece(int chunk_end, int element) { return chunk_end <= D || element < D; }
 
 struct Page {
     Element8 k[2][K_LOADS];  // [tile of 8 keys][piece]
@@ -40,9 +45,11 @@ static __device__ __forceinline__ bool is_seen(int place, int left, int hidden) 
     return place < left && place >= hidden;
 }
 
+static constexpr Element8 NO_PIECE{{0, 0, 0, 0}};
+
 static __device__ __forceinline__ Element8 load_if(bool wanted, const Element* source) {
     if (wanted) return load_streaming(source);
-    return Element8{{0, 0, 0, 0}};  // 0, not what lies in the page: 0 times NaN is NaN
+    return NO_PIECE;  // 0, not what lies in the page: 0 times NaN is NaN
 }
 
 static __device__ __forceinline__ int64_t page_offset(const Cache& cache, int page) {
@@ -58,7 +65,8 @@ static __device__ __forceinline__ void load_keys(Page& tile, const Cache& cache,
     for (int j = 0; j < 2; ++j)
 #pragma unroll
         for (int i = 0; i < K_LOADS; ++i)
-            tile.k[j][i] = load_if(is_seen(j * 8, left, hidden), mine + j * 8 * D + i * 32);
+            tile.k[j][i] = load_if(is_seen(j * 8, left, hidden) && has_piece(i * 32 + 32, i * 32 + t * 8),
+                                   mine + j * 8 * D + i * 32);
 }
 
 static __device__ __forceinline__ void load_values(Page& tile, const Cache& cache, int64_t offset, int page, int g,
@@ -69,7 +77,9 @@ static __device__ __forceinline__ void load_values(Page& tile, const Cache& cach
     for (int j = 0; j < 4; ++j) {
         const int key = (j & 1) + (j >> 1) * 8;
 #pragma unroll
-        for (int i = 0; i < V_LOADS; ++i) tile.v[j][i] = load_if(is_seen(key, left, hidden), mine + key * D + i * 64);
+        for (int i = 0; i < V_LOADS; ++i)
+            tile.v[j][i] = load_if(is_seen(key, left, hidden) && has_piece(i * 64 + 64, i * 64 + g * 8),
+                                   mine + key * D + i * 64);
     }
 }
 
@@ -79,10 +89,13 @@ static __device__ __forceinline__ void load_queries(uint32_t (&qa)[2 * K_LOADS][
                                                     int t) {
 #pragma unroll
     for (int i = 0; i < K_LOADS; ++i) {
+        const bool there = has_piece(i * 32 + 32, i * 32 + t * 8);
         const Element8 zero{{0, 0, 0, 0}};
-        const Element8 low = g < heads ? *reinterpret_cast<const Element8*>(q + g * D + i * 32 + t * 8) : zero;
-        const Element8 high =
-            ROWS > 8 && g + 8 < heads ? *reinterpret_cast<const Element8*>(q + (g + 8) * D + i * 32 + t * 8) : zero;
+        const Element8 low =
+            there && g < heads ? *reinterpret_cast<const Element8*>(q + g * D + i * 32 + t * 8) : zero;
+        const Element8 high = there && ROWS > 8 && g + 8 < heads
+                                  ? *reinterpret_cast<const Element8*>(q + (g + 8) * D + i * 32 + t * 8)
+                                  : zero;
         qa[2 * i][0] = low.word[0], qa[2 * i][1] = high.word[0];
         qa[2 * i][2] = low.word[1], qa[2 * i][3] = high.word[1];
         qa[2 * i + 1][0] = low.word[2], qa[2 * i + 1][1] = high.word[2];
@@ -98,13 +111,16 @@ struct Running {
     float l[2] = {};
     float o[8 * V_LOADS][4] = {};
 
-    __device__ __forceinline__ void score(float (&s)[2][4], const uint32_t (&qa)[2 * K_LOADS][4], const Page& tile) {
+    // `key(j, i)`: the piece i of the lane's key of tile j.
+    template <typename Key>
+    __device__ __forceinline__ void score(float (&s)[2][4], const uint32_t (&qa)[2 * K_LOADS][4], Key key) {
 #pragma unroll
         for (int j = 0; j < 2; ++j)
 #pragma unroll
             for (int i = 0; i < K_LOADS; ++i) {
-                mma(s[j], qa[2 * i], tile.k[j][i].word[0], tile.k[j][i].word[1]);
-                mma(s[j], qa[2 * i + 1], tile.k[j][i].word[2], tile.k[j][i].word[3]);
+                const Element8 piece = key(j, i);
+                mma(s[j], qa[2 * i], piece.word[0], piece.word[1]);
+                mma(s[j], qa[2 * i + 1], piece.word[2], piece.word[3]);
             }
     }
 
@@ -154,26 +170,32 @@ struct Running {
         }
     }
 
-    __device__ __forceinline__ void mix(const uint32_t (&pa)[4], const Page& tile) {
+    // `value(j, i)`: the piece i of the lane's value j.
+    template <typename Value>
+    __device__ __forceinline__ void mix(const uint32_t (&pa)[4], Value value) {
 #pragma unroll
-        for (int i = 0; i < V_LOADS; ++i)
+        for (int i = 0; i < V_LOADS; ++i) {
+            const Element8 v[4] = {value(0, i), value(1, i), value(2, i), value(3, i)};
 #pragma unroll
             for (int d = 0; d < 8; ++d) {
                 const int which = d & 1 ? 0x7632 : 0x5410;
-                const uint32_t b0 = __byte_perm(tile.v[0][i].word[d / 2], tile.v[1][i].word[d / 2], which);
-                const uint32_t b1 = __byte_perm(tile.v[2][i].word[d / 2], tile.v[3][i].word[d / 2], which);
+                const uint32_t b0 = __byte_perm(v[0].word[d / 2], v[1].word[d / 2], which);
+                const uint32_t b1 = __byte_perm(v[2].word[d / 2], v[3].word[d / 2], which);
                 mma(o[i * 8 + d], pa, b0, b1);
             }
+        }
     }
 };
 
 // The part of a block's result that a thread has: PART elements of one row.
 template <int ROWS>
 struct Segment {
-    static constexpr int PART = ROWS * D / THREADS;
+    static constexpr int PART = ROWS * WIDTH / THREADS;
     float m, l, o[PART];
-    static __device__ __forceinline__ int row() { return threadIdx.x * PART / D; }
-    static __device__ __forceinline__ int column() { return threadIdx.x * PART % D; }
+    static __device__ __forceinline__ int row() { return threadIdx.x * PART / WIDTH; }
+    static __device__ __forceinline__ int column() { return threadIdx.x * PART % WIDTH; }
+    // Whether the elements from i on are of the result; they are in fours.
+    static __device__ __forceinline__ bool has(int i) { return WIDTH == D || column() + i < D; }
 };
 
 // The results of the block's warps, merged in order; all threads call it, with a barrier before they do so again.
@@ -234,7 +256,8 @@ static __device__ __forceinline__ void store_result(const Segment<ROWS>& kept, E
     Element2* target = reinterpret_cast<Element2*>(out + Segment<ROWS>::row() * D + Segment<ROWS>::column());
 #pragma unroll
     for (int i = 0; i < Segment<ROWS>::PART; i += 2)
-        target[i / 2] = to_elements(__fmul_rn(kept.o[i], inverse), __fmul_rn(kept.o[i + 1], inverse));
+        if (Segment<ROWS>::has(i))
+            target[i / 2] = to_elements(__fmul_rn(kept.o[i], inverse), __fmul_rn(kept.o[i + 1], inverse));
 }
 
 // Where the segments of a sequence meet that several blocks compute: o (segments, H, D) and (m, l) (segments, H, 2) from
@@ -248,7 +271,8 @@ struct Meeting {
     __device__ __forceinline__ void leave(const Segment<ROWS>& result, int segment) const {
         const int64_t place = static_cast<int64_t>(segment) * heads + Segment<ROWS>::row();
 #pragma unroll
-        for (int i = 0; i < Segment<ROWS>::PART; ++i) partials[place * D + Segment<ROWS>::column() + i] = result.o[i];
+        for (int i = 0; i < Segment<ROWS>::PART; ++i)
+            if (Segment<ROWS>::has(i)) partials[place * D + Segment<ROWS>::column() + i] = result.o[i];
         if (Segment<ROWS>::column() == 0) sums[place * 2] = result.m, sums[place * 2 + 1] = result.l;
     }
 
@@ -281,6 +305,7 @@ struct Meeting {
                 next[i].m = sum.x, next[i].l = sum.y;
 #pragma unroll
                 for (int j = 0; j < PART; j += 4) {
+                    if (!Segment<ROWS>::has(j)) continue;
                     const float4 o =
                         __ldcg(reinterpret_cast<const float4*>(partials + place * D + Segment<ROWS>::column() + j));
                     next[i].o[j] = o.x, next[i].o[j + 1] = o.y, next[i].o[j + 2] = o.z, next[i].o[j + 3] = o.w;

@@ -6,32 +6,36 @@
 //   tiles    (n, 2): pairs (sequence, i): the i-th group of 128 / (H / G) tokens of its chunk; negative: skipped
 //
 // A block takes one tile and one KV head: up to 128 rows, a row being a (token, query head) pair, so that the heads
-// that share keys share their loads. The grid is (G, tiles). Keys and values come 64 at a time through shared memory,
-// two stages deep, by cp.async; keys past the last visible one arrive as zeros, whatever the page holds. Rows of
-// shared memory are D halves, their 16-byte chunks exchanged by row so that ldmatrix meets no bank conflicts. A warp
-// has 32 rows for D = 64 (4 warps: each fragment of K and V read from shared memory serves two products) and 16 for
-// D = 128 (8 warps), where the registers do not suffice for more. Products m16n8k16, scores and sums FP32.
+// that share keys share their loads. The grid is (G, tiles). Keys and values come 64 at a time (for D over 128: 32)
+// through shared memory, two stages deep, by cp.async; keys past the last visible one arrive as zeros, whatever the page
+// holds. In shared memory, rows of 64 and 128 halves have their 16-byte chunks exchanged by row, others a chunk more than
+// they need, so that ldmatrix meets no bank conflicts. A warp has 32 rows for D = 64 (4 warps: each fragment of K and V read
+// from shared memory serves two products) and 16 for others (8 warps), where the registers do not suffice for more.
+// Products m16n8k16, scores and sums FP32.
 //
 // Key tiles count from the sequence's first key, so that a row's result does not depend on how the prompt was cut into
 // chunks; with a window, those are passed over that no token of the tile sees. FLOPs 4 D for each visible (query head,
 // key) pair; memory traffic is small beside it.
 //
-// Options: -DHEAD_DIM, 64 or 128; -DWINDOW, -DSOFTCAP. Dynamic shared memory: 4 tiles of 64 D halves.
+// Options: -DHEAD_DIM, a multiple of 16 from 64 to 256; -DWINDOW, -DSOFTCAP. Dynamic shared memory: 4 tiles of KEYS rows of
+// PITCH bytes.
 #include "attention/attention.cuh"
 
-static_assert(D == 64 || D == 128, "other head sizes: attention_any.cu");
+static_assert(D % 16 == 0 && D >= 64 && D <= 256, "other head sizes: attention_any.cu");
 
 static constexpr int ROWS = 128;
-static constexpr int KEYS = 64;
+static constexpr int KEYS = D > 128 ? 32 : 64;
 static constexpr int PARTS = D == 64 ? 2 : 1;  // groups of 16 rows a warp has
 static constexpr int WARPS = ROWS / (16 * PARTS);
 static constexpr int THREADS = WARPS * 32;
 static constexpr int CHUNKS = D / 8;  // 16-byte chunks in a row
-static constexpr int TILE_BYTES = KEYS * D * 2;
+static constexpr bool EXCHANGED = D == 64 || D == 128;
+static constexpr int PITCH = EXCHANGED ? 2 * D : 2 * D + 16;
+static constexpr int TILE_BYTES = KEYS * PITCH;
 
 // Byte offset of a chunk of a row in a tile.
 static __device__ __forceinline__ uint32_t place(int row, int chunk) {
-    return static_cast<uint32_t>(row * D * 2 + ((chunk ^ (row & 7)) * 16));
+    return static_cast<uint32_t>(row * PITCH + (EXCHANGED ? chunk ^ (row & 7) : chunk) * 16);
 }
 
 // Keys `first_key` and on; those before `seen`, and from `keys` on, are zeros: 0 times NaN is NaN.
@@ -39,8 +43,9 @@ static __device__ __forceinline__ void load_tile(uint32_t target, const Element*
                                                  const int* __restrict__ table, int kv_heads, int kv_head,
                                                  int first_key, int seen, int keys) {
 #pragma unroll
-    for (int i = 0; i < KEYS * CHUNKS / THREADS; ++i) {
+    for (int i = 0; i < (KEYS * CHUNKS + THREADS - 1) / THREADS; ++i) {
         const int index = i * THREADS + threadIdx.x;
+        if (KEYS * CHUNKS % THREADS != 0 && index >= KEYS * CHUNKS) break;
         const int row = index / CHUNKS, chunk = index % CHUNKS;
         const int key = first_key + row;
         const bool wanted = key < keys && (!WINDOWED || key >= seen);

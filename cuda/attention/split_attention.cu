@@ -11,9 +11,11 @@
 // than that is merged in shared memory: its other blocks send theirs to the first, and end. Dynamic shared memory:
 // a `Sent` for each block of the cluster but the first.
 //
-// Options: -DHEAD_DIM, 64 or 128; -DWINDOW, -DSOFTCAP.
+// Options: -DHEAD_DIM, a multiple of 16 from 64 to 128; -DWINDOW, -DSOFTCAP.
 #include "attention/decode_page.cuh"
 #include "common/hopper.cuh"
+
+static_assert(D <= 128, "registers do not hold a page of larger heads: decode_attention.cu");
 
 static constexpr int AHEAD = D == 64 ? 4 : 2;
 static constexpr int STEP = AHEAD * WARPS;  // pages that a block has in flight
@@ -140,7 +142,8 @@ static __device__ __forceinline__ void decode_split(const Element* qkv, const El
             if (next < end) find(next);
             float s[AHEAD][2][4] = {}, largest[AHEAD][2];
 #pragma unroll
-            for (int i = 0; i < AHEAD; ++i) running.score(s[i], qa, tile[i]);
+            for (int i = 0; i < AHEAD; ++i)
+                running.score(s[i], qa, [&](int j, int piece) { return tile[i].k[j][piece]; });
 #pragma unroll
             for (int i = 0; i < AHEAD; ++i) {
                 largest[i][0] = largest[i][1] = negative_infinity();
@@ -157,7 +160,7 @@ static __device__ __forceinline__ void decode_split(const Element* qkv, const El
                     running.rescale(half, fmaxf(running.m[half], largest[i][half]));
                 uint32_t pa[4] = {};
                 running.weigh(pa, s[i]);
-                running.mix(pa, tile[i]);
+                running.mix(pa, [&](int j, int piece) { return tile[i].v[j][piece]; });
             }
             if (next < end) {
 #pragma unroll

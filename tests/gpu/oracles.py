@@ -122,7 +122,8 @@ def noisy_scores(logits: Array, rows: SamplingRows, row: int) -> Array:
 
 # query heads, KV heads, head size
 SHAPES = [(14, 2, 64), (16, 8, 128), (4, 4, 64), (32, 2, 128), (12, 1, 64), (20, 1, 64)]
-SLOW_SHAPES = [(4, 2, 16), (3, 3, 40), (8, 2, 32), (2, 1, 96), (2, 1, 256)]
+OTHER_SHAPES = [(4, 2, 80), (10, 1, 96), (2, 1, 112), (2, 1, 160), (4, 2, 192), (8, 4, 256), (10, 1, 256)]
+SLOW_SHAPES = [(4, 2, 16), (3, 3, 40), (8, 2, 32), (2, 1, 144), (2, 1, 320)]
 LONG = 32_000  # tokens
 
 

@@ -15,6 +15,7 @@ from tests.gpu.operands import cache_of, elements, fetched, inputs_of, poisoned,
 from tests.gpu.oracles import (  # fmt: skip
     ATTENTION,
     LONG,
+    OTHER_SHAPES,
     SHAPES,
     SLOW_SHAPES,
     Paged,
@@ -59,7 +60,7 @@ def decode_oracle(attention: Attention, qkv: np.ndarray, paged: Paged, lengths: 
 
 
 @BOTH_ELEMENTS
-@pytest.mark.parametrize("shape", SHAPES + SLOW_SHAPES)
+@pytest.mark.parametrize("shape", SHAPES + OTHER_SHAPES + SLOW_SHAPES)
 def test_decode_at_page_and_segment_borders(device: Device, shape: tuple[int, int, int]) -> None:
     attention = attention_of(shape)
     decode = decode_attention(device, attention, max_context=LONG)
@@ -72,11 +73,11 @@ def test_decode_at_page_and_segment_borders(device: Device, shape: tuple[int, in
 
 @pytest.mark.parametrize("softcap", [None, 3.0], ids=["plain", "capped"])
 @pytest.mark.parametrize("window", [None, 1, 16, 17, 100, 300, LONG])
-@pytest.mark.parametrize("shape", SHAPES + SLOW_SHAPES)
+@pytest.mark.parametrize("shape", SHAPES + OTHER_SHAPES + SLOW_SHAPES)
 def test_decode_with_a_window_and_a_cap(
     device: Device, shape: tuple[int, int, int], window: int | None, softcap: float | None
 ) -> None:
-    """In pieces and split; what lies on pages before the window is not read."""
+    """In pieces and split; what lies before the window is not read."""
     attention = attention_of(shape, window=window, softcap=softcap, scale=0.3)
     decode = decode_attention(device, attention, max_context=LONG)
     rng = np.random.default_rng(shape[0])
@@ -87,18 +88,24 @@ def test_decode_with_a_window_and_a_cap(
     for sequence, length in enumerate(lengths):
         poison_before(paged, sequence, length - (window or LONG))
     qkv = make_queries(rng, len(lengths), attention, device.element)
-    split = run_decode(device, decode, attention, qkv, paged, lengths, pieces=NO_PIECES)
-    assert_close(split, decode_oracle(attention, qkv, paged, lengths), ATTENTION)
     contexts, everyone = np.array(lengths, dtype=np.int32), np.arange(len(lengths), dtype=np.int32)
-    if isinstance(decode, DecodeAttention):
-        for at_once in (1, 20):
-            pieces = decode_pieces(contexts, everyone, segment=256, at_once=at_once, most_cut=1000)
-            actual = run_decode(device, decode, attention, qkv, paged, lengths, pieces=pieces)
-            np.testing.assert_array_equal(actual, split)
+    ways = [
+        decode_pieces(contexts, everyone, segment=256, at_once=at_once, most_cut=1000) for at_once in (1, 20)
+    ]
+    if not isinstance(decode, DecodeAttention):
+        ways = [NO_PIECES]
+    elif attention.head_dim <= 128:
+        ways.append(NO_PIECES)
+    first, *others = (
+        run_decode(device, decode, attention, qkv, paged, lengths, pieces=pieces) for pieces in ways
+    )
+    assert_close(first, decode_oracle(attention, qkv, paged, lengths), ATTENTION)
+    for other in others:
+        np.testing.assert_array_equal(other, first)
 
 
 @BOTH_ELEMENTS
-@pytest.mark.parametrize("shape", SHAPES[:2])
+@pytest.mark.parametrize("shape", [*SHAPES[:2], (4, 2, 80), (8, 4, 256)])
 def test_decode_of_long_contexts(device: Device, shape: tuple[int, int, int]) -> None:
     attention = attention_of(shape)
     decode = decode_attention(device, attention, max_context=LONG)
@@ -111,7 +118,7 @@ def test_decode_of_long_contexts(device: Device, shape: tuple[int, int, int]) ->
 
 
 @BOTH_ELEMENTS
-@pytest.mark.parametrize("shape", SHAPES[:2])
+@pytest.mark.parametrize("shape", [*SHAPES[:2], (10, 1, 96), (8, 4, 256)])
 def test_decode_alone_and_in_a_large_batch_gives_the_same_bits(
     device: Device, shape: tuple[int, int, int]
 ) -> None:
@@ -138,7 +145,9 @@ def test_decode_alone_and_in_a_large_batch_gives_the_same_bits(
 @BOTH_ELEMENTS
 @pytest.mark.parametrize("window", [None, 600])
 @pytest.mark.parametrize("context", [500, 1000, 2048, LONG])  # clusters of 2, 4, 8, and of 8 in a longer grid
-@pytest.mark.parametrize("shape", [(14, 2, 64), (16, 2, 128), (32, 2, 64), (32, 2, 128), (20, 1, 64)])
+@pytest.mark.parametrize(
+    "shape", [(14, 2, 64), (16, 2, 128), (32, 2, 64), (32, 2, 128), (20, 1, 64), (4, 2, 80)]
+)
 def test_decode_in_clusters_gives_the_bits_of_other_launches(
     device: Device, shape: tuple[int, int, int], context: int, window: int | None
 ) -> None:

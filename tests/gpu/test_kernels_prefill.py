@@ -14,6 +14,7 @@ from tests.gpu.operands import cache_of, elements, fetched, inputs_of, poisoned,
 from tests.gpu.oracles import (  # fmt: skip
     ATTENTION,
     LONG,
+    OTHER_SHAPES,
     SHAPES,
     SLOW_SHAPES,
     Paged,
@@ -70,7 +71,7 @@ def prefill_oracle(
 
 @BOTH_ELEMENTS
 @pytest.mark.parametrize("portable", [False, True], ids=["best", "portable"])
-@pytest.mark.parametrize("shape", SHAPES + SLOW_SHAPES)
+@pytest.mark.parametrize("shape", SHAPES + OTHER_SHAPES + SLOW_SHAPES)
 def test_prefill_of_ragged_chunks(device: Device, shape: tuple[int, int, int], portable: bool) -> None:
     attention = attention_of(shape)
     prefill = make_prefill(device, attention, portable=portable)
@@ -96,7 +97,7 @@ def test_prefill_of_ragged_chunks(device: Device, shape: tuple[int, int, int], p
 
 @pytest.mark.parametrize("softcap", [None, 3.0], ids=["plain", "capped"])
 @pytest.mark.parametrize("window", [None, 1, 16, 17, 100, 300, LONG])
-@pytest.mark.parametrize("shape", SHAPES + SLOW_SHAPES)
+@pytest.mark.parametrize("shape", SHAPES + OTHER_SHAPES + SLOW_SHAPES)
 def test_prefill_with_a_window_and_a_cap(
     device: Device, shape: tuple[int, int, int], window: int | None, softcap: float | None
 ) -> None:
@@ -123,7 +124,7 @@ def test_prefill_with_a_window_and_a_cap(
 
 
 @BOTH_ELEMENTS
-@pytest.mark.parametrize("shape", SHAPES[:2])
+@pytest.mark.parametrize("shape", [*SHAPES[:2], (4, 2, 80), (8, 4, 256)])
 def test_prefill_deep_in_a_long_context(device: Device, shape: tuple[int, int, int]) -> None:
     attention = attention_of(shape)
     prefill = make_prefill(device, attention)
@@ -161,7 +162,7 @@ def test_prefill_in_chunks_gives_the_bits_of_prefill_in_one_piece(
         np.testing.assert_array_equal(piece, whole[part])
 
 
-@pytest.mark.parametrize("shape", [(14, 2, 64), (16, 8, 128), (4, 4, 64), (32, 1, 128)])
+@pytest.mark.parametrize("shape", [(14, 2, 64), (16, 8, 128), (4, 4, 64), (32, 1, 128), (4, 2, 96)])
 def test_prefill_of_more_tiles_than_blocks(device: Device, shape: tuple[int, int, int]) -> None:
     attention = attention_of(shape)
     prefill = make_prefill(device, attention)

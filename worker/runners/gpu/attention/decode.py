@@ -6,11 +6,11 @@ from nightmill.jobs.errors import RunnerError
 from nightmill.worker.model.spec import Attention, ModelSpec
 from nightmill.worker.runners.base import IntArray
 from nightmill.worker.runners.gpu.attention.pieces import NO_PIECES, WAVES, Planner
-from nightmill.worker.runners.gpu.attention.scores import SCORES, score_arguments, scoring
+from nightmill.worker.runners.gpu.attention.scores import FAST_HEADS, SCORES, score_arguments, scoring
 from nightmill.worker.runners.gpu.device.device import Device
 from nightmill.worker.runners.gpu.device.functions import KernelPairs
 from nightmill.worker.runners.gpu.device.operands import Buffer
-from nightmill.worker.runners.gpu.device.sources import TENSOR_CORE_HEADS, Source
+from nightmill.worker.runners.gpu.device.sources import Source
 from nightmill.worker.runners.gpu.kv_cache import PAGE, LayerCache
 from nightmill.worker.runners.gpu.steps import StepInputs, StepShape
 
@@ -18,7 +18,8 @@ __all__ = ["DecodeAttention"]
 
 _THREADS = (128, 1, 1)
 _MAX_SEGMENTS = 128  # of a context
-_AHEAD, _FAR_AHEAD = 2, 4  # pages that each warp has under way
+_AHEAD, _FAR_AHEAD, _LARGE_AHEAD = 2, 4, 1  # pages that each warp has under way, the last with large heads
+_LARGE = 128  # elements of a head, above which registers do not hold a page
 _FAR_BLOCKS = 3  # a multiprocessor, up to which these are more
 _MOST_CUT = 8192  # segments, 30 MB with 14 heads of 64
 _WHOLE_BLOCKS = 0.9  # a multiprocessor, from which on contexts are not split
@@ -28,14 +29,14 @@ _MAX_CLUSTER = 8  # blocks, on every Hopper
 
 
 class DecodeAttention:
-    """Launches `decode_attention.cu` and `split_attention.cu`: models with heads of 64 or 128.
+    """Launches `decode_attention.cu` and `split_attention.cu`: models with FAST_HEADS.
 
     max_context  tokens that a sequence may have
     clusters     blocks are launched in clusters, which takes a Hopper
     beside       for other layers of the model, never at the same time: the two share memory
 
-    Where there are few sequences with short contexts, split attention has a block for each segment; else
-    blocks take the pieces of `decode_pieces`. Both give the same bits.
+    Where there are few sequences with short contexts, split attention has a block for each segment; else, and
+    always with heads over 128, blocks take the pieces of `decode_pieces`. Both give the same bits.
     """
 
     def __init__(
@@ -45,26 +46,32 @@ class DecodeAttention:
         self._device = device
         self._heads, self._kv_heads = attention.heads, attention.kv_heads
         self._scores = score_arguments(attention)
-        rows = 8 if attention.heads // attention.kv_heads <= 8 else 16
+        rows, width = _rows(attention), -(-attention.head_dim // 64) * 64
         self._blocks = _blocks(attention)
         self._segment_pages, self._segments = _segments(max_context)
         self._seen_segments = _seen_segments(attention, self._segment_pages, self._segments)
-        decode, split = (KernelPairs(device, source) for source in _sources(attention))
+        self._splits = attention.head_dim <= _LARGE
+        decode = KernelPairs(device, scoring("decode_attention", attention))
         self._near, self._far = (
             (
                 decode.function(f"decode_attention_{rows}_{ahead}", "PPPPiPPPPPPiii" + SCORES, shared=ring),
                 ring,
             )
-            for ahead in (_AHEAD, _FAR_AHEAD if attention.head_dim == 64 else _AHEAD)
-            for ring in (4 * ahead * 4 * PAGE * attention.head_dim,)  # keys and values of four warps' pages
+            for ahead in _aheads(attention)
+            for ring in (4 * ahead * 4 * PAGE * width,)  # keys and values of four warps' pages
         )
-        in_clusters = device.hopper if clusters is None else clusters
-        self._cluster = 1 << (min(self._seen_segments, _MAX_CLUSTER) - 1).bit_length() if in_clusters else 1
-        # What the first block of a cluster is sent: o, and m and l of each of the 128 threads.
-        self._sent = 4 * (self._cluster - 1) * (rows * attention.head_dim + 2 * _THREADS[0])
-        name, arguments = f"split_attention_{rows}", "PPPPiPPPPPPPiiii" + SCORES
-        self._split = split.function(name, arguments)
-        self._split_in_clusters = split.function(name, arguments, shared=self._sent, cluster=self._cluster)
+        if self._splits:
+            in_clusters = device.hopper if clusters is None else clusters
+            most = min(self._seen_segments, _MAX_CLUSTER)
+            self._cluster = 1 << (most - 1).bit_length() if in_clusters else 1
+            # What the first block of a cluster is sent: o, and m and l of each of the 128 threads.
+            self._sent = 4 * (self._cluster - 1) * (rows * width + 2 * _THREADS[0])
+            split = KernelPairs(device, scoring("split_attention", attention))
+            name, arguments = f"split_attention_{rows}", "PPPPiPPPPPPPiiii" + SCORES
+            self._split = split.function(name, arguments)
+            self._split_in_clusters = split.function(
+                name, arguments, shared=self._sent, cluster=self._cluster
+            )
         kernel, shared = self._near
         held = kernel.many.blocks_at_once(_THREADS[0], shared) * device.multiprocessors
         self._held = -(-held // self._blocks)  # pieces that the GPU works on at once
@@ -82,7 +89,7 @@ class DecodeAttention:
     @staticmethod
     def suits(attention: Attention) -> bool:
         """Whether the kernels take a model."""
-        return attention.head_dim in TENSOR_CORE_HEADS
+        return attention.head_dim in FAST_HEADS
 
     @classmethod
     def sources(cls, spec: ModelSpec, *, hopper: bool) -> list[Source]:
@@ -102,7 +109,7 @@ class DecodeAttention:
 
         None where split attention is better.
         """
-        if self._blocks * len(lengths) < self._full_chip:
+        if self._may_split(len(lengths)):
             segments = int((-(-lengths // self._planner.segment)).sum())
             if segments < _SPLIT_SEGMENTS * self._held:
                 return NO_PIECES
@@ -115,7 +122,7 @@ class DecodeAttention:
     def rooms(self, sequences: int) -> list[int]:
         """All that the pieces of a step of so many may be padded to; 0: split attention, which has none."""
         segments = sequences * self._segments  # at most
-        split = self._blocks * sequences < self._full_chip
+        split = self._may_split(sequences)
         if split and segments < _SPLIT_SEGMENTS * self._held:
             return [0]
         reached = [room for less, room in pairwise([0, *self._paddings(sequences)]) if less < segments]
@@ -124,6 +131,10 @@ class DecodeAttention:
     def most_pieces(self, sequences: int) -> int:
         """The largest room."""
         return self._paddings(sequences)[-1]
+
+    def _may_split(self, sequences: int) -> bool:
+        """Whether so few do not fill the chip, and there is a kernel for them."""
+        return self._splits and self._blocks * sequences < self._full_chip
 
     def _paddings(self, sequences: int) -> list[int]:
         most = sequences + WAVES * self._held
@@ -157,7 +168,7 @@ class DecodeAttention:
     ) -> None:
         """Blocks for each segment: too few sequences to fill the chip, whatever their contexts."""
         count, stride = shape.drawn, inputs.table_width
-        if self._blocks * count >= self._full_chip:
+        if not self._may_split(count):
             raise RunnerError(f"decode attention of {count} sequences goes by pieces")
         segments = min(self._seen_segments, -(-stride // self._segment_pages))
         split, shared = self._split.few, 0
@@ -179,13 +190,25 @@ class DecodeAttention:
 
 
 def _sources(attention: Attention) -> list[Source]:
-    return [scoring(name, attention) for name in ("decode_attention", "split_attention")]
+    names = ("decode_attention", "split_attention") if attention.head_dim <= _LARGE else ("decode_attention",)
+    return [scoring(name, attention) for name in names]
+
+
+def _aheads(attention: Attention) -> tuple[int, int]:
+    """Pages under way where pieces are many, and where they are few."""
+    if attention.head_dim > _LARGE:
+        return _LARGE_AHEAD, _LARGE_AHEAD
+    return _AHEAD, _FAR_AHEAD if attention.head_dim == 64 else _AHEAD
+
+
+def _rows(attention: Attention) -> int:
+    """Query heads that a block takes."""
+    return 8 if attention.heads // attention.kv_heads <= 8 or attention.head_dim > _LARGE else 16
 
 
 def _blocks(attention: Attention) -> int:
     """Of a piece."""
-    group = attention.heads // attention.kv_heads
-    return attention.kv_heads * -(-group // (8 if group <= 8 else 16))
+    return attention.kv_heads * -(-(attention.heads // attention.kv_heads) // _rows(attention))
 
 
 def _segments(max_context: int) -> tuple[int, int]:

@@ -3,11 +3,11 @@
 from nightmill.worker.model.spec import Attention, ModelSpec
 from nightmill.worker.runners.base import IntArray
 from nightmill.worker.runners.gpu.attention.pieces import NO_PIECES
-from nightmill.worker.runners.gpu.attention.scores import SCORES, score_arguments, scoring
+from nightmill.worker.runners.gpu.attention.scores import FAST_HEADS, SCORES, score_arguments, scoring
 from nightmill.worker.runners.gpu.device.device import Device
 from nightmill.worker.runners.gpu.device.functions import KernelPairs
 from nightmill.worker.runners.gpu.device.operands import Buffer
-from nightmill.worker.runners.gpu.device.sources import TENSOR_CORE_HEADS, Source
+from nightmill.worker.runners.gpu.device.sources import Source
 from nightmill.worker.runners.gpu.kv_cache import LayerCache
 from nightmill.worker.runners.gpu.steps import StepInputs, StepShape
 
@@ -26,7 +26,7 @@ class GeneralDecode:
     @staticmethod
     def sources(spec: ModelSpec, *, hopper: bool) -> list[Source]:
         """What it is compiled from, for heads that no other kernel takes."""
-        slow = (one for one in spec.attentions if one.head_dim not in TENSOR_CORE_HEADS)
+        slow = (one for one in spec.attentions if one.head_dim not in FAST_HEADS)
         return [scoring("attention_any", attention) for attention in slow]
 
     def pieces(self, lengths: IntArray, sequences: IntArray) -> IntArray:

@@ -2,18 +2,20 @@
 
 from nightmill.worker.model.spec import Attention, ModelSpec
 from nightmill.worker.runners.base import IntArray
-from nightmill.worker.runners.gpu.attention.scores import SCORES, score_arguments, scoring
+from nightmill.worker.runners.gpu.attention.scores import FAST_HEADS, SCORES, score_arguments, scoring
 from nightmill.worker.runners.gpu.attention.tiles import TILE_ROWS, prefill_tiles
 from nightmill.worker.runners.gpu.device.device import Device
 from nightmill.worker.runners.gpu.device.functions import KernelPairs, Module
 from nightmill.worker.runners.gpu.device.operands import Buffer
-from nightmill.worker.runners.gpu.device.sources import TENSOR_CORE_HEADS, Source
+from nightmill.worker.runners.gpu.device.sources import Source
 from nightmill.worker.runners.gpu.device.tensor_maps import TensorMaps
 from nightmill.worker.runners.gpu.kv_cache import PAGE, LayerCache
 from nightmill.worker.runners.gpu.products.shapes import padded_rows
 from nightmill.worker.runners.gpu.steps import StepInputs, StepShape
 
 __all__ = ["HopperPrefill", "PortablePrefill"]
+
+_HOPPER_HEADS = (64, 128)
 
 
 class HopperPrefill:
@@ -37,7 +39,7 @@ class HopperPrefill:
     @staticmethod
     def suits(attention: Attention, *, hopper: bool) -> bool:
         """Whether the kernel takes a model."""
-        return hopper and attention.head_dim in TENSOR_CORE_HEADS
+        return hopper and attention.head_dim in _HOPPER_HEADS
 
     @classmethod
     def sources(cls, spec: ModelSpec, *, hopper: bool) -> list[Source]:
@@ -76,17 +78,17 @@ class PortablePrefill:
     def __init__(self, device: Device, attention: Attention) -> None:
         self._heads, self._kv_heads = attention.heads, attention.kv_heads
         self._scores = score_arguments(attention)
-        fast = attention.head_dim in TENSOR_CORE_HEADS
+        fast = attention.head_dim in FAST_HEADS
         self._columns = attention.kv_heads if fast else attention.heads  # of the grid
-        self._threads = 256 if attention.head_dim == 128 else 128
-        self._shared = 4 * 64 * attention.head_dim * 2 if fast else 0
+        self._threads = 256 if fast and attention.head_dim > 64 else 128
+        self._shared = _tile_bytes(attention.head_dim) if fast else 0
         kernels = KernelPairs(device, self._source(attention))
         name = "prefill_attention" if fast else "prefill_attention_any"
         self._kernel = kernels.function(name, "PPPPiPPPPii" + SCORES, shared=self._shared, dependent=fast)
 
     @staticmethod
     def _source(attention: Attention) -> Source:
-        fast = attention.head_dim in TENSOR_CORE_HEADS
+        fast = attention.head_dim in FAST_HEADS
         return scoring("prefill_attention" if fast else "attention_any", attention)
 
     @classmethod
@@ -115,3 +117,9 @@ class PortablePrefill:
             inputs.sequence_starts, inputs.tiles, out.address, self._heads, self._kv_heads, *self._scores,
             shared=self._shared,
         )  # fmt: skip
+
+
+def _tile_bytes(head: int) -> int:
+    """Of the tiles of keys and values that a block of `prefill_attention.cu` has at once."""
+    keys, pitch = 32 if head > 128 else 64, 2 * head if head in (64, 128) else 2 * head + 16
+    return 4 * keys * pitch

@@ -1,12 +1,15 @@
-"""What becomes of the products of queries and keys: options and arguments of attention's kernels."""
+"""What the kernels of attention take: heads, and what becomes of the products of queries and keys."""
 
 from nightmill.worker.model.spec import Attention
 from nightmill.worker.runners.gpu.device.sources import Source, by_head, source_of
 
-__all__ = ["SCORES", "score_arguments", "scoring"]
+__all__ = ["FAST_HEADS", "SCORES", "score_arguments", "scoring"]
 
 _LOG2_E = 1.4426950408889634
 _FARTHEST = 2**31 - 1  # keys
+
+FAST_HEADS = (64, 80, 96, 112, 128, 160, 192, 256)
+"""Sizes of heads that tensor cores compute on every GPU; `attention_any.cu` takes all others."""
 
 SCORES = "ffi"
 """Letters of the arguments (`Module.function`)."""

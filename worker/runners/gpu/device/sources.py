@@ -12,10 +12,8 @@ from nightmill.worker.runners.gpu.device.compiler import included_files, kernel_
 from nightmill.worker.runners.gpu.device.element import Element
 
 __all__ = [
-    "TENSOR_CORE_HEADS", "Source", "by_head", "for_element", "instances", "members", "rotated", "source_of",
+    "Source", "by_head", "for_element", "instances", "members", "rotated", "source_of",
 ]  # fmt: skip
-
-TENSOR_CORE_HEADS = (64, 128)  # head sizes that fast attention and fused QKV are compiled for
 
 Source = tuple[Path, tuple[str, ...]]
 """A file, and options for nvcc."""

@@ -10,7 +10,7 @@ from nightmill.worker.model.spec import FeedForward, LayerSpec, ModelSpec, Norm
 from nightmill.worker.runners.gpu.device.device import Device
 from nightmill.worker.runners.gpu.device.functions import Function, Module
 from nightmill.worker.runners.gpu.device.operands import Buffer, Format, Matrix
-from nightmill.worker.runners.gpu.device.sources import TENSOR_CORE_HEADS, Source, rotated, source_of
+from nightmill.worker.runners.gpu.device.sources import Source, rotated, source_of
 from nightmill.worker.runners.gpu.kv_cache import LayerCache
 from nightmill.worker.runners.gpu.products.shapes import first_sum
 from nightmill.worker.runners.gpu.steps import StepInputs
@@ -20,6 +20,7 @@ __all__ = ["MAX_ROWS", "FewRows"]
 
 MAX_ROWS = 4  # tokens of a step; the kernels take 8, but each block norms all (H200: 8 took 1.3 ms, not 1.1)
 _ROWS = 8  # of a weight in a block
+_HEADS = (64, 128)  # sizes of theirs
 _DEPTH = 32  # inputs come in multiples of it
 _MAX_SHARED = 226 << 10  # of a block on Hopper, with 1 KiB for what kernels declare themselves
 _SWIGLU_BLOCKS = 2  # of `few_swiglu` on a multiprocessor
@@ -61,7 +62,7 @@ class FewRows:
         return (
             hopper
             and all(kept.plain for kept in formats)
-            and attention.head_dim in TENSOR_CORE_HEADS
+            and attention.head_dim in _HEADS
             and _is_plain(layer)
             and not any(size % _DEPTH for size in (width, attention.queries, layer.feed_forward.width))
             and _most_shared(layer, width) <= _MAX_SHARED

@@ -5,7 +5,6 @@ from nightmill.worker.runners.gpu.device.device import Device
 from nightmill.worker.runners.gpu.device.functions import Module
 from nightmill.worker.runners.gpu.device.operands import Buffer, Format
 from nightmill.worker.runners.gpu.device.sources import (
-    TENSOR_CORE_HEADS,
     Source,
     instances,
     rotated,
@@ -18,6 +17,8 @@ from nightmill.worker.runners.gpu.products.shapes import padded_rows
 from nightmill.worker.runners.gpu.weights.layout import LayerWeights
 
 __all__ = ["QKV_TILES", "HopperQkv"]
+
+_HEADS = (64, 128)  # sizes of theirs
 
 QKV_TILES = (
     Tile(2, 192, 4, 2, 3),
@@ -48,7 +49,7 @@ class HopperQkv:
     @staticmethod
     def suits(attention: Attention, kept: Format, *, hopper: bool) -> bool:
         """Whether the kernels take a layer: heads of 64 or 128 that are only rotated, weights of elements."""
-        heads = attention.head_dim in TENSOR_CORE_HEADS
+        heads = attention.head_dim in _HEADS
         only_rotated = attention.qk_norm is None and attention.temperature is None
         return hopper and heads and only_rotated and kept.plain
 
