@@ -1,5 +1,5 @@
-// What all kernels share, whatever the element: warp reductions and dependent launch. Files that include no more are compiled
-// once for both elements.
+// What all kernels share, whatever the element: vectors of floats, warp reductions and dependent launch. Files that include no
+// more are compiled once for both elements.
 #pragma once
 
 #include <stdint.h>
@@ -7,6 +7,19 @@
 static constexpr float LOG2_E = 1.4426950408889634f;
 
 static __device__ __forceinline__ float negative_infinity() { return __int_as_float(0xff800000); }
+
+// Eight floats, two 16-byte accesses.
+static __device__ __forceinline__ void load8(const float* source, float (&values)[8]) {
+    const float4 a = reinterpret_cast<const float4*>(source)[0];
+    const float4 b = reinterpret_cast<const float4*>(source)[1];
+    values[0] = a.x, values[1] = a.y, values[2] = a.z, values[3] = a.w;
+    values[4] = b.x, values[5] = b.y, values[6] = b.z, values[7] = b.w;
+}
+
+static __device__ __forceinline__ void store8(float* target, const float (&values)[8]) {
+    reinterpret_cast<float4*>(target)[0] = make_float4(values[0], values[1], values[2], values[3]);
+    reinterpret_cast<float4*>(target)[1] = make_float4(values[4], values[5], values[6], values[7]);
+}
 
 static __device__ __forceinline__ float warp_sum(float value) {
 #pragma unroll

@@ -37,18 +37,6 @@ static __device__ __forceinline__ Element8 pack(const float (&values)[8]) {
 
 static __device__ __forceinline__ float rounded(float value) { return to_float(to_element(value)); }
 
-static __device__ __forceinline__ void load8(const float* source, float (&values)[8]) {
-    const float4 a = reinterpret_cast<const float4*>(source)[0];
-    const float4 b = reinterpret_cast<const float4*>(source)[1];
-    values[0] = a.x, values[1] = a.y, values[2] = a.z, values[3] = a.w;
-    values[4] = b.x, values[5] = b.y, values[6] = b.z, values[7] = b.w;
-}
-
-static __device__ __forceinline__ void store8(float* target, const float (&values)[8]) {
-    reinterpret_cast<float4*>(target)[0] = make_float4(values[0], values[1], values[2], values[3]);
-    reinterpret_cast<float4*>(target)[1] = make_float4(values[4], values[5], values[6], values[7]);
-}
-
 // Data read once: around L1.
 static __device__ __forceinline__ Element8 load_streaming(const void* source) {
     Element8 v;

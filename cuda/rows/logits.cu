@@ -2,7 +2,7 @@
 //
 // logits (R, V) float, V a multiple of 8. 8 bytes a logit: bound by memory. A thread takes 8 of them; threads are numbered
 // through all rows.
-#include "common/common.cuh"
+#include "common/basics.cuh"
 
 extern "C" __global__ void __launch_bounds__(256) scale_logits(float* logits, int rows, int vocab, float scale, float cap) {
     launch_next();

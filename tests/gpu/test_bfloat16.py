@@ -19,12 +19,13 @@ from nightmill.worker.runners.gpu.device.element import Element
 from nightmill.worker.runners.gpu.element_choice import choose_element
 from nightmill.worker.runners.reference import ReferenceRunner
 from tests.beyond_half import VOCAB, write_beyond_half
-from tests.elements import PRECISION
+from tests.elements import PRECISION, rounded
 from tests.engines import NoText, complete
-from tests.ggufs import write_model
+from tests.ggufs import spec_tensors, write_model
 from tests.gpu.comparing import compare_logits
 from tests.gpu.conftest import Make
 from tests.gpu.driving import BLOCK, GREEDY, Chunk, Cuda, Pages, Reference, generate, logits_of
+from tests.unit.model.test_family_keys import FILES, file_of
 
 COARSER = PRECISION[Element.BF16] / PRECISION[Element.F16]
 CONTEXT = 256
@@ -36,16 +37,11 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_logits_agree_with_the_reference_runner(name: str, tmp_path: Path) -> None:
-    """A prompt in two chunks, then tokens alone and of five sequences at once.
+def agree(file: GgufFile) -> None:
+    """The runners, on prompts in two chunks, then tokens of five sequences at once, and of one alone.
 
     Errors of logits are larger than in half as bfloat16 is coarser, the divergence by the square of that.
     """
-    path = write_model(
-        tmp_path / "model.gguf", kind=GGMLQuantizationType.BF16, ffn=384, layers=4, **MODELS[name]
-    )
-    file = GgufFile.open(path)
     spec = read_spec(file)
     element = choose_element(file, spec).element
     assert element is Element.BF16
@@ -68,6 +64,21 @@ def test_logits_agree_with_the_reference_runner(name: str, tmp_path: Path) -> No
             for one, pages in ((cuda, Pages(slots, blocks)), (reference, Pages(slots, blocks)))
         )
     compare_logits(ours, theirs, clear=0.05 * COARSER).check(mean_kl=1e-4 * COARSER**2)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_agree_with_the_reference_runner(name: str, tmp_path: Path) -> None:
+    path = write_model(
+        tmp_path / "model.gguf", kind=GGMLQuantizationType.BF16, ffn=384, layers=4, **MODELS[name]
+    )
+    agree(GgufFile.open(path))
+
+
+@pytest.mark.parametrize("name", [name for name, (_, spec) in FILES.items() if spec.overflows_half])
+def test_families_that_overflow_half_agree_with_the_reference_runner(name: str, tmp_path: Path) -> None:
+    keys, like = FILES[name]
+    weights = {name: rounded(array, Element.BF16) for name, array in spec_tensors(like).items()}
+    agree(file_of(tmp_path, keys, like, **weights))
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ import pytest
 from nightmill.worker.model.rope import RopeScaling, RopeStyle
 from nightmill.worker.model.spec import Activation, Attention, Norm, Temperature
 from nightmill.worker.runners.gpu.device.device import Device
-from nightmill.worker.runners.gpu.device.operands import ABSENT, Buffer, Matrix
+from nightmill.worker.runners.gpu.device.operands import ABSENT, ELEMENT, Buffer, Matrix
 from nightmill.worker.runners.gpu.rows.activate import Activate
 from nightmill.worker.runners.gpu.rows.embedding import Embedding
 from nightmill.worker.runners.gpu.rows.logits import LogitScale
@@ -19,19 +19,21 @@ from nightmill.worker.runners.gpu.rows.rotation import Rotation
 from nightmill.worker.runners.gpu.weights.head_order import HeadOrder
 from nightmill.worker.runners.gpu.weights.layout import NO_NORM, LayerWeights, NormWeight
 from nightmill.worker.runners.reference import ops
-from tests.gpu.operands import buffer, cache_of, fetched, matrix, poisoned
-from tests.gpu.oracles import EXACT, PAGE, assert_close
+from tests.elements import BOTH_ELEMENTS, PRECISION, ROUNDED_ONCE, rounded
+from tests.gpu.operands import buffer, cache_of, elements, fetched, matrix, poisoned
+from tests.gpu.oracles import ATTENTION, EXACT, PAGE, assert_close
 from tests.specs import VARIANTS, dense_spec
 
 ROWS = (1, 7, 63, 65, 1000)
 Array = npt.NDArray[Any]
 
 
+@BOTH_ELEMENTS
 def test_embedding_rows_are_the_tables(device: Device) -> None:
     spec = dense_spec(vocab=1003)
     embedding = Embedding(device, spec.vocab)
     rng = np.random.default_rng(1)
-    table = rng.standard_normal((spec.vocab, spec.width)).astype(np.float16)
+    table = rounded(rng.standard_normal((spec.vocab, spec.width)), device.element)
     weights = matrix(device, table)
     for count in ROWS:
         tokens = rng.integers(0, spec.vocab, count, dtype=np.int32)
@@ -90,6 +92,7 @@ def rows_of_all_sizes(rng: np.random.Generator, count: int, width: int) -> Array
     return ((rng.standard_normal((count, width)) + 0.5) * scale).astype(np.float32)
 
 
+@BOTH_ELEMENTS
 @pytest.mark.parametrize("kind", NORMS)
 @pytest.mark.parametrize("width", WIDTHS)
 def test_norms(device: Device, kind: str, width: int) -> None:
@@ -98,26 +101,28 @@ def test_norms(device: Device, kind: str, width: int) -> None:
     norm = Normed(device, NORMS[kind], width, rng)
     for count in ROWS if width < 4096 else (1, 65):
         x = rows_of_all_sizes(rng, count, width)
-        held, out = buffer(device, x), poisoned(device, (count + 1, width), np.float16)
+        held, out = buffer(device, x), poisoned(device, (count + 1, width), ELEMENT)
         norms(held, norm.weight, out, count)
         actual = fetched(device, out)
-        assert_close(actual[:count], norm.of(x), EXACT)
+        assert_close(actual[:count], norm.of(x), ROUNDED_ONCE[device.element])
         assert np.isnan(actual[count]).all()
         np.testing.assert_array_equal(fetched(device, held), x)
 
 
+@BOTH_ELEMENTS
 def test_either_kernel_gives_the_bits_of_an_rms_norm(device: Device) -> None:
     norms = Norms(device, VARIANTS["norms after too"])
     rng = np.random.default_rng(5)
     for width in WIDTHS:
         weight = Normed(device, Norm(1e-6), width, rng).weight
         x = buffer(device, rows_of_all_sizes(rng, 9, width))
-        outs = [poisoned(device, (9, width), np.float16) for _ in range(2)]
+        outs = [poisoned(device, (9, width), ELEMENT) for _ in range(2)]
         norms(x, weight, outs[0], 9)
         norms.add(None, ABSENT, NO_NORM, 1.0, x, weight, outs[1], 9)
         np.testing.assert_array_equal(*(fetched(device, out) for out in outs))
 
 
+@BOTH_ELEMENTS
 @pytest.mark.parametrize("before", [*NORMS, "nothing"])
 @pytest.mark.parametrize("after", NORMS)
 @pytest.mark.parametrize("width", [8, 904, 2056, 4104, 12288])
@@ -131,7 +136,7 @@ def test_what_a_product_gives_is_normed_scaled_added_and_normed_again(
     bias = rng.standard_normal(width).astype(np.float32)
     for count, scale, biased in ((1, 1.0, False), (7, 0.22, True), (66, 1.0, True)):
         added, x = (rows_of_all_sizes(rng, count, width) for _ in range(2))
-        held, out = buffer(device, np.vstack([x, x[:1]])), poisoned(device, (count, width), np.float16)
+        held, out = buffer(device, np.vstack([x, x[:1]])), poisoned(device, (count, width), ELEMENT)
         norms.add(
             buffer(device, added), buffer(device, bias) if biased else ABSENT, first.weight, scale, held,
             None if before == "nothing" else second.weight, out, count,
@@ -143,9 +148,10 @@ def test_what_a_product_gives_is_normed_scaled_added_and_normed_again(
         if before == "nothing":
             assert np.isnan(fetched(device, out)).all()
         else:
-            assert_close(fetched(device, out), second.of(total), EXACT)
+            assert_close(fetched(device, out), second.of(total), ROUNDED_ONCE[device.element])
 
 
+@BOTH_ELEMENTS
 @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
 @pytest.mark.parametrize("gated", [True, False], ids=["gate", "no gate"])
 @pytest.mark.parametrize("activation", list(Activation))
@@ -160,22 +166,22 @@ def test_activations(device: Device, ffn: int, activation: Activation, gated: bo
     }[activation, gated]  # fmt: skip
     more = rng.standard_normal(width).astype(np.float32) * bias
     for count in ROWS:
-        inner = (rng.standard_normal((count, width)) * 4).astype(np.float16)
-        inner[0, 0], inner[-1, ffn - 1] = 60000, -60000  # the ends of the activation
+        inner = rounded(rng.standard_normal((count, width)) * 4, device.element)
+        inner[0, 0], inner[-1, ffn - 1] = 57344, -57344  # the ends of the activation
         if gated:
             inner[0, ffn] = 0.5
-        out = poisoned(device, (count + 1, ffn), np.float16)
+        out = poisoned(device, (count + 1, ffn), ELEMENT)
         activate(
-            buffer(device, inner), out, count, activation, gated=gated,
+            elements(device, inner), out, count, activation, gated=gated,
             bias=buffer(device, more) if bias else ABSENT,
         )  # fmt: skip
         expected = oracle(inner.astype(np.float64) + more)
         actual = fetched(device, out)
         assert np.isnan(actual[count]).all()
-        np.testing.assert_allclose(actual[0, 0], expected[0, 0], rtol=1e-3)
+        np.testing.assert_allclose(actual[0, 0], expected[0, 0], rtol=2 * PRECISION[device.element])
         assert actual[count - 1, ffn - 1] == 0
         actual[0, 0] = expected[0, 0] = 0
-        assert_close(actual[:count, 1:], expected[:, 1:], EXACT)
+        assert_close(actual[:count, 1:], expected[:, 1:], ROUNDED_ONCE[device.element])
 
 
 @pytest.mark.parametrize(("scale", "cap"), [(0.125, None), (1.0, 30.0), (0.25, 2.0)])
@@ -191,10 +197,11 @@ def test_logits_are_scaled_and_capped(device: Device, scale: float, cap: float |
         np.testing.assert_array_equal(actual[count], logits[0])
 
 
+@BOTH_ELEMENTS
 def test_embeddings_are_scaled(device: Device) -> None:
     spec = dense_spec(vocab=100)
     rng = np.random.default_rng(8)
-    table = rng.standard_normal((spec.vocab, spec.width)).astype(np.float16)
+    table = rounded(rng.standard_normal((spec.vocab, spec.width)), device.element)
     tokens = rng.integers(0, spec.vocab, 65, dtype=np.int32)
     out = poisoned(device, (65, spec.width), np.float32)
     Embedding(device, spec.vocab, 12.5).embed(buffer(device, tokens), matrix(device, table), out, 65)
@@ -218,6 +225,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
+@BOTH_ELEMENTS
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("style", list(RopeStyle))
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim", "normed"), HEADS)
@@ -256,14 +264,14 @@ def test_qkv_is_normed_rotated_and_written(
         return by(rows, gain.reshape(rows.shape[1:] if whole else -1), norm.eps).reshape(x.shape)
 
     for count in ROWS:
-        qkv = rng.standard_normal((count, all_heads, head_dim)).astype(np.float16)
+        qkv = rounded(rng.standard_normal((count, all_heads, head_dim)), device.element)
         positions = rng.integers(0, context, count, dtype=np.int32)
         positions[0] = context - 1
         pages = count // PAGE + 3
         rows = rng.permutation(pages * PAGE)[:count].astype(np.int32)
         rows[count // 2] = -1 if count > 1 else rows[0]
-        device_qkv = buffer(device, ordered(attention, qkv))
-        poison = np.full((pages, kv_heads, PAGE, head_dim), np.nan, dtype=np.float16)
+        device_qkv = elements(device, ordered(attention, qkv))
+        poison = np.full((pages, kv_heads, PAGE, head_dim), np.nan, dtype=np.float32)
         cache = cache_of(device, poison, poison)
         rotation(device_qkv, layer, device.upload(positions), device.upload(rows), cache, count)
         exact = qkv.astype(np.float64) + biased * bias
@@ -278,13 +286,13 @@ def test_qkv_is_normed_rotated_and_written(
             finished[0] *= attention.temperature.factors(positions)[:, None, None]
         q, k = (ordered(attention, x) for x in finished)
         actual = fetched(device, device_qkv)
-        assert_close(actual[:, :heads], q, EXACT)
+        assert_close(actual[:, :heads], q, ROUNDED_ONCE[device.element])
         np.testing.assert_array_equal(actual[:, heads:], ordered(attention, qkv)[:, heads:])
         for part, expected in ((cache.keys, k), (cache.values, v)):
             found = fetched(device, part)
             by_row = found.transpose(0, 2, 1, 3).reshape(pages * PAGE, kv_heads, head_dim)
             written = rows >= 0
-            assert_close(by_row[rows[written]], expected[written], EXACT)
+            assert_close(by_row[rows[written]], expected[written], ROUNDED_ONCE[device.element])
             assert np.isnan(np.delete(by_row, rows[written], axis=0)).all()
 
 
@@ -309,7 +317,7 @@ def test_a_fault_of_one_percent_is_noticed() -> None:
     rng = np.random.default_rng(0)
     right = rng.standard_normal((65, 896))
     assert_close(right.astype(np.float16), right, EXACT)
-    for limit in (EXACT, 5e-5):
+    for limit in (*ROUNDED_ONCE.values(), ATTENTION):
         with pytest.raises(AssertionError):
             assert_close(right * 1.01, right, limit)
         wrong = right.copy()

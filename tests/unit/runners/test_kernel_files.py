@@ -46,12 +46,12 @@ def test_a_changed_header_is_compiled_again_in_every_file_that_reaches_it(kernel
 
 
 def test_only_files_that_know_elements_are_compiled_for_each_of_them() -> None:
-    """What samples is the same for all, and compiled once."""
+    """What works on logits is the same for all, and compiled once."""
     names = sorted(path.stem for path in kernel_directory().rglob("*.cu"))
     half, brain = ([for_element(source_of(name), element) for name in names] for element in Element)
     assert all(options == () for _, options in half)
     assert {path.stem for path, options in brain if options == ()} == {
-        "apply_masks", "sample", "sample_filtered", "slots",
+        "apply_masks", "logits", "sample", "sample_filtered", "slots",
     }  # fmt: skip
     assert {options for _, options in brain} == {(), ("-DELEMENT_BF16",)}
 
