@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gguf import GGMLQuantizationType, GGUFReader
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFReader
 from gguf.quants import dequantize, quantize
 
 from nightmill.jobs.errors import ChatTemplateError, ModelFileError
@@ -20,6 +20,8 @@ from nightmill.worker.model.chat.renderer import Limits, Renderer
 from nightmill.worker.model.families import read_spec
 from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.model.tokenizer import Tokenizer
+from nightmill.worker.runners.gpu.weights.dequantizer import SUPPORTED
+from tests.blocks import random_blocks
 from tests.ggufs import write_model
 
 U32, U64, F32, STRING, ARRAY, BOOL, I32 = 4, 10, 6, 8, 9, 7, 5
@@ -333,12 +335,14 @@ def test_tensors_match_the_gguf_package(kind: str, tmp_path: Path) -> None:
     assert file.tensors["blk.0.ffn_up.weight"].kind is quantisation
 
 
-def test_k_quants_are_dequantised_in_rows(tmp_path: Path) -> None:
-    kind = GGMLQuantizationType.Q6_K
-    raw = np.random.default_rng(0).integers(0, 256, (3, 210), dtype=np.uint8)
-    file = opened(tmp_path / "k.gguf", gguf(tensors=[tensor("t", (3, 256), kind=14)], data=raw.tobytes()))
-    np.testing.assert_array_equal(file.raw("t"), raw.reshape(-1))
-    np.testing.assert_array_equal(file.array("t"), dequantize(raw, kind))
+@pytest.mark.parametrize("kind", SUPPORTED, ids=lambda kind: kind.name)
+def test_what_the_gpu_reads_numpy_reads_too(tmp_path: Path, kind: GGMLQuantizationType) -> None:
+    rows, columns = 3, 512
+    blocks = random_blocks(kind, rows * columns // GGML_QUANT_SIZES[kind][0])
+    declared = tensor("t", (rows, columns), kind=int(kind))
+    file = opened(tmp_path / "m.gguf", gguf(tensors=[declared], data=blocks.tobytes()))
+    np.testing.assert_array_equal(file.raw("t"), blocks.reshape(-1))
+    np.testing.assert_array_equal(file.array("t"), dequantize(blocks, kind).reshape(rows, columns))
 
 
 def test_tensor_type_without_dequantisation_is_named(tmp_path: Path) -> None:
