@@ -1,7 +1,7 @@
 // Instructions of Hopper (sm_90a): barriers in shared memory, bulk tensor copies, wgmma, dependent launch.
 //
 // wgmma multiplies a tile of 64 rows by N columns, 16 elements deep, both K-major in shared memory with the
-// 128-byte swizzle that bulk tensor copies write: rows of 64 halves, tiles aligned to 1,024 bytes (PTX ISA,
+// 128-byte swizzle that bulk tensor copies write: rows of 64 elements, tiles aligned to 1,024 bytes (PTX ISA,
 // "Asynchronous warpgroup level matrix instructions"). Thread (warp w, g = lane / 4, t = lane % 4) of a warpgroup
 // has acc[4 j + 0, 1] = row 16 w + g, columns 8 j + 2 t, + 1, and acc[4 j + 2, 3] = the same of row 16 w + g + 8.
 #pragma once
@@ -96,7 +96,7 @@ static __device__ __forceinline__ void wait_for_stores() { asm volatile("cp.asyn
 
 static __device__ __forceinline__ void wait_for_reads() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 
-// Writes four tiles of 8 x 8 halves, of which each lane has two neighbours (row lane / 4, columns 2 (lane % 4), + 1):
+// Writes four tiles of 8 x 8 elements, of which each lane has two neighbours (row lane / 4, columns 2 (lane % 4), + 1):
 // lane 8 i + j gives the address of row j of tile i.
 static __device__ __forceinline__ void store_matrices(uint32_t address, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a), "r"(b),
@@ -262,7 +262,7 @@ static __device__ __forceinline__ uint4 transposed(uint32_t a, uint32_t b, uint3
     return high ? make_uint4(r0, r1, q0, q1) : make_uint4(p0, p1, r0, r1);
 }
 
-// Writes COLUMNS halves of a row that four lanes have between them, lane t the words `word(i)` of column groups i
+// Writes COLUMNS elements of a row that four lanes have between them, lane t the words `word(i)` of column groups i
 // (columns 8 i + 2 t, + 1): those groups that begin before `limit`. All lanes of the warp call it.
 template <int COLUMNS, typename Word>
 static __device__ __forceinline__ void store_row(Element* target, bool exists, int limit, int t, Word word) {

@@ -1,4 +1,4 @@
-// The KV cache: pages of PAGE tokens, for each layer half [pages, kv_heads, PAGE, head_dim] of keys, and as much of
+// The KV cache: pages of PAGE tokens, for each layer elements [pages, kv_heads, PAGE, head_dim] of keys, and as much of
 // values. Where a head's numbers lie is said here alone; `worker/runners/gpu/kv_cache.py` allocates the pages.
 #pragma once
 

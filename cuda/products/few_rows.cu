@@ -1,13 +1,13 @@
 // A decode step of at most 8 tokens: products fused with what is around them, for latency. Five launches a layer
 // with the attention between them.
 //
-//   few_qkv_*     qkv of norm(x), bias, rotation; queries to qkv (T, (H + 2 G) D) half, keys and values to the pages
-//   few_residual  x += in W^T; in (T, K) half, x (T, outputs) float
-//   few_swiglu_*  out (T, F) half = silu(gate) * up of norm(x); W has F rows of gate, then F of up
+//   few_qkv_*     qkv of norm(x), bias, rotation; queries to qkv (T, (H + 2 G) D), keys and values to the pages
+//   few_residual  x += in W^T; in (T, K), x (T, outputs) float
+//   few_swiglu_*  out (T, F) = silu(gate) * up of norm(x); W has F rows of gate, then F of up
 //
-// x (T, width) float, weights half (outputs, K) row-major, K a multiple of 32; norms as in `rms_norm.cu`, the others as
+// x (T, width) float, all else elements; weights (outputs, K) row-major, K a multiple of 32; norms as in `rms_norm.cu`, the others as
 // `qkv.cuh` says. Everything is computed and rounded as by `rms_norm`, a product
-// of `hopper_gemm.cu`, `qkv_rope_write` and `swiglu` one after the other, to the same bits: sums go through K in order,
+// of `hopper_gemm.cu`, `qkv_rope_write` and `activate.cu` one after the other, to the same bits: sums go through K in order,
 // 16 elements at a time (m16n8k16 with the tokens as rows), from one accumulator; those of few_residual in the two
 // halves of a long K, which two warps take.
 //
@@ -35,10 +35,10 @@ static constexpr int MAX_PARTS = 32;
 
 extern __shared__ __align__(16) unsigned char shared[];
 
-// Bytes between rows of K halves in shared memory: an odd number of 16-byte chunks, so that ldmatrix meets no conflict.
+// Bytes between rows of K elements in shared memory: an odd number of 16-byte chunks, so that ldmatrix meets no conflict.
 static __device__ __forceinline__ int pitch_of(int inputs) { return (inputs / 8 | 1) * 16; }
 
-// Starts copying rows of K halves, row i from `row(i)`, to shared memory.
+// Starts copying rows of K elements, row i from `row(i)`, to shared memory.
 template <typename Source>
 static __device__ __forceinline__ void fetch_rows(uint32_t target, int rows, int inputs, Source row) {
     const int chunks = inputs / 8, pitch = pitch_of(inputs);
@@ -57,7 +57,7 @@ static __device__ __forceinline__ void fetch_to_l2(const unsigned char* start, i
         asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(start + from), "r"(size) : "memory");
 }
 
-// norm(x) as rows of halves in shared memory, summed in the order of `rms_norm`: the warps of the block that a row has
+// norm(x) as rows of elements in shared memory, summed in the order of `rms_norm`: the warps of the block that a row has
 // there are parts here, which the warps of this block share out.
 struct NormShape {
     int tokens, width, chunks, pieces, parts, warps, warp, lane;

@@ -1,8 +1,8 @@
 // Products with weights on Hopper, by the main loop of `hopper_product.cuh`: y = x W^T, alone, with SwiGLU or GeGLU, or added
 // to the residual stream. Kernels are named KIND_GROUPS_BN_STAGES_CLUSTER_BUFFERS.
 //
-//   product_*   y (rows, outputs) half
-//   swiglu_*    W holds F rows of gate, then F of up; y (rows, F) half = silu(gate) * up, gate and up rounded to half
+//   product_*   y (rows, outputs), elements
+//   swiglu_*    W holds F rows of gate, then F of up; y (rows, F), elements = silu(gate) * up, gate and up rounded to such
 //               before, as `activate.cu` reads them
 //   geglu_*     the same with gelu
 //   residual_*  y (rows, outputs) float += x W^T, a sum for the first `first` elements of K, then one for the others
@@ -15,7 +15,7 @@
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
-enum class Kind { HALF, SWIGLU, GEGLU, RESIDUAL };
+enum class Kind { PLAIN, SWIGLU, GEGLU, RESIDUAL };
 
 template <Kind>
 struct Written {
@@ -94,7 +94,7 @@ static __device__ __forceinline__ void product(const TensorMap* x_map, const Ten
             send_sums<BN, BUFFERS>(y_map, acc, row - in_tile, column, outputs, outbox, false);
     };
     auto finish = [&](const float(&acc)[BN / 2], int row, int column, int, const Outbox& outbox) {
-        auto word = [&](int half, int j) {  // of halves
+        auto word = [&](int half, int j) {  // of elements
             float pair[2];
 #pragma unroll
             for (int e = 0; e < 2; ++e) {
@@ -118,7 +118,7 @@ static __device__ __forceinline__ void product(const TensorMap* x_map, const Ten
                 const int half = i % 2, from = i / 2 * 4;
                 const uint32_t words[4] = {word(half, from), word(half, from + 1), word(half, from + 2),
                                            word(half, from + 3)};
-                put_halves(outbox.piece(from / 8), half, from % 8, words);
+                put_elements(outbox.piece(from / 8), half, from % 8, words);
             }
             outbox.send([&] {
                 for (int i = 0; i < BUFFERS; ++i)

@@ -1,7 +1,7 @@
 // The main loop of products with weights on Hopper: tiles of x W^T by wgmma and bulk tensor copies. Kernels give it what
 // becomes of a tile (`hopper_gemm.cu`, `hopper_qkv.cu`).
 //
-//   x  half (rows, K)      W  half (outputs, K)
+//   x  (rows, K)      W  (outputs, K), elements
 // both through tensor maps, with boxes of 64 columns by 64 GROUPS and BN / 2 rows.
 //
 // Sums are float and go through K in order, 16 elements at a time, from one accumulator: a row's bits hang on that row
@@ -52,8 +52,8 @@ struct Outbox {
     }
 };
 
-// Four words of halves of this thread's row in a piece, column groups `first` .. first + 3 of its eight, swizzled.
-static __device__ __forceinline__ void put_halves(uint32_t piece, int half, int first, const uint32_t (&words)[4]) {
+// Four words of elements of this thread's row in a piece, column groups `first` .. first + 3 of its eight, swizzled.
+static __device__ __forceinline__ void put_elements(uint32_t piece, int half, int first, const uint32_t (&words)[4]) {
     const int lane = threadIdx.x % 32, row = threadIdx.x % 128 / 32 * 16 + half * 8 + lane % 8;
     store_matrices(piece + row * 128 + ((first + lane / 8 ^ row & 7) << 4), words[0], words[1], words[2], words[3]);
 }

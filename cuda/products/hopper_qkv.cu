@@ -1,8 +1,8 @@
 // Queries, keys and values on Hopper: their product, bias, rotation and cache write in one, by the main loop of
 // `hopper_product.cuh`.
 //
-//   x  half (T, K)      W  half ((H + 2 G) D, K): the rows of query, key and value heads
-// Queries go to qkv (T, (H + 2 G) D) half, keys and values to their pages, as `qkv.cuh` says. Everything is computed and
+//   x  (T, K)      W  ((H + 2 G) D, K), elements: the rows of query, key and value heads
+// Queries go to qkv (T, (H + 2 G) D), keys and values to their pages, as `qkv.cuh` says. Everything is computed and
 // rounded as by `product_*` of `hopper_gemm.cu` and `qkv_rope_write` one after the other, to the same bits. No QK norm.
 //
 // A tile has BN / D heads. What belongs to a pair that is rotated is in one thread: columns c and c + D / 2 of a head, or
@@ -108,7 +108,7 @@ static __device__ __forceinline__ void qkv_product(const TensorMap* x_map, const
                     auto put = [&](const uint32_t(&words)[4], int first) {  // from column group `first` of the head on
                         const int place = (i - begin) * (HEAD_DIM / 8) + first;
                         if (by_copy)
-                            put_halves(outbox.piece(place / 8), half, place % 8, words);
+                            put_elements(outbox.piece(place / 8), half, place % 8, words);
                         else
                             store_row<32>(target + 8 * first, exists && (is_query || cache_row >= 0), 32, t,
                                           [&](int j) { return words[j]; });

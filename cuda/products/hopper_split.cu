@@ -1,4 +1,4 @@
-// Products of few rows or a long K on Hopper: y (rows, outputs) float += x W^T, x (rows, K) and W (outputs, K) half.
+// Products of few rows or a long K on Hopper: y (rows, outputs) float += x W^T, x (rows, K) and W (outputs, K) elements.
 //
 // A multiprocessor fetches 60 to 75 bytes a clock, too little for a tile of a long product, and there are too few tiles for
 // all multiprocessors. So two blocks of a cluster share a tile (HALVES 2): one sums up the first `first` elements of K,

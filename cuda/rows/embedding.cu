@@ -1,6 +1,6 @@
 // Rows picked by index: token embeddings, and the rows that draw.
 //
-//   embed          tokens (T,), table (V, width) half -> out (T, width) float, times `scale`
+//   embed          tokens (T,), table (V, width) elements -> out (T, width) float, times `scale`
 //   gather_rows    out[r] = x[rows[r]], rows of `chunks` 16-byte chunks
 //
 // width is a multiple of 8. A token outside the table or a row of -1 (padding) gives a row of zeros. Bytes: embed

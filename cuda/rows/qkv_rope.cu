@@ -1,6 +1,6 @@
 // From the QKV product to what attention reads: bias, QK norm, rotation, and the write into the KV pages.
 //
-//   qkv             (T, (H + 2 G) D) half: queries, keys, values; the queries are replaced by the rotated ones
+//   qkv             (T, (H + 2 G) D) elements: queries, keys, values; the queries are replaced by the rotated ones
 //   q_norm, k_norm  float, or null: weights of a norm of each head's query and key (Qwen3), (D,); with `statistics`, of norms
 //                   that go over all heads of a token at once (OLMo 2), (H D,) and (G D,)
 //   norm_is         CENTRED: LayerNorm, not RMS norm; ROTATED: the norm comes after rotation (Hunyuan), not before
@@ -26,20 +26,20 @@ static constexpr int power_of_two(int n) { return n <= 1 ? 1 : 2 * power_of_two(
 static constexpr int LANES = power_of_two(WORKERS);
 static_assert(LANES <= 32, "a head is the work of one warp at most: 16 must divide head sizes over 128");
 
-[[maybe_unused]] static __device__ __forceinline__ void load_half(const Element* source, float (&values)[8]) {
+[[maybe_unused]] static __device__ __forceinline__ void load_elements(const Element* source, float (&values)[8]) {
     unpack(*reinterpret_cast<const Element8*>(source), values);
 }
 
-[[maybe_unused]] static __device__ __forceinline__ void load_half(const Element* source, float (&values)[2]) {
+[[maybe_unused]] static __device__ __forceinline__ void load_elements(const Element* source, float (&values)[2]) {
     const float2 pair = to_floats(*reinterpret_cast<const Element2*>(source));
     values[0] = pair.x, values[1] = pair.y;
 }
 
-[[maybe_unused]] static __device__ __forceinline__ void store_half(Element* target, const float (&values)[8]) {
+[[maybe_unused]] static __device__ __forceinline__ void store_elements(Element* target, const float (&values)[8]) {
     *reinterpret_cast<Element8*>(target) = pack(values);
 }
 
-[[maybe_unused]] static __device__ __forceinline__ void store_half(Element* target, const float (&values)[2]) {
+[[maybe_unused]] static __device__ __forceinline__ void store_elements(Element* target, const float (&values)[2]) {
     *reinterpret_cast<Element2*>(target) = to_elements(values[0], values[1]);
 }
 
@@ -95,8 +95,8 @@ extern "C" __global__ void __launch_bounds__(256)
 
     float low[VECTOR] = {}, high[VECTOR] = {};
     if (exists) {
-        load_half(source + first, low);
-        load_half(source + second, high);
+        load_elements(source + first, low);
+        load_elements(source + second, high);
         if (bias != nullptr) {
             add_from(bias + head * HEAD_DIM + first, low);
             add_from(bias + head * HEAD_DIM + second, high);
@@ -168,8 +168,8 @@ extern "C" __global__ void __launch_bounds__(256)
         if (cache_rows[token] < 0) return;
         target = to.in_cache(cache_rows[token], head);
     }
-    store_half(target + first, low);
-    store_half(target + second, high);
+    store_elements(target + first, low);
+    store_elements(target + second, high);
 }
 
 // statistics[t][0] = (mean, 1 / sqrt(mean(v^2) + eps)) of all queries of token t, [t][1] of its keys, bias added; v is less

@@ -1,6 +1,6 @@
 // RMS norm (Zhang and Sennrich 2019): out = x / sqrt(mean(x^2) + eps) * weight.
 //
-// x (T, width) float, out (T, width) half, weight (width,) float; width is a multiple of 8. Bytes a value: 6 (the weights
+// x (T, width) float, out (T, width) elements, weight (width,) float; width is a multiple of 8. Bytes a value: 6 (the weights
 // stay in cache). A block per row; a thread holds 1, 2 or 4 pieces of 8 values in registers, so that the row is read once:
 // the launcher takes the fewest pieces with which 256 threads (4 pieces: 1,024) cover the row. Sums are FP32, in an order
 // that depends on the width alone. Where registers suffice, weights are read before the kernel waits for the one ahead.

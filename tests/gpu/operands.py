@@ -93,7 +93,7 @@ class ByLibrary:
     def way(self, shape: Shape) -> Way:
         return self._products.candidates(shape)[0].way(shape)
 
-    def __call__(self, x: Buffer, weight: Matrix, y: Buffer, rows: int, kind: Kind = Kind.HALF) -> None:
+    def __call__(self, x: Buffer, weight: Matrix, y: Buffer, rows: int, kind: Kind = Kind.PLAIN) -> None:
         """Queue it; operands have room for `padded_rows(rows)`."""
         shape = Shape(padded_rows(rows), weight.rows, weight.columns, kind, weight.format)
         self.way(shape)(x, weight, y)

@@ -71,7 +71,7 @@ def library(device: Device) -> Iterator[ByLibrary]:
 
 
 @BOTH_ELEMENTS
-@pytest.mark.parametrize("kind", [Kind.HALF, Kind.FLOAT], ids=str)
+@pytest.mark.parametrize("kind", [Kind.PLAIN, Kind.FLOAT], ids=str)
 def test_products_are_exact_to_rounding(device: Device, library: ByLibrary, kind: Kind) -> None:
     floats = kind is Kind.FLOAT
     for outputs, inputs in SIZES:
@@ -100,7 +100,7 @@ def test_a_row_has_the_same_bits_among_any_number_of_rows(
     device: Device, products: Products, tuned: bool
 ) -> None:
     for outputs, inputs in (*SIZES[:3], (256, 832)):
-        product = products.of(Kind.HALF, outputs, inputs)
+        product = products.of(Kind.PLAIN, outputs, inputs)
         values, weights = operands(device.element, 1024, outputs, inputs)
         x, weight = elements(device, values), matrix(device, weights)
         y = room(device, (1024, outputs), ELEMENT)
@@ -124,7 +124,7 @@ def hopper(device: Device) -> HopperTiles:
 
 
 @BOTH_ELEMENTS
-@pytest.mark.parametrize("tile", TILES[Kind.HALF], ids=str)
+@pytest.mark.parametrize("tile", TILES[Kind.PLAIN], ids=str)
 def test_every_hopper_tile_gives_the_librarys_bits(
     device: Device, hopper: HopperTiles, library: ByLibrary, tile: Tile
 ) -> None:
@@ -135,7 +135,7 @@ def test_every_hopper_tile_gives_the_librarys_bits(
             padded = np.zeros((padded_rows(rows), inputs), dtype=np.float32)
             padded[:rows] = values
             own, theirs = (poisoned(device, (len(padded) + 1, outputs), ELEMENT) for _ in range(2))
-            shape = Shape(rows, outputs, inputs, Kind.HALF, device.element.format)
+            shape = Shape(rows, outputs, inputs, Kind.PLAIN, device.element.format)
             hopper.way(tile, shape)(elements(device, values), weight, own)
             library(elements(device, padded), weight, theirs, rows)
             result, expected = fetched(device, own), fetched(device, theirs)
@@ -300,7 +300,7 @@ def test_many_rows_are_computed_as_was_fastest_at_the_nearest_size_tried(
     device: Device, products: Products
 ) -> None:
     outputs, inputs = 896, 896
-    product = products.of(Kind.HALF, outputs, inputs)
+    product = products.of(Kind.PLAIN, outputs, inputs)
     values, weights = operands(device.element, 4096, outputs, inputs)
     x, weight, y = elements(device, values), matrix(device, weights), room(device, (4096, outputs), ELEMENT)
     product.tune(x, [weight], y, 4096, lambda: None)

@@ -38,7 +38,7 @@ class GateUp:
         self, products: Products, activate: Activate, inner: Buffer, feed_forward: FeedForward, kind: Kind,
         weight: Matrix,
     ) -> None:  # fmt: skip
-        outputs = weight.rows if kind is Kind.HALF else feed_forward.width
+        outputs = weight.rows if kind is Kind.PLAIN else feed_forward.width
         self.product = products.of(kind, outputs, weight.columns, weight.format)
         self._activate = None if kind.activation else activate
         self._inner = inner

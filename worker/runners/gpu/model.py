@@ -1,7 +1,7 @@
 """The transformer as a list of launches.
 
-The residual stream x is float; what enters a product, and what leaves it, is half, summed in float; logits
-are float. Any spec is computed by norm, product, what is done to heads before they are cached, attention
+The residual stream x and logits are float; what enters a product, and what leaves it, is elements, summed in
+float. Any spec is computed by norm, product, what is done to heads before they are cached, attention
 (one kernel for drawn tokens, one for prompts), product, sum, norm, gate and up, activation, product, sum. Of
 these, kernels that suit the model have several in one launch: rotation in the product before it (`Qkv`), the
 activation in gate and up (`GateUp`), the sum in the product, or scale and norms around the sum (`Addition`),

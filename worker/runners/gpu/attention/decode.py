@@ -147,7 +147,7 @@ class DecodeAttention:
     def __call__(
         self, qkv: Buffer, cache: LayerCache, inputs: StepInputs, shape: StepShape, out: Buffer
     ) -> None:
-        """Queue attention of a step's first chunks, drawn tokens: qkv (T, H + 2 G, D) -> out (T, H D), half.
+        """Queue attention of a step's first chunks, drawn tokens: qkv (T, H + 2 G, D) -> out (T, H D).
 
         Without pieces in the step they are split. Where a step writes more of a context than its last token
         (`again`), nothing is fetched ahead of that. The result is the same to the bit, however contexts are

@@ -54,7 +54,7 @@ class HopperPrefill:
     def __call__(
         self, qkv: Buffer, cache: LayerCache, inputs: StepInputs, shape: StepShape, out: Buffer
     ) -> None:
-        """Queue attention of the chunks in the step's tiles: qkv (T, H + 2 G, D) -> out (T, H D), half.
+        """Queue attention of the chunks in the step's tiles: qkv (T, H + 2 G, D) -> out (T, H D).
 
         Rows of qkv are read up to `padded_rows(T)`.
         """

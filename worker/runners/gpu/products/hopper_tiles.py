@@ -78,7 +78,7 @@ _GATED = (
     Tile(1, 64, 6),
 )
 TILES = {
-    Kind.HALF: (Tile(1, 64, 12), Tile(1, 32, 14), Tile(1, 32, 8)),
+    Kind.PLAIN: (Tile(1, 64, 12), Tile(1, 32, 14), Tile(1, 32, 8)),
     Kind.SWIGLU: _GATED,
     Kind.GEGLU: _GATED,
     Kind.RESIDUAL: (

@@ -9,10 +9,10 @@ __all__ = ["LayerKinds", "kinds_of", "layer_kinds"]
 
 
 class LayerKinds(NamedTuple):
-    """Of the products of a layer, beside that of queries, keys and values, which is HALF.
+    """Of the products of a layer, beside that of queries, keys and values, which is PLAIN.
 
     RESIDUAL where a product is added to the residual stream as it is; FLOAT where a bias, a norm or a scale
-    comes between. HALF where the activation is no part of gate and up.
+    comes between. PLAIN where the activation is no part of gate and up.
     """
 
     output: Kind
@@ -26,14 +26,14 @@ def layer_kinds(layer: LayerSpec) -> LayerKinds:
     fused = next(kind for kind, activation in GATED.items() if activation is ffn.activation)
     return LayerKinds(
         output=_added(layer, layer.attention_post_norm, bias=layer.attention.output_bias),
-        gate_up=fused if ffn.gated and not ffn.bias else Kind.HALF,
+        gate_up=fused if ffn.gated and not ffn.bias else Kind.PLAIN,
         down=_added(layer, layer.feed_forward_post_norm, bias=ffn.bias),
     )
 
 
 def kinds_of(spec: ModelSpec) -> frozenset[Kind]:
     """All that a model has."""
-    return frozenset((Kind.HALF, Kind.FLOAT)).union(*map(layer_kinds, spec.layers))
+    return frozenset((Kind.PLAIN, Kind.FLOAT)).union(*map(layer_kinds, spec.layers))
 
 
 def _added(layer: LayerSpec, after: Norm | None, *, bias: bool) -> Kind:

@@ -29,7 +29,7 @@ class Qkv:
         rotation: Rotation,
     ) -> None:  # fmt: skip
         self._device = device
-        self._product = products.of(Kind.HALF, attention.qkv, width, kept)
+        self._product = products.of(Kind.PLAIN, attention.qkv, width, kept)
         self._rotation = rotation
         self._every: list[_Way] = [self._apart]
         if HopperQkv.suits(attention, kept, hopper=device.hopper):

@@ -40,7 +40,7 @@ Way = Callable[[Buffer, Matrix, Buffer], None]
 class Kind(Enum):
     """What becomes of a product."""
 
-    HALF = "product"
+    PLAIN = "product"  # elements
     FLOAT = "float"
     SWIGLU = "swiglu"  # the weight is gate rows, then up rows; the result their SwiGLU, elements
     GEGLU = "geglu"  # the same with GELU

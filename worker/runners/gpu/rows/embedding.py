@@ -27,7 +27,7 @@ class Embedding:
         return [source_of("embedding")]
 
     def embed(self, tokens: Buffer, table: Matrix, out: Buffer, rows: int) -> None:
-        """The table's rows (vocab, width) half for tokens (rows,) -> out (rows, width) float."""
+        """The table's rows (vocab, width) for tokens (rows,) -> out (rows, width) float."""
         if rows:
             width = table.columns
             self._embed.of(rows)(

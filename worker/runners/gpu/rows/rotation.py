@@ -84,7 +84,7 @@ class Rotation:
     def __call__(
         self, qkv: Buffer, layer: LayerWeights, positions: int, cache_rows: int, cache: LayerCache, rows: int
     ) -> None:
-        """Queue it for qkv (rows, (H + 2 G) D) half: queries in place, keys and values to their pages."""
+        """Queue it for qkv (rows, (H + 2 G) D): queries in place, keys and values to their pages."""
         if not rows:
             return
         heads, kv_heads, table = self._attention.heads, self._attention.kv_heads, self.table
