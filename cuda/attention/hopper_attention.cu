@@ -2,13 +2,13 @@
 //
 //   queries  half (T, H + 2 G, D), through a tensor map with boxes of 64 columns, H / G heads and a tile's tokens
 //   keys, values  half [pages, G, 16, D], through tensor maps of rows of D, with boxes of a page: 64 columns, 16 rows
-// Other arguments as in `prefill_attention.cu`, but that `tiles` has `tile_count` pieces of 192 / (H / G) tokens.
+// Other arguments as in `prefill_attention.cu`, but that `tiles` has `tile_count` pieces of ROWS / (H / G) tokens.
 //
-// An item of work is a tile of tokens and a KV head. 512 threads: three warpgroups compute, 64 rows each, a row being a
-// (token, query head) pair, and a warp loads. Blocks stay and go through the items, forth and back so that all get as
+// An item of work is a tile of tokens and a KV head. Three warpgroups compute (for D over 128: two, whose results fill the
+// registers), 64 rows each, a row being a (token, query head) pair, and a warp loads. Blocks stay and go through the items, forth and back so that all get as
 // many keys; the warp that loads runs ahead into the next item: its queries, then keys and values, 64 at a time, STAGES
-// deep. Tiles in shared memory are 64 halves wide with wgmma's 128-byte swizzle, D / 64 of them side by side, a page
-// being 16 rows of one. There are as many blocks as the device holds, or items if those are fewer.
+// deep. Tiles in shared memory are 64 halves wide with wgmma's 128-byte swizzle, SIDES of them side by side, a page
+// being 16 rows of one; columns past D are zeros, by the maps. There are as many blocks as the device holds, or items if those are fewer.
 //
 // Scores S = Q K^T are FP32 in registers, and, rounded to half, are the left side of O += P V. While a warpgroup takes
 // the exponentials of one tile of keys, the product with the values before them runs, and so do products of the others.
@@ -24,24 +24,29 @@
 // sequence's, and finite.
 //
 // FLOPs 4 D for each visible (query head, key) pair; memory traffic is small beside it.
-// Options: -DHEAD_DIM, 64 or 128; -DWINDOW, -DSOFTCAP. Dynamic shared memory: (2 * 192 + STAGES * 128) * D
-// halves, and 1,024 bytes.
+// Options: -DHEAD_DIM, a multiple of 16 from 64 to 256; -DWINDOW, -DSOFTCAP. Dynamic shared memory: (SLOTS * ROWS +
+// STAGES * 2 * KEYS) * WIDTH halves, and 1,024 bytes.
 #include "attention/attention.cuh"
 #include "common/hopper.cuh"
 
-static_assert(D == 64 || D == 128, "other head sizes: attention_any.cu");
+static_assert(D % 16 == 0 && D >= 64 && D <= 256, "other head sizes: attention_any.cu");
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
-static constexpr int GROUPS = 3;          // warpgroups that compute
+static constexpr bool LARGE = D > 128;
+static constexpr int GROUPS = LARGE ? 2 : 3;  // warpgroups that compute
 static constexpr int WARPS = 4 * GROUPS;  // of those; the next one loads
 static constexpr int ROWS = 64 * GROUPS;
 static constexpr int KEYS = 64;
-static constexpr int STAGES = D == 64 ? 4 : 3;
+static constexpr int STAGES = D == 64 ? 4 : LARGE ? 2 : 3;
+static constexpr int SLOTS = LARGE ? 1 : 2;  // for items and their queries
 static constexpr int THREADS = 128 * (GROUPS + 1);
 static constexpr bool Q_IN_REGISTERS = D == 64;  // shared memory could hardly feed both sides of the product
-static constexpr int SIDES = D / 64;             // swizzled tiles side by side
-static constexpr int Q_BYTES = ROWS * D * 2, TILE_BYTES = KEYS * D * 2, STAGE_BYTES = 2 * TILE_BYTES;
+static constexpr int SIDES = (D + 63) / 64;      // swizzled tiles side by side
+static constexpr int WIDTH = 64 * SIDES;
+static constexpr int Q_BYTES = ROWS * WIDTH * 2, TILE_BYTES = KEYS * WIDTH * 2, STAGE_BYTES = 2 * TILE_BYTES;
+// Of results that one product adds to, of which SPANS make a row.
+static constexpr int SPAN = WIDTH % 128 == 0 ? 128 : 64, SPANS = WIDTH / SPAN;
 static constexpr int TILE_PAGES = KEYS / PAGE, BOX_BYTES = PAGE * 128;
 static constexpr float LIMIT = 4096.0f;
 static constexpr float LOWEST = -1e30f;  // stands for -inf where a difference must not be NaN
@@ -86,10 +91,10 @@ struct Stage {
     }
 };
 
-// Shared memory: STAGES of keys and values, two items and their queries (each a slot), and barriers for what has come
+// Shared memory: STAGES of keys and values, SLOTS of an item and its queries, and barriers for what has come
 // (full) and what all warps are done with (empty).
 struct Shared {
-    static constexpr int BARRIERS = 4 * STAGES + 4;
+    static constexpr int BARRIERS = 4 * STAGES + 2 * SLOTS;
     Item* items;
     uint32_t full, full_q, k_tiles, v_tiles, q_tiles;
 
@@ -103,7 +108,7 @@ struct Shared {
     __device__ __forceinline__ uint32_t keys_empty(int stage) const { return full + 8 * stage + 16 * STAGES; }
     __device__ __forceinline__ uint32_t values_empty(int stage) const { return full + 8 * stage + 24 * STAGES; }
     __device__ __forceinline__ uint32_t queries_full(int slot) const { return full_q + 8 * slot; }
-    __device__ __forceinline__ uint32_t queries_empty(int slot) const { return full_q + 16 + 8 * slot; }
+    __device__ __forceinline__ uint32_t queries_empty(int slot) const { return full_q + 8 * SLOTS + 8 * slot; }
 
     __device__ __forceinline__ void init_barriers() const {
         for (int stage = 0; stage < STAGES; ++stage) {
@@ -112,7 +117,7 @@ struct Shared {
             barrier_init(keys_empty(stage), WARPS);
             barrier_init(values_empty(stage), WARPS);
         }
-        for (int slot = 0; slot < 2; ++slot) {
+        for (int slot = 0; slot < SLOTS; ++slot) {
             barrier_init(queries_full(slot), 1);
             barrier_init(queries_empty(slot), WARPS);
         }
@@ -127,11 +132,11 @@ struct Loader {
     const Scores& scores;
     int lane, group, tile_tokens, kv_heads;
     Stage stage{0, 1};  // waiting for the odd phase before a barrier's first returns at once
-    int count = 0;      // of items
+    unsigned count = 0; // of items
 
     __device__ __forceinline__ void load_queries(const Item& item) {
-        const int slot = count & 1;
-        barrier_wait(shared.queries_empty(slot), (count >> 1 & 1) ^ 1);
+        const int slot = count % SLOTS;
+        barrier_wait(shared.queries_empty(slot), (count / SLOTS & 1) ^ 1);
         if (lane == 0) {
             shared.items[slot] = item;
             if (item.tokens > 0) {
@@ -191,7 +196,7 @@ struct Queries {
 // What a thread has of its two rows, g and g + 8 of its warp's 16 (`half`): the result so far (m, l, o), and the tile of
 // keys that is being taken into it.
 struct Running {
-    float o[D / 2] = {}, s[KEYS / 2], weights[KEYS / 2];
+    float o[SPANS][SPAN / 2] = {}, s[KEYS / 2], weights[KEYS / 2];
     uint32_t p[KEYS / 16][4];                            // the weights, rounded to half
     float m[2], l[2], sum[2], shrink[2] = {1.0f, 1.0f};  // m in units of log2
     bool raised = false;                                 // m of a row of the warp
@@ -215,7 +220,10 @@ struct Running {
         wgmma_begin();
 #pragma unroll
         for (int block = 0; block < KEYS / 16; ++block)
-            wgmma_rows(o, p[block], with_low_word(values + block * 16 * 128 / 16));
+#pragma unroll
+            for (int span = 0; span < SPANS; ++span)
+                wgmma_rows(o[span], p[block],
+                           with_low_word(values + (span * SPAN / 64 * KEYS * 128 + block * 16 * 128) / 16));
         wgmma_commit();
     }
 
@@ -294,7 +302,14 @@ struct Running {
     __device__ __forceinline__ void shrink_values() {
         if (!raised) return;
 #pragma unroll
-        for (int i = 0; i < D / 2; ++i) o[i] *= shrink[i >> 1 & 1];
+        for (int span = 0; span < SPANS; ++span)
+#pragma unroll
+            for (int i = 0; i < SPAN / 2; ++i) o[span][i] *= shrink[i >> 1 & 1];
+    }
+
+    __device__ __forceinline__ void keep_values() {
+#pragma unroll
+        for (int span = 0; span < SPANS; ++span) wgmma_keep(o[span]);
     }
 
     __device__ __forceinline__ void round_weights() {
@@ -391,7 +406,7 @@ struct Warpgroup {
             wgmma_keep(running.weights);
             barrier_wait(shared.values_full(stage.index), stage.parity);
             wgmma_wait<0>();
-            wgmma_keep(running.o);
+            running.keep_values();
             release(shared.values_empty(before));
             running.shrink_values();
             running.round_weights();
@@ -399,7 +414,7 @@ struct Warpgroup {
         if (end * KEYS > item.keys()) clear_values(item.keys() - (end - 1) * KEYS);
         running.start_values(v_low + stage.index * (STAGE_BYTES / 16));
         wgmma_wait<0>();
-        wgmma_keep(running.o);
+        running.keep_values();
         release(shared.values_empty(stage.index));
         stage.advance();
     }
@@ -421,16 +436,20 @@ struct Warpgroup {
             total += __shfl_xor_sync(0xffffffffu, total, 1);
             total += __shfl_xor_sync(0xffffffffu, total, 2);
             const float inverse = 1.0f / total;
-            store_row<D>(out + place[half] * D, token[half] < tokens, D, lane % 4, [&](int n) {
-                return pack(running.o[4 * n + 2 * half] * inverse, running.o[4 * n + 2 * half + 1] * inverse);
-            });
+#pragma unroll
+            for (int span = 0; span < SPANS; ++span)
+                store_row<SPAN>(
+                    out + place[half] * D + span * SPAN, token[half] < tokens, D - span * SPAN, lane % 4, [&](int n) {
+                        const float* pair = &running.o[span][4 * n + 2 * half];
+                        return pack(pair[0] * inverse, pair[1] * inverse);
+                    });
         }
     }
 
     __device__ __forceinline__ void compute_items(Element* out) {
-        for (int count = 0;; ++count) {
-            const int slot = count & 1;
-            barrier_wait(shared.queries_full(slot), count >> 1 & 1);
+        for (unsigned count = 0;; ++count) {
+            const int slot = count % SLOTS;
+            barrier_wait(shared.queries_full(slot), count / SLOTS & 1);
             Item item;
             item.tokens = uniform(shared.items[slot].tokens);
             if (item.tokens == 0) return;
@@ -461,7 +480,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                      int window) {
     extern __shared__ unsigned char dynamic[];
     __shared__ uint64_t barriers[Shared::BARRIERS];
-    __shared__ Item told[2];
+    __shared__ Item told[SLOTS];
     const Shared shared(barriers, dynamic, told);
     const Scores scores{scale, cap, window};
     const int warp = uniform(threadIdx.x / 32), lane = threadIdx.x % 32;
@@ -471,7 +490,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     __syncthreads();
 
     if (warp >= WARPS) {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 32;");
+        if constexpr (LARGE)
+            asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+        else
+            asm volatile("setmaxnreg.dec.sync.aligned.u32 32;");
         if (warp > WARPS) return;
         if (lane == 0) {
             prefetch_map(&q_map);
@@ -497,7 +519,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         loader.load_queries(Item{});
         return;
     }
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 160;");
+    if constexpr (LARGE)
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+    else
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 160;");
     wait_for_previous();
     Warpgroup(shared, warp, lane, heads, group, scores).compute_items(out);
 }

@@ -15,31 +15,32 @@ from nightmill.worker.runners.gpu.steps import StepInputs, StepShape
 
 __all__ = ["HopperPrefill", "PortablePrefill"]
 
-_HOPPER_HEADS = (64, 128)
+_LARGE = 128  # elements of a head, above which a warpgroup's results fill the registers
 
 
 class HopperPrefill:
     """Launches `hopper_attention.cu`."""
-
-    ROWS = 192  # (token, query head) pairs in a tile
-    THREADS = 512
 
     def __init__(self, device: Device, attention: Attention) -> None:
         self._heads, self._kv_heads = attention.heads, attention.kv_heads
         self._head, self._group = attention.head_dim, attention.heads // attention.kv_heads
         self._scores = score_arguments(attention)
         self._maps = TensorMaps(device)
-        stages = 4 if self._head == 64 else 3  # of 64 keys and values, beside queries twice
-        self._shared = (2 * self.ROWS + stages * 2 * 64) * self._head * 2 + 1024
+        large = self._head > _LARGE
+        groups, slots, stages = (2, 1, 2) if large else (3, 2, 4 if self._head == 64 else 3)
+        self._rows = 64 * groups  # (token, query head) pairs in a tile
+        self._threads = 128 * (groups + 1)
+        width = -(-self._head // 64) * 64
+        self._shared = (slots * self._rows + stages * 2 * 64) * width * 2 + 1024
         module = Module.of(device, scoring("hopper_attention", attention))
         arguments = "128s128s128sPiPPPPiii" + SCORES
         self._kernel = module.function("hopper_attention", arguments, shared=self._shared, dependent=True)
-        self._at_once = self._kernel.blocks_at_once(self.THREADS, self._shared) * device.multiprocessors
+        self._at_once = self._kernel.blocks_at_once(self._threads, self._shared) * device.multiprocessors
 
     @staticmethod
     def suits(attention: Attention, *, hopper: bool) -> bool:
         """Whether the kernel takes a model."""
-        return hopper and attention.head_dim in _HOPPER_HEADS
+        return hopper and attention.head_dim in FAST_HEADS
 
     @classmethod
     def sources(cls, spec: ModelSpec, *, hopper: bool) -> list[Source]:
@@ -49,7 +50,7 @@ class HopperPrefill:
 
     def tiles(self, sequence_starts: IntArray, context_lengths: IntArray, drawn: int) -> IntArray:
         """The pieces of a step's prompts, on the host; the first `drawn` chunks are not of prompts."""
-        return prefill_tiles(sequence_starts, self._group, context_lengths, self.ROWS, drawn)
+        return prefill_tiles(sequence_starts, self._group, context_lengths, self._rows, drawn)
 
     def __call__(
         self, qkv: Buffer, cache: LayerCache, inputs: StepInputs, shape: StepShape, out: Buffer
@@ -61,10 +62,10 @@ class HopperPrefill:
         heads, kv_heads, head = self._heads, self._kv_heads, self._head
         rows, cached = padded_rows(shape.tokens), cache.pages * kv_heads * PAGE
         queries = self._maps.of_three(
-            qkv.address, (rows, heads + 2 * kv_heads, head), (self.ROWS // self._group, self._group)
+            qkv.address, (rows, heads + 2 * kv_heads, head), (self._rows // self._group, self._group)
         )
         self._kernel(
-            (min(shape.tiles * kv_heads, self._at_once), 1, 1), (self.THREADS, 1, 1), queries,
+            (min(shape.tiles * kv_heads, self._at_once), 1, 1), (self._threads, 1, 1), queries,
             self._maps(cache.keys.address, cached, head, PAGE),
             self._maps(cache.values.address, cached, head, PAGE),
             inputs.block_tables, inputs.table_width, inputs.context_lengths, inputs.sequence_starts,
