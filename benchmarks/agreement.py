@@ -21,7 +21,7 @@ PROMPT, DECODED = 320, 32
 CHUNKS = (100, 24, 196)
 CONTEXT = PROMPT + DECODED
 CLEAR = 0.01
-"""The distance of the best two logits of a row from which on its best token has to be the same."""
+"""The distance of the best two logits of a row from which on its best token has to be the same, in half."""
 
 Make = Callable[[GgufFile, ModelSpec], HasLogits]
 
@@ -34,12 +34,12 @@ class Agreement:
     mean_kl: float  # KL(reference || runner)
     largest_kl: float
     same_top: float  # share of rows with the same best token
-    clear_rows: int  # rows whose best two differ by more than CLEAR
+    clear_rows: int  # rows whose best two logits are clearly apart
     same_clear: float  # share of these with the same best token
     largest_gap: float  # between the best two of a row whose best token is another
 
 
-def agreement(make: Make, file: GgufFile, spec: ModelSpec) -> Agreement:
+def agreement(make: Make, file: GgufFile, spec: ModelSpec, *, clear: float = CLEAR) -> Agreement:
     """Hold the runner that `make` makes against the reference runner; its `slots` may be 1."""
     text = np.random.default_rng(5).integers(0, spec.vocab, CONTEXT).tolist()
     reference = Reference(file, spec, kv_blocks=CONTEXT // BLOCK, block_size=BLOCK, slots=1)
@@ -48,7 +48,7 @@ def agreement(make: Make, file: GgufFile, spec: ModelSpec) -> Agreement:
     subject = make(file, spec)
     with closing(subject.runner):
         ours = [_logits(subject, text, chunks) for chunks in ((PROMPT,), CHUNKS)]
-    return compared(np.concatenate(ours), np.concatenate([expected, expected]))
+    return compared(np.concatenate(ours), np.concatenate([expected, expected]), clear)
 
 
 def _logits(subject: HasLogits, text: list[int], chunks: Sequence[int]) -> Logits:
@@ -60,20 +60,20 @@ def _logits(subject: HasLogits, text: list[int], chunks: Sequence[int]) -> Logit
     return np.concatenate([logits_of(subject, pages, [step], admit=step.start == 0) for step in steps])
 
 
-def compared(actual: Logits, expected: Logits) -> Agreement:
-    """Logits (rows, vocab) against those expected."""
+def compared(actual: Logits, expected: Logits, clear: float = CLEAR) -> Agreement:
+    """Logits (rows, vocab) against those expected; rows are clear if their best two are this far apart."""
     p, q = _log_softmax(expected), _log_softmax(actual)
     divergence = (np.exp(p) * (p - q)).sum(axis=1)
     second, best = np.sort(np.partition(expected, -2, axis=1)[:, -2:], axis=1).T
     same, gap = actual.argmax(axis=1) == expected.argmax(axis=1), best - second
-    clear = gap > CLEAR
+    is_clear = gap > clear
     return Agreement(
         rows=len(same),
         mean_kl=float(divergence.mean()),
         largest_kl=float(divergence.max()),
         same_top=float(same.mean()),
-        clear_rows=int(clear.sum()),
-        same_clear=float(same[clear].mean()) if clear.any() else 1.0,
+        clear_rows=int(is_clear.sum()),
+        same_clear=float(same[is_clear].mean()) if is_clear.any() else 1.0,
         largest_gap=float(gap[~same].max(initial=0.0)),
     )
 

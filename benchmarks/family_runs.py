@@ -10,7 +10,7 @@ from typing import Any
 
 from threadpoolctl import threadpool_limits
 
-from benchmarks.agreement import CONTEXT, Agreement, agreement
+from benchmarks.agreement import CLEAR, CONTEXT, Agreement, agreement
 from benchmarks.apart import Apart, ApartError
 from benchmarks.engine import WORKLOADS, play
 from benchmarks.family_models import MODELS, QWEN, FamilyModel, Size, full_size, small_size, write
@@ -29,6 +29,8 @@ UNIFORM = WORKLOADS["uniform"]
 TURNS = 2  # of each model, after one that does not count
 AT_ONCE = 6  # models held against the reference runner, which computes on the processor
 AGREEMENT_S, LOAD_S, TURN_S = 300, 180, 60  # limits; the first compile kernels
+
+COARSER = {"f16": 1, "bf16": 8}  # than half's are its last digits
 
 Progress = Callable[[str], None]
 
@@ -71,7 +73,8 @@ class Checked:
     def agreement(self) -> Agreement:
         """With the reference runner."""
         with threadpool_limits(max(1, (os.cpu_count() or 1) // AT_ONCE)):  # of BLAS: others compute too
-            return agreement(self._runner, self._file, self._spec)
+            clear = CLEAR * COARSER[self._element.value]
+            return agreement(self._runner, self._file, self._spec, clear=clear)
 
     def _runner(self, file: GgufFile, spec: ModelSpec) -> HasLogits:
         pages = CONTEXT // BLOCK
@@ -118,9 +121,13 @@ def check(
     models: Mapping[str, FamilyModel], folder: Path, dtype: str, progress: Progress,
     *, reference: bool = False, size: Callable[[str], Size] = small_size,
 ) -> list[Row]:  # fmt: skip
-    """Hold all models against the reference runner, or this against itself: a row each, in their order."""
+    """Hold all models against the reference runner, or this against itself: a row each, in their order.
 
-    def row_of(number: int, name: str, model: FamilyModel) -> Row:
+    Those that are computed in bfloat16 by default are also computed in half, which shows faults eight times
+    smaller; these have no numbers beyond its range.
+    """
+
+    def row_of(number: int, name: str, model: FamilyModel, dtype: str) -> Row:
         row = Row(name, model.family)
         path = write(folder / f"small-{number}.gguf", model, size(model.family), dtype)
         try:
@@ -135,7 +142,12 @@ def check(
         progress(f"{name}: {row.refused or row.error or row.agreement}")
         return row
 
-    numbered = [(number, name, model) for number, (name, model) in enumerate(models.items())]
+    both = [
+        (name, model, own)
+        for name, model in models.items()
+        for own in (("auto", "f16") if dtype == "auto" and model.like.overflows_half else (dtype,))
+    ]
+    numbered = [(number, *one) for number, one in enumerate(both)]
     rows = [row_of(*one) for one in numbered[:1]]  # alone: it compiles what most have in common
     with ThreadPoolExecutor(AT_ONCE) as pool:
         return rows + list(pool.map(lambda one: row_of(*one), numbered[1:]))

@@ -121,9 +121,13 @@ def test_a_fault_of_one_percent_misses_the_bar(tmp_path: Path, monkeypatch: pyte
 
 def test_bars_that_are_missed_are_told() -> None:
     assert missed(Row("m", "m", agreement=FINE, of_qwen=0.85)) == []
+    assert missed(Row("m", "m", "bf16", replace(FINE, mean_kl=6e-3))) == []
+    assert missed(Row("m", "m", "f16", replace(FINE, mean_kl=6e-3))) == [
+        "a mean KL of 6.0e-03, not under 1.0e-04"
+    ]
     nothing = replace(FINE, mean_kl=float("nan"), same_clear=0.99, largest_gap=0.5)
     assert missed(Row("m", "m", agreement=nothing, of_qwen=0.4)) == [
-        "a mean KL of nan, not under 1e-04",
+        "a mean KL of nan, not under 1.0e-04",
         "another best token in 1.00% of the clear rows, which are up to 0.500 apart",
         "40% of Qwen2's speed, not 85%",
     ]
@@ -152,6 +156,13 @@ def test_one_model_that_fails_does_not_lose_the_others(tmp_path: Path) -> None:
     assert second.error.startswith("ModelFileError: ")
     assert "qwen2.attention.scale: 2 asks for arithmetic" in second.error
     assert not list(tmp_path.iterdir())
+
+
+def test_what_is_computed_in_bfloat16_is_also_held_in_half(tmp_path: Path) -> None:
+    models = {"glm4": MODELS["glm4"]}
+    for dtype, elements in (("auto", ["bf16", "f16"]), ("bf16", ["bf16"])):
+        rows = check(models, tmp_path, dtype, quiet, reference=True, size=tiny)
+        assert [row.element for row in rows] == elements
 
 
 def test_what_the_kernels_do_not_take_is_told_in_their_words(
