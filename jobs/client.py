@@ -82,6 +82,18 @@ class Client:
         """
         return self._enqueue([prompt], settings, session)[0]
 
+    def enqueue_spec(self, spec: JobSpec, *, owner: str | None) -> str:
+        """Queue a job that was parsed elsewhere, for `owner`; returns its id. Raises as `enqueue` does.
+
+        An idempotency key is the owner's own: another's job with the same key is another job.
+        """
+        if self.settings.embedded_broker:
+            _ = self.broker.app  # a missing embedded broker is an error before anything is kept
+        row = self._row_of(spec, self.database.now(), set()) | {"owner": owner}
+        if owner is not None and spec.idempotency_key is not None:
+            row["idempotency_key"] = f"{owner}/{spec.idempotency_key}"
+        return self._keep([row], None)[0]
+
     def enqueue_many(
         self,
         prompts: Prompts,
@@ -337,7 +349,9 @@ class Client:
         now: datetime,
         checked_models: set[str],
     ) -> dict[str, Any]:
-        spec = JobSpec.parse(item, defaults)
+        return self._row_of(JobSpec.parse(item, defaults), now, checked_models)
+
+    def _row_of(self, spec: JobSpec, now: datetime, checked_models: set[str]) -> dict[str, Any]:
         if spec.model is not None and spec.model not in checked_models:
             self.check_model(spec.model)
             checked_models.add(spec.model)

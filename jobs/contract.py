@@ -207,6 +207,7 @@ class Job:
     max_attempts: int = 3  # so many of them, and the job is failed
     priority: int = 5
     worker: str | None = None
+    owner: str | None = None  # the name of the key that it came with over HTTP
     idempotency_key: str | None = None
     metadata: JsonObject = field(default_factory=dict)
     cancel_requested_at: datetime | None = None

@@ -67,6 +67,9 @@ class Settings(BaseModel):
     max_attempts: int = Field(default=3, ge=1, le=100)
     """Deaths of a worker that ran a job alone, after which the job is failed."""
 
+    api_keys: str | None = Field(default=None, repr=False)
+    """Who may use `nightmill serve`: NAME=KEY or NAME:RIGHT=KEY, separated by commas."""
+
     model: Path | str | None = None
     """The worker's GGUF file: a path, or as a string a name that starts with one of MODEL_SCHEMES."""
     model_name: str | None = Field(default=None, min_length=1, max_length=200)

@@ -10,7 +10,10 @@ TYPED_IN = (
     ROOT / "README.md",
     *(
         ROOT / "docs" / f"{name}.md"
-        for name in ("first-night", "python", "verifying", "running-for-months", "reading-results-with-sql")
+        for name in (
+            *("first-night", "python", "http"),
+            *("verifying", "running-for-months", "reading-results-with-sql"),
+        )
     ),
 )
 """Pages whose commands people type in, in the order in which a newcomer meets them."""

@@ -42,6 +42,10 @@ COMMANDS = {
         "nightmill.jobs.commands.jobs:retry",
         "Queue failed or cancelled jobs again, under their ids and seeds.",
     ),
+    "serve": Lazy(
+        "nightmill.jobs.commands.serve:serve",
+        "Answer HTTP requests with OpenAI's endpoints; every request is a job.",
+    ),
     "show": Lazy("nightmill.jobs.commands.jobs:show", "Show one job, with its text and error history."),
     "stats": Lazy(
         "nightmill.jobs.commands.jobs:stats", "Count jobs by state and stop reason, and show the workers."

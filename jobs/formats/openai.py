@@ -82,13 +82,23 @@ _BODY = {
 def openai_job(values: JsonObject, defaults: JobSpec) -> JobSpec:
     """The job of an OpenAI row; raises InvalidRequestError."""
     body, url = _frame(values)
+    try:
+        return body_job(body, url, defaults, custom_id=values["custom_id"])
+    except InvalidRequestError as error:
+        raise error.renamed(f"body.{error.field}") from None
+
+
+def body_job(body: Mapping[str, Any], url: str, defaults: JobSpec, **more: Any) -> JobSpec:
+    """The job that the body of a POST to `url` (CHAT or COMPLETIONS) asks for, with `more` of its fields.
+
+    Raises InvalidRequestError, which names the key of the body.
+    """
     given = {name: value for name, value in body.items() if value is not None}
     try:
-        fields = _fields(given, url)
-        return JobSpec.parse(fields | {"custom_id": values["custom_id"]}, defaults)
+        return JobSpec.parse(_fields(given, url) | more, defaults)
     except InvalidRequestError as error:
         renamed = error.field == "max_tokens" and _LIMIT in given
-        raise error.renamed(f"body.{_LIMIT if renamed else error.field}") from None
+        raise error.renamed(_LIMIT) if renamed else error from None
 
 
 def _frame(values: JsonObject) -> tuple[Mapping[str, Any], str]:

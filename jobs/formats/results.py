@@ -97,31 +97,45 @@ def _error(job: Job) -> JsonObject:
 
 
 def _response(job: Job, status: int, model: str) -> JsonObject:
-    return {"status_code": status, "request_id": job.id, "body": _body(job, job.model or model)}
+    return {"status_code": status, "request_id": job.id, "body": completion_body(job, job.model or model)}
 
 
-def _body(job: Job, model: str) -> JsonObject:
+def completion_body(job: Job, model: str) -> JsonObject:
     """The object that POST /v1/chat/completions or /v1/completions answers."""
     text = job.text or ""
     chat = job.messages is not None
     message: dict[str, Any] = (
         {"message": {"role": "assistant", "content": text, "refusal": None}} if chat else {"text": text}
     )
-    finish_reason = _FINISH_REASONS.get(job.stop_reason or StopReason.ERROR, "length")
-    prompt_tokens, completion_tokens = job.prompt_tokens or 0, job.completion_tokens or 0
     return {
-        "id": f"{'chatcmpl' if chat else 'cmpl'}-{job.id}",
+        "id": completion_id(job.id, chat),
         "object": "chat.completion" if chat else "text_completion",
         "created": _seconds(job.finished_at or job.created_at),
         "model": model,
-        "choices": [{"index": 0} | message | {"logprobs": None, "finish_reason": finish_reason}],
-        "usage": {
-            "prompt_tokens": prompt_tokens,
-            "completion_tokens": completion_tokens,
-            "total_tokens": prompt_tokens + completion_tokens,
-        },
+        "choices": [{"index": 0} | message | {"logprobs": None, "finish_reason": finish_reason(job)}],
+        "usage": usage(job),
         "stop_reason": None if job.stop_reason is None else str(job.stop_reason),
         "seed": job.seed,
+    }
+
+
+def completion_id(job_id: str, chat: bool) -> str:
+    """What OpenAI's objects call a job."""
+    return f"{'chatcmpl' if chat else 'cmpl'}-{job_id}"
+
+
+def finish_reason(job: Job) -> str:
+    """Why a text ends, in OpenAI's words."""
+    return _FINISH_REASONS.get(job.stop_reason or StopReason.ERROR, "length")
+
+
+def usage(job: Job) -> JsonObject:
+    """The tokens of a job that has ended."""
+    prompt_tokens, completion_tokens = job.prompt_tokens or 0, job.completion_tokens or 0
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
     }
 
 

@@ -60,6 +60,7 @@ def _copy(row: RowMapping, now: datetime) -> dict[str, Any]:
         "errors": None,
         "row": None,
         "custom_id": None,
+        "owner": None,
         "idempotency_key": None,
         "fingerprint": None,
         "metadata": {COPIED_FROM: row["id"]},

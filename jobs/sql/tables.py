@@ -23,7 +23,7 @@ from sqlalchemy.types import TypeDecorator
 
 from nightmill.jobs.contract import MAX_ERROR_LENGTH, JobState, JsonObject, storable
 
-SCHEMA_REVISION = "0005"
+SCHEMA_REVISION = "0006"
 """The migration that these declarations match."""
 
 
@@ -164,6 +164,7 @@ class JobRow(Base):
     error: Mapped[str | None] = mapped_column(StorableText(MAX_ERROR_LENGTH))
     errors: Mapped[list[Any] | None] = mapped_column(JSON(none_as_null=True))
 
+    owner: Mapped[str | None] = mapped_column(String(64))  # the name of the key it came with over HTTP
     idempotency_key: Mapped[str | None] = mapped_column(String(255))
     fingerprint: Mapped[str | None] = mapped_column(String(64))
     meta: Mapped[JsonObject | None] = mapped_column("metadata", JSON(none_as_null=True))
@@ -199,6 +200,7 @@ class JobRow(Base):
         ),
         _partial("ix_jobs_suspects", "suspects", "id", where="state = 'queued' AND suspects IS NOT NULL"),
         _partial("ix_jobs_expiring", "deadline_at", where="state = 'queued' AND deadline_at IS NOT NULL"),
+        _partial("ix_jobs_owner", "owner", "id", where="owner IS NOT NULL"),
         _partial(
             "uq_jobs_idempotency_key", "idempotency_key", where="idempotency_key IS NOT NULL", unique=True
         ),

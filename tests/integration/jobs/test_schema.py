@@ -17,6 +17,7 @@ from nightmill.jobs.client import Client
 from nightmill.jobs.errors import DatabaseError, SchemaError
 from nightmill.jobs.settings import Settings
 from nightmill.jobs.sql.database import Database, migrations_dir
+from nightmill.jobs.sql.jobs import Selection, Store
 from nightmill.jobs.sql.tables import SCHEMA_REVISION, Base
 
 
@@ -109,6 +110,18 @@ def test_rows_from_before_the_arithmetic_was_kept_have_none(empty_database: Data
     empty_database.migrate()
     with empty_database.read() as connection:
         assert connection.execute(text("SELECT text, arithmetic FROM jobs")).all() == [("kept", None)]
+
+
+def test_rows_from_before_there_were_owners_are_nobodys(empty_database: Database) -> None:
+    config = _alembic()
+    with empty_database.engine.begin() as connection:
+        config.attributes["connection"] = connection
+        command.upgrade(config, "0005")
+        columns = "id, params, seed, state, attempt, failures, max_attempts, priority, created_at"
+        values = "'old', '{}', 1, 'queued', 0, 0, 3, 5, '2026-01-01'"
+        connection.execute(text(f"INSERT INTO jobs ({columns}) VALUES ({values})"))
+    empty_database.migrate()
+    assert [(job.id, job.owner) for job in Store(empty_database).find(Selection())] == [("old", None)]
 
 
 def test_a_configured_database_without_tables_says_how_to_make_them(empty_database: Database) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import pytest
 from click.testing import CliRunner
 from sqlalchemy import text
@@ -25,9 +26,9 @@ from nightmill.jobs.settings import Settings
 from nightmill.worker.commands.process import running_worker
 from nightmill.worker.link.loading import demo_model
 from tests.pages import ALL, PAGES, ROOT, TYPED_IN
-from tests.servers import start_redis, worker_env
+from tests.servers import free_port, start_redis, wait_until, worker_env
 
-RUN = {"sh", "python", "sql"}
+RUN = {"sh", "python", "sql", "javascript"}
 SHOWN = {"text", "jsonl", "ini"}
 """What is there to be looked at. Blocks with further words (rows, errors) are held against the code by
 tests/unit/formats/test_docs.py, the lines for cron by tests/integration/jobs/test_docs.py."""
@@ -38,6 +39,8 @@ NOT_RUN = [
     "# or celery -A nightmill.worker.app worker --pool=threads --model FILE",
     "nightmill worker --model qwen2.5-0.5b-instruct-q8_0.gguf            # on the machine with the GPU",
     "nightmill batch watch tonight                     # follows it; exits like `nightmill run`",
+    "pip install 'nightmill[server]'",
+    "export NIGHTMILL_API_KEYS=alice=$ALICES_KEY,grafana:read=$GRAFANAS_KEY,ops:admin=sha256:$DIGEST",
     "celery -A nightly beat & celery -A nightly worker",
     'pg_dump --format=custom --file=nightmill.dump "$DATABASE_URL"',
     "export NIGHTMILL_BROKER_URL=redis://redis.example:6379/0",
@@ -84,14 +87,18 @@ class Reader:
 
     def sh(self, source: str) -> None:
         """In a shell that stops at the first error; `nightmill` alone in this process, which is quicker."""
-        commands = [shlex.split(line, comments=True) for line in source.splitlines()]
+        lines = source.replace("\\\n", " ").splitlines()
+        commands = [shlex.split(line, comments=True) for line in lines]
         if all(command[:1] == ["nightmill"] and "&&" not in command for command in commands):
             for _, *arguments in commands:
                 result = CliRunner().invoke(main, arguments)
                 assert result.exit_code in _FINE, (arguments, result.output, result.exception)
             return
+        self._run("bash", "-euc", source)
+
+    def _run(self, *command: str) -> None:
         done = subprocess.run(
-            ["bash", "-euc", source],
+            command,
             cwd=self.folder,
             env=self.environment,
             capture_output=True,
@@ -99,12 +106,20 @@ class Reader:
             timeout=120,
             check=False,
         )
-        assert done.returncode in _FINE, f"{source}\n{done.stdout}\n{done.stderr}"
+        assert done.returncode in _FINE, f"{command}\n{done.stdout}\n{done.stderr}"
         assert "Traceback" not in done.stdout + done.stderr
 
     def python(self, source: str) -> None:
         """In an interpreter that stays open from block to block of a page."""
         exec(source, self.names)
+
+    def javascript(self, source: str) -> None:
+        """In Node.js, which need not be there on every developer's machine."""
+        node = shutil.which("node")
+        if node is None and not os.environ.get("CI"):
+            return
+        assert node is not None, "install Node.js, which runs the blocks of JavaScript"
+        self._run(node, "--input-type=module", "--eval", source)
 
     def sql(self, source: str) -> None:
         """On the database of all the others."""
@@ -138,9 +153,35 @@ def served(folder: Path, session_directory: Path, sqlite_template: Path) -> Iter
             yield settings.model_copy(update={"model": None}), client
 
 
+@pytest.fixture(scope="module")
+def server(folder: Path, served: tuple[Settings, Client]) -> Iterator[str]:
+    """`nightmill serve`, and where it is."""
+    address = f"127.0.0.1:{free_port()}"
+    command = [sys.executable, "-m", "nightmill", "serve", "--port", address.rpartition(":")[2]]
+    with (folder / "server.log").open("wb") as log:
+        process = subprocess.Popen(command, env=worker_env(served[0]), stdout=log, stderr=log)
+        try:
+            wait_until(lambda: _is_ready(address), what="the server")
+            yield address
+        finally:
+            process.terminate()
+            assert process.wait(60) == 0, (folder / "server.log").read_text()
+
+
+def _is_ready(address: str) -> bool:
+    try:
+        return httpx2.get(f"http://{address}/ready").status_code == 200
+    except httpx2.TransportError:
+        return False
+
+
 @pytest.mark.parametrize("path", TYPED_IN, ids=lambda path: path.name)
 def test_a_page_does_what_it_says(
-    path: Path, folder: Path, served: tuple[Settings, Client], monkeypatch: pytest.MonkeyPatch
+    path: Path,
+    folder: Path,
+    served: tuple[Settings, Client],
+    server: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     reader = Reader(folder, *served)
     monkeypatch.chdir(folder)
@@ -152,4 +193,4 @@ def test_a_page_does_what_it_says(
     ]
     assert chosen
     for block in chosen:
-        getattr(reader, block.kind)(block.text)
+        getattr(reader, block.kind)(block.text.replace("127.0.0.1:8080", server))

@@ -40,7 +40,7 @@ def row(**changes: Any) -> Any:
         [
             "batch", "row", "custom_id", "model", "messages", "stop_reason", "text", "prompt_tokens",
             "completion_tokens", "arithmetic", "error", "errors", "worker", "idempotency_key", "metadata",
-            "cancel_requested_at", "scheduled_at", "deadline_at", "started_at", "finished_at",
+            "owner", "cancel_requested_at", "scheduled_at", "deadline_at", "started_at", "finished_at",
         ]
     )  # fmt: skip
     columns |= {"id": "0" * 32, "state": "queued", "prompt": "hello", "params": {"max_tokens": 3}, "seed": 5}

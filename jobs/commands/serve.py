@@ -1,0 +1,38 @@
+"""`nightmill serve`: HTTP with OpenAI's endpoints."""
+
+import click
+
+from nightmill.jobs.errors import MissingExtraError
+from nightmill.jobs.settings import Settings
+
+
+@click.command()
+@click.option("--host", default="127.0.0.1", show_default=True, help="Where to listen.")
+@click.option("--port", type=click.IntRange(1, 65535), default=8080, show_default=True, help="On which port.")
+@click.option(
+    "--max-requests",
+    type=click.IntRange(1),
+    default=1024,
+    show_default=True,
+    help="Requests open at once; more are asked to come again.",
+)
+@click.option(
+    "--request-seconds",
+    type=click.FloatRange(1.0),
+    default=600.0,
+    show_default=True,
+    help="Longest time for an answer that somebody waits for.",
+)
+def serve(host: str, port: int, max_requests: int, request_seconds: float) -> None:
+    """Answer HTTP requests with OpenAI's endpoints; every request is a job.
+
+    On an address that other machines reach, NIGHTMILL_API_KEYS must name who may use it.
+    """
+    try:
+        from nightmill.jobs.server.desk import Limits
+        from nightmill.jobs.server.serving import serve as run
+    except ModuleNotFoundError as error:
+        raise MissingExtraError(
+            f"HTTP needs the package {error.name!r}: pip install 'nightmill[server]'"
+        ) from None
+    run(Settings.from_env(), host, port, Limits(max_requests, request_seconds))

@@ -1,0 +1,47 @@
+"""The application: which path leads where, and what every request passes on its way."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.routing import Route
+
+from nightmill.jobs.client import Client
+from nightmill.jobs.server.completions import Completions
+from nightmill.jobs.server.desk import Desk, Limits
+from nightmill.jobs.server.errors import handlers
+from nightmill.jobs.server.guards import LocalOnly, OpenRequests
+from nightmill.jobs.server.health import Health
+from nightmill.jobs.server.keys import Keys
+from nightmill.jobs.server.models import Models
+
+
+def make_app(client: Client, keys: Keys, limits: Limits | None = None) -> Starlette:
+    """The ASGI application on a client, which stays the caller's to close."""
+    limits = limits or Limits()
+    desk = Desk(client, keys, limits)
+    completions, models, health = Completions(desk), Models(desk), Health(desk)
+
+    @asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        yield
+        desk.close()
+
+    return Starlette(
+        routes=[
+            Route("/v1/chat/completions", completions.chat, methods=["POST"]),
+            Route("/v1/completions", completions.plain, methods=["POST"]),
+            Route("/v1/embeddings", models.embeddings, methods=["POST"]),
+            Route("/v1/models", models.all),
+            Route("/v1/models/{name:path}", models.one),
+            Route("/health", health.health),
+            Route("/ready", health.ready),
+        ],
+        middleware=[
+            *([] if keys else [Middleware(LocalOnly)]),
+            Middleware(OpenRequests, most=limits.requests),
+        ],
+        exception_handlers=handlers(),
+        lifespan=lifespan,
+    )

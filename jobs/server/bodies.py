@@ -1,0 +1,51 @@
+"""Bodies of requests: JSON objects of bounded size that come in bounded time."""
+
+import asyncio
+
+from starlette.requests import ClientDisconnect, Request
+
+from nightmill.jobs.contract import JsonObject
+from nightmill.jobs.errors import InvalidRequestError
+from nightmill.jobs.formats.jsonlines import LINE_LIMIT, parse_object
+from nightmill.jobs.server.errors import HttpError
+
+MOST_BYTES = LINE_LIMIT
+"""As a row of a file may have."""
+BODY_SECONDS = 60.0
+_LARGE = 1 << 16  # bytes; more is parsed on a thread
+
+
+async def read_object(request: Request) -> JsonObject:
+    """The JSON object that a request holds; raises HttpError."""
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        raise HttpError(415, "send JSON, with Content-Type: application/json", code="unsupported_media_type")
+    announced = request.headers.get("content-length", "")
+    if announced.isdigit() and int(announced) > MOST_BYTES:
+        raise _too_large()
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            body = await _read(request)
+    except TimeoutError:
+        raise HttpError(408, f"the body did not come within {BODY_SECONDS:.0f} s", code="slow_body") from None
+    try:
+        return parse_object(body) if len(body) < _LARGE else await asyncio.to_thread(parse_object, body)
+    except InvalidRequestError as error:
+        said = str(error).partition("; ")[0]
+        raise HttpError(400, f"the body: {said}; send one JSON object", code=str(error.code)) from None
+
+
+async def _read(request: Request) -> bytes:
+    body = bytearray()
+    try:
+        async for chunk in request.stream():
+            body += chunk
+            if len(body) > MOST_BYTES:
+                raise _too_large()
+    except ClientDisconnect:
+        raise HttpError(400, "the body ended too early", code="incomplete_body") from None
+    return bytes(body)
+
+
+def _too_large() -> HttpError:
+    return HttpError(413, f"the body has more than {MOST_BYTES:,} bytes", code="too_large")

@@ -1,0 +1,146 @@
+"""POST /v1/chat/completions and /v1/completions, as OpenAI's API reference has them.
+
+What a body may say is what a row of a batch file may say, read by the same parser, and `stream` with
+`stream_options` besides.
+"""
+
+import time
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from nightmill.jobs.contract import Job, JsonObject
+from nightmill.jobs.errors import NightmillError
+from nightmill.jobs.formats.openai import CHAT, COMPLETIONS, body_job
+from nightmill.jobs.formats.results import completion_body, completion_id, finish_reason, usage
+from nightmill.jobs.prompts import json_type
+from nightmill.jobs.server.bodies import read_object
+from nightmill.jobs.server.desk import Desk
+from nightmill.jobs.server.errors import HttpError, http_error_of, http_error_of_job
+from nightmill.jobs.server.events import COMMENT, DONE, EventStream, event, with_pauses
+from nightmill.jobs.spec import JobSpec
+
+_LONGEST_KEY = 128  # of an Idempotency-Key
+
+
+@dataclass(frozen=True, slots=True)
+class Delivery:
+    """How an answer is to come."""
+
+    stream: bool = False
+    include_usage: bool = False
+
+    @classmethod
+    def take(cls, body: JsonObject) -> Self:
+        """What a body says about it, which is taken out of the body; raises HttpError."""
+        stream, options = body.pop("stream", None), body.pop("stream_options", None)
+        if stream is not None and not isinstance(stream, bool):
+            raise _bad("stream", f"must be true or false, not {json_type(stream)}")
+        if options is None:
+            return cls(bool(stream))
+        if not stream:
+            raise _bad("stream_options", "is for answers with stream: true; remove it")
+        if not isinstance(options, Mapping):
+            raise _bad("stream_options", f"must be an object, not {json_type(options)}")
+        for name, value in options.items():
+            if name not in ("include_usage", "include_obfuscation"):
+                raise _bad(f"stream_options.{name}", "is not supported; remove it")
+            if not isinstance(value, bool):
+                raise _bad(f"stream_options.{name}", f"must be true or false, not {json_type(value)}")
+        return cls(True, bool(options.get("include_usage")))
+
+
+class Completions:
+    """The two endpoints."""
+
+    def __init__(self, desk: Desk) -> None:
+        self._desk = desk
+
+    async def chat(self, request: Request) -> Response:
+        """POST /v1/chat/completions."""
+        return await self._answer(request, CHAT)
+
+    async def plain(self, request: Request) -> Response:
+        """POST /v1/completions."""
+        return await self._answer(request, COMPLETIONS)
+
+    async def _answer(self, request: Request, url: str) -> Response:
+        desk = self._desk
+        caller = desk.keys.caller(request)
+        body = await read_object(request)
+        delivery = Delivery.take(body)
+        spec = body_job(body, url, desk.waited_for)
+        key = request.headers.get("idempotency-key")
+        if key is not None:
+            if not 0 < len(key) <= _LONGEST_KEY:
+                raise _bad("Idempotency-Key", f"must have 1 to {_LONGEST_KEY} characters")
+            spec = replace(spec, idempotency_key=key)
+        job_id = await desk.enqueue(caller, spec)
+        if delivery.stream:
+            chunks = _Chunks(job_id, url == CHAT, spec, delivery)
+            return EventStream(
+                self._events(job_id, chunks),
+                # Whoever has given a key may come again for the same answer.
+                on_close=lambda: None if chunks.over or key else desk.cancel_later(job_id),
+            )
+        job = await desk.finished(request, job_id, cancel=key is None)
+        if (error := http_error_of_job(job)) is not None:
+            raise error
+        return JSONResponse(completion_body(job, spec.model or ""), headers={"X-Request-ID": job_id})
+
+    async def _events(self, job_id: str, chunks: "_Chunks") -> AsyncIterator[str]:
+        try:
+            for chunk in chunks.first():
+                yield event(chunk)
+            async for piece in with_pauses(self._desk.pieces(job_id)):
+                yield COMMENT if piece is None else event(chunks.piece(piece))
+            job = await self._desk.run(self._desk.client.get, job_id)
+            chunks.over = True
+            if (failure := http_error_of_job(job)) is not None:
+                yield event(failure.body)
+                return
+            for chunk in chunks.last(job):
+                yield event(chunk)
+            yield DONE
+        except (NightmillError, HttpError) as error:  # the status was sent long ago
+            yield event(http_error_of(error).body)
+
+
+class _Chunks:
+    """The objects that a streamed answer consists of."""
+
+    def __init__(self, job_id: str, chat: bool, spec: JobSpec, delivery: Delivery) -> None:
+        self.over = False
+        self._chat = chat
+        self._usage: JsonObject = {"usage": None} if delivery.include_usage else {}
+        self._frame: JsonObject = {
+            "id": completion_id(job_id, chat),
+            "object": "chat.completion.chunk" if chat else "text_completion",
+            "created": int(time.time()),
+            "model": spec.model or "",
+        }
+
+    def first(self) -> list[JsonObject]:
+        """Before the text."""
+        return [self._chunk({"role": "assistant", "content": ""}, None)] if self._chat else []
+
+    def piece(self, text: str) -> JsonObject:
+        """A piece of it."""
+        return self._chunk({"content": text} if self._chat else text, None)
+
+    def last(self, job: Job) -> list[JsonObject]:
+        """After it."""
+        ends = [self._chunk({} if self._chat else "", finish_reason(job))]
+        return [*ends, self._frame | {"choices": [], "usage": usage(job)}] if self._usage else ends
+
+    def _chunk(self, content: Any, reason: str | None) -> JsonObject:
+        holds = {"delta": content} if self._chat else {"text": content}
+        choice = {"index": 0} | holds | {"logprobs": None, "finish_reason": reason}
+        return self._frame | {"choices": [choice]} | self._usage
+
+
+def _bad(field: str, said: str) -> HttpError:
+    return HttpError(400, f"{field}: {said}", param=field, code="invalid_value")

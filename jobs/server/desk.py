@@ -1,0 +1,119 @@
+"""Between HTTP and the client: hands jobs in for callers, waits for them, and shows callers their own.
+
+Statements run on a few threads of their own, so that a slow database delays answers and not the event loop.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from typing import ParamSpec, TypeVar
+
+from starlette.requests import Request
+
+from nightmill.jobs.client import Client
+from nightmill.jobs.contract import Job, JobState
+from nightmill.jobs.errors import NightmillError
+from nightmill.jobs.pieces import START, Piece, Place
+from nightmill.jobs.server.errors import HttpError
+from nightmill.jobs.server.keys import Caller, Keys
+from nightmill.jobs.spec import JobSpec
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+DATABASE_THREADS = 8  # fewer than the pool has connections
+_GRACE_SECONDS = 30.0  # past its deadline a job is ended by a worker, if there is one
+PRIORITY = 8
+"""Of jobs that somebody waits for: above batches, whose rows have 5 unless they say otherwise."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What one server takes on."""
+
+    requests: int = 1024  # open at once
+    request_seconds: float = 600.0  # for an answer that somebody waits for
+
+
+class Desk:
+    """One server's way to jobs."""
+
+    def __init__(self, client: Client, keys: Keys, limits: Limits) -> None:
+        self.client = client
+        self.keys = keys
+        self.limits = limits
+        self.waited_for = JobSpec.defaults(
+            {"priority": PRIORITY, "deadline": timedelta(seconds=limits.request_seconds)}
+        )
+        self._threads = ThreadPoolExecutor(DATABASE_THREADS, thread_name_prefix="database")
+
+    def close(self) -> None:
+        """End the threads."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def run(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """Run a statement on a thread."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._threads, partial(function, *args, **kwargs))
+
+    async def enqueue(self, caller: Caller, spec: JobSpec) -> str:
+        """Hand in a job that somebody waits for; raises HttpError where nobody would run it."""
+        caller.need_to_submit()
+        if not await self.run(self.client.serving, spec.model):
+            if spec.model is not None:
+                await self.run(self.client.check_model, spec.model)  # that it is not known says more
+            which = "" if spec.model is None else f" that serves {spec.model!r}"
+            raise HttpError(503, f"there is no live worker{which}; try again later", code="not_served")
+        return await self.run(self.client.enqueue_spec, spec, owner=caller.name)
+
+    async def job(self, caller: Caller, job_id: str) -> Job:
+        """A caller's job; raises JobNotFoundError also for another's."""
+        job = await self.run(self.client.get, job_id)
+        if not caller.sees(job.owner):
+            raise HttpError(404, f"there is no job {job_id!r}", code="job_not_found")
+        return job
+
+    def pieces(self, job_id: str, place: Place = START) -> AsyncIterator[Piece]:
+        """The text of a job as it comes."""
+        patience = self.limits.request_seconds + _GRACE_SECONDS
+        return self.client.stream_async(job_id, after=place, timeout=patience)
+
+    async def finished(self, request: Request, job_id: str, *, cancel: bool) -> Job:
+        """A job once it has ended; if the caller goes away before, it is cancelled if `cancel`."""
+        ending = asyncio.ensure_future(self._end_of(job_id))
+        leaving = asyncio.ensure_future(_gone(request))
+        try:
+            await asyncio.wait({ending, leaving}, return_when=asyncio.FIRST_COMPLETED)
+            if not ending.done():
+                raise HttpError(499, "the caller has gone", code="gone")
+            return ending.result()
+        finally:
+            leaving.cancel()
+            if not ending.done():
+                ending.cancel()
+                if cancel:
+                    self.cancel_later(job_id)
+
+    def cancel_later(self, job_id: str) -> None:
+        """Cancel a job for which nobody waits any more, without waiting for that."""
+        self._threads.submit(self._cancel, job_id)
+
+    def _cancel(self, job_id: str) -> JobState | None:
+        with suppress(NightmillError):  # it has ended by now, or meets its deadline
+            return self.client.cancel(job_id)
+        return None
+
+    async def _end_of(self, job_id: str) -> Job:
+        async for _ in self.pieces(job_id):
+            pass
+        return await self.run(self.client.get, job_id)
+
+
+async def _gone(request: Request) -> None:
+    """Return once the caller has closed the connection."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

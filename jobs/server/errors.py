@@ -1,0 +1,128 @@
+"""What goes wrong, as HTTP says it: a status, and OpenAI's error object.
+
+The one border where errors of ours become answers. A stranger is told what is wrong with the request; what
+concerns the server (its paths, its URLs) goes to the log.
+"""
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from nightmill.jobs.contract import Job, JsonObject, StopReason
+from nightmill.jobs.errors import (
+    BrokerError,
+    DatabaseError,
+    DatabaseRefusedError,
+    IdempotencyConflictError,
+    InvalidRequestError,
+    InvalidTransitionError,
+    JobNotFoundError,
+    NightmillError,
+    StreamChangedError,
+    UnknownModelError,
+    WaitTimeoutError,
+)
+
+log = logging.getLogger("nightmill.server")
+
+RETRY_SECONDS = 2
+"""What Retry-After says where nothing better is known."""
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+}
+
+
+class HttpError(Exception):
+    """An answer that is an error."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.param = param
+        self.code = code
+        self.headers = dict(headers or {})
+        if status in (429, 503):
+            self.headers.setdefault("Retry-After", str(RETRY_SECONDS))
+
+    @property
+    def body(self) -> JsonObject:
+        """OpenAI's error object."""
+        kind = _TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
+        error = {"message": str(self), "type": kind, "param": self.param, "code": self.code}
+        return {"error": error}
+
+    def response(self) -> Response:
+        """The answer."""
+        return JSONResponse(self.body, self.status, self.headers)
+
+
+def http_error_of(error: Exception) -> HttpError:
+    """What a caller is told of an error."""
+    match error:
+        case HttpError():
+            return error
+        case UnknownModelError():
+            return HttpError(404, str(error), param="model", code="model_not_found")
+        case IdempotencyConflictError():
+            return HttpError(409, str(error), param=error.field, code="idempotency_conflict")
+        case InvalidRequestError():
+            return HttpError(400, str(error), param=error.field, code=str(error.code))
+        case JobNotFoundError():
+            return HttpError(404, str(error), code="job_not_found")
+        case InvalidTransitionError():
+            return HttpError(409, str(error), code="invalid_transition")
+        case WaitTimeoutError():
+            return HttpError(504, str(error), code="timeout")
+        case StreamChangedError():
+            return HttpError(409, str(error), code="stream_changed")
+        case DatabaseRefusedError():
+            log.warning("%s", error)
+            return HttpError(400, "the database does not take a value of this request", code="refused")
+        case DatabaseError() | BrokerError():
+            log.warning("%s", error)
+            what = "database" if isinstance(error, DatabaseError) else "broker"
+            return HttpError(503, f"the {what} does not answer; try again later", code="unavailable")
+        case HTTPException(status_code=status, detail=detail):
+            return HttpError(status, detail, headers=error.headers)
+        case NightmillError():
+            log.error("%s", error)
+    return HttpError(500, "the server failed; its log says more", code="internal_error")
+
+
+def http_error_of_job(job: Job) -> HttpError | None:
+    """What a caller is told of a job that ended without an answer; None if it has one."""
+    match job.stop_reason:
+        case StopReason.DEADLINE:
+            return HttpError(504, "the answer was not complete in time", code="deadline")
+        case StopReason.CANCELLED:
+            return HttpError(409, "the job was cancelled before the answer was complete", code="cancelled")
+        case StopReason.ERROR:
+            # What killed workers may be the server's fault; anything else lies in the request.
+            status = 500 if job.failures else 400
+            return HttpError(status, job.error or "the job failed", code="generation_failed")
+    return None
+
+
+async def answer_error(request: Request, error: Exception) -> Response:
+    """For Starlette, which calls it for every error."""
+    return http_error_of(error).response()
+
+
+def handlers() -> dict[Any, Any]:
+    """What Starlette is to do about errors."""
+    return dict.fromkeys((HTTPException, NightmillError, HttpError, Exception), answer_error)

@@ -1,0 +1,73 @@
+"""What every request passes: who may reach the server at all, and how many requests are open at once."""
+
+import ipaddress
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from nightmill.jobs.server.errors import HttpError
+
+OPEN_PATHS = frozenset({"/health", "/ready"})
+"""What a load balancer asks for, also of a server that is full."""
+
+
+class OpenRequests:
+    """Lets so many requests be open at once; the others are asked to come again. ASGI middleware."""
+
+    def __init__(self, app: ASGIApp, most: int) -> None:
+        self._app = app
+        self._most = most
+        self._open = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on."""
+        if scope["type"] != "http" or scope["path"] in OPEN_PATHS:
+            await self._app(scope, receive, send)
+            return
+        if self._open >= self._most:
+            full = HttpError(429, f"{self._most} requests are open already; try again later", code="busy")
+            await full.response()(scope, receive, send)
+            return
+        self._open += 1
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            self._open -= 1
+
+
+class LocalOnly:
+    """For a server without keys: refuses what a web page could send through somebody's browser.
+
+    A page on another host may post to a loopback address, and its name may be made to mean one (DNS
+    rebinding). The first has another Origin, the second another Host. ASGI middleware.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on."""
+        if scope["type"] == "http" and (said := _foreign(Headers(scope=scope))) is not None:
+            await HttpError(403, said, code="foreign_origin").response()(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only programs of this machine reach a server that listens there."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _foreign(headers: Headers) -> str | None:
+    host, origin = headers.get("host", ""), headers.get("origin")
+    if not is_loopback(urlsplit(f"//{host}").hostname or ""):
+        return "without keys this server answers to localhost alone: set NIGHTMILL_API_KEYS"
+    if origin is not None and urlsplit(origin).netloc != host:
+        return "without keys this server answers to no page of another host: set NIGHTMILL_API_KEYS"
+    return None

@@ -1,0 +1,98 @@
+"""Who may do what: keys with names and rights, compared as hashes.
+
+`NIGHTMILL_API_KEYS` has NAME=KEY or NAME:RIGHT=KEY, separated by commas; a key may be given as sha256:DIGEST,
+so that nobody can read it there. Without any key everybody may do everything: that is for loopback alone.
+"""
+
+import hashlib
+import hmac
+import re
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Self
+
+from starlette.requests import Request
+
+from nightmill.jobs.errors import SettingsError
+from nightmill.jobs.server.errors import HttpError
+
+_ENTRY = re.compile(r"(?P<name>[A-Za-z0-9._-]{1,64})(?::(?P<right>[a-z]+))?=(?P<key>\S+)")
+_DIGEST = re.compile(r"sha256:([0-9a-f]{64})")
+_SHORTEST_KEY = 16
+
+
+class Right(StrEnum):
+    """What a key allows."""
+
+    SUBMIT = "submit"  # hand in jobs, and see one's own
+    READ = "read"  # see all jobs
+    ADMIN = "admin"  # both, and change all jobs
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Whoever sent a request; `name` is None where no keys are needed."""
+
+    name: str | None
+    right: Right
+
+    def sees(self, owner: str | None) -> bool:
+        """Whether a job of this owner is there for it."""
+        return self.right is not Right.SUBMIT or owner == self.name
+
+    def need_to_submit(self) -> None:
+        """Raise HttpError unless it may hand in jobs."""
+        if self.right is Right.READ:
+            raise HttpError(403, "this key may only read", code="insufficient_rights")
+
+
+ANYBODY = Caller(None, Right.ADMIN)
+
+
+class Keys:
+    """All keys, by their digests."""
+
+    def __init__(self, callers: dict[bytes, Caller]) -> None:
+        self._callers = callers
+
+    @classmethod
+    def parse(cls, text: str | None) -> Self:
+        """What a setting says; raises SettingsError, which shows no key."""
+        callers: dict[bytes, Caller] = {}
+        for number, entry in enumerate(filter(None, (one.strip() for one in (text or "").split(","))), 1):
+            found = _ENTRY.fullmatch(entry)
+            if found is None:
+                raise _bad(number, "is not NAME=KEY or NAME:RIGHT=KEY")
+            right = found["right"] or Right.SUBMIT
+            if right not in set(Right):
+                raise _bad(number, f"has the right {right!r}; there are {', '.join(Right)}")
+            digest = _DIGEST.fullmatch(found["key"])
+            if digest is None and len(found["key"]) < _SHORTEST_KEY:
+                raise _bad(number, f"has a key of fewer than {_SHORTEST_KEY} characters; make a longer one")
+            hashed = bytes.fromhex(digest[1]) if digest else hashlib.sha256(found["key"].encode()).digest()
+            if hashed in callers:
+                raise _bad(number, "has the key of another entry")
+            callers[hashed] = Caller(found["name"], Right(right))
+        return cls(callers)
+
+    def __bool__(self) -> bool:
+        return bool(self._callers)
+
+    def caller(self, request: Request) -> Caller:
+        """Who sent a request; raises HttpError unless it has one of the keys."""
+        if not self._callers:
+            return ANYBODY
+        scheme, _, key = request.headers.get("authorization", "").partition(" ")
+        hashed = hashlib.sha256(key.strip().encode("latin-1")).digest()
+        found = None
+        for digest, caller in self._callers.items():  # all of them, whichever it is
+            if hmac.compare_digest(digest, hashed):
+                found = caller
+        if found is None or scheme.lower() != "bearer":
+            said = "give a key: Authorization: Bearer KEY" if not key else "this key is not known here"
+            raise HttpError(401, said, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+        return found
+
+
+def _bad(number: int, said: str) -> SettingsError:
+    return SettingsError(f"NIGHTMILL_API_KEYS: entry {number} {said}")

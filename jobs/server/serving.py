@@ -1,0 +1,66 @@
+"""Runs the application: uvicorn, where it listens, and what it logs."""
+
+import logging
+import signal
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import uvicorn
+
+from nightmill.jobs.client import Client
+from nightmill.jobs.errors import DeliveryDelayedWarning, SettingsError
+from nightmill.jobs.printable import PrintableRecords
+from nightmill.jobs.server.app import make_app
+from nightmill.jobs.server.desk import Limits
+from nightmill.jobs.server.guards import is_loopback
+from nightmill.jobs.server.keys import Keys
+from nightmill.jobs.settings import Settings
+
+_END_SECONDS = 30  # for answers that are under way when the server is told to stop
+_HEADER_BYTES = 1 << 16
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class _Server(uvicorn.Server):
+    """A server that ends in order at SIGTERM and Ctrl-C: uvicorn's own raises the signal again at its end."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Let signals end the server while it runs."""
+        before = {number: signal.signal(number, self.handle_exit) for number in _SIGNALS}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def serve(settings: Settings, host: str, port: int, limits: Limits) -> None:
+    """Answer requests until a signal; raises SettingsError where strangers could hand in work."""
+    keys = Keys.parse(settings.api_keys)
+    if not keys and not is_loopback(host):
+        raise SettingsError(
+            f"--host {host} can be reached from other machines: say who may hand in work, with "
+            "NIGHTMILL_API_KEYS=NAME=KEY, or listen on 127.0.0.1"
+        )
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    for handler in logging.getLogger().handlers:
+        handler.addFilter(PrintableRecords(settings.scrubbed))
+    # A broker that is away delays jobs; that workers find them is no news at every request.
+    warnings.simplefilter("ignore", DeliveryDelayedWarning)
+    with Client(settings) as client:
+        client.database.ensure_schema()
+        server = _Server(
+            uvicorn.Config(
+                make_app(client, keys, limits),
+                host=host,
+                port=port,
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                h11_max_incomplete_event_size=_HEADER_BYTES,
+                timeout_graceful_shutdown=_END_SECONDS,
+            )
+        )
+        server.run()

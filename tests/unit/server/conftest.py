@@ -1,0 +1,132 @@
+"""A real server on a free port, and a worker in this process whose texts tests know beforehand."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import httpx2
+import pytest
+import uvicorn
+from openai import AsyncOpenAI, OpenAI
+
+from nightmill.jobs.client import Client
+from nightmill.jobs.contract import WorkerState
+from nightmill.jobs.server.app import make_app
+from nightmill.jobs.server.desk import Limits
+from nightmill.jobs.server.keys import Keys
+from nightmill.jobs.settings import Settings
+from tests.servers import free_port, wait_until
+from tests.unit.engine.scripted import ScriptedRunner, expected, make_request
+from tests.unit.worker.bench import PROMPT, Bench, stop
+
+ALICE, BOB, EVE, OPS = "alice-has-a-long-key", "bob-has-a-long-key", "eve-reads-all-jobs", "ops-does-anything"
+KEYS = f"alice={ALICE}, bob={BOB}, eve:read={EVE}, ops:admin={OPS}"
+
+
+class Slow(ScriptedRunner):
+    """Takes its time for each step, as a GPU does."""
+
+    seconds = 0.002
+
+    def launch(self, batch: Any) -> None:
+        time.sleep(self.seconds)
+        super().launch(batch)
+
+
+def text_of(seed: int, **params: Any) -> str:
+    """What the worker answers to any prompt."""
+    return expected(make_request("j", PROMPT, seed=seed, **params), 200)[1]
+
+
+class Server:
+    """Where it is, and clients for it."""
+
+    def __init__(self, client: Client, bench: Bench, port: int) -> None:
+        self.client = client
+        self.bench = bench
+        self.url = f"http://127.0.0.1:{port}"
+
+    def openai(self, key: str = ALICE, **options: Any) -> OpenAI:
+        """The unmodified client of OpenAI."""
+        return OpenAI(base_url=f"{self.url}/v1", api_key=key, **({"max_retries": 0} | options))
+
+    def openai_async(self, key: str = ALICE, **options: Any) -> AsyncOpenAI:
+        """The same for asyncio."""
+        return AsyncOpenAI(base_url=f"{self.url}/v1", api_key=key, **({"max_retries": 0} | options))
+
+    def http(self, key: str | None = ALICE) -> httpx2.Client:
+        """Plain HTTP."""
+        headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+        return httpx2.Client(base_url=self.url, headers=headers, timeout=60)
+
+
+@contextmanager
+def working(client: Client, bench: Bench) -> Iterator[None]:
+    """Run whatever is queued, as messages would have it."""
+    over = threading.Event()
+
+    def pump() -> None:
+        begun: set[tuple[str, int]] = set()
+        while not over.wait(0.005):
+            bench.claims.beat(WorkerState.READY)
+            queued = [job for job in client.list_jobs(state="queued") if (job.id, job.attempt) not in begun]
+            begun.update((job.id, job.attempt) for job in queued)
+            if queued:
+                bench.run([job.id for job in queued])
+
+    thread = threading.Thread(target=pump, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join(30)
+
+
+@contextmanager
+def listening(client: Client, keys: str | None, limits: Limits | None = None) -> Iterator[int]:
+    """A server on a free port, which this gives."""
+    port = free_port()
+    app = make_app(client, Keys.parse(keys), limits)
+    config = uvicorn.Config(app, port=port, log_config=None, timeout_graceful_shutdown=5)
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    wait_until(lambda: server.started)
+    try:
+        yield port
+    finally:
+        server.should_exit = True
+        thread.join(30)
+
+
+@pytest.fixture
+def start(sqlite_settings: Settings) -> Iterator[Callable[..., Any]]:
+    """Starts servers: `with start(keys=..., limits=..., worker=True) as server`."""
+
+    @contextmanager
+    def started(
+        keys: str | None = KEYS, limits: Limits | None = None, worker: bool = True
+    ) -> Iterator[Server]:
+        with Client(sqlite_settings) as client:
+            bench = Bench(client, Slow())
+            try:
+                with listening(client, keys, limits) as port:
+                    if worker:
+                        with working(client, bench):
+                            yield Server(client, bench, port)
+                    else:
+                        yield Server(client, bench, port)
+            finally:
+                stop(bench)
+
+    yield started
+
+
+@pytest.fixture
+def server(start: Callable[..., Any]) -> Iterator[Server]:
+    """A server with keys and a worker."""
+    with start() as made:
+        yield made

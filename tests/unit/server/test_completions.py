@@ -1,0 +1,241 @@
+"""OpenAI's completions, asked for with OpenAI's own client."""
+
+import asyncio
+import json
+from collections.abc import Callable
+from typing import Any
+
+import openai
+import pytest
+
+from nightmill.jobs.contract import JobState
+from nightmill.jobs.formats.openai import IGNORED, NEUTRAL
+from nightmill.jobs.server.desk import PRIORITY, Limits
+from tests.servers import wait_until
+from tests.unit.server.conftest import BOB, Server, text_of
+
+MESSAGES: Any = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "Hello"}]
+CHAT: dict[str, Any] = {"model": "model", "messages": MESSAGES}
+PLAIN: dict[str, Any] = {"model": "model", "prompt": "Once"}
+
+
+def test_a_chat_is_a_job_and_its_answer_the_rows(server: Server) -> None:
+    answer = server.openai().chat.completions.create(
+        **CHAT,
+        seed=7,
+        max_completion_tokens=50,
+        temperature=0.5,
+        top_p=0.9,
+        stop=["STOP", "zz"],
+        extra_body={"top_k": 3, "min_p": 0.1, "repetition_penalty": 1.2, "ignore_eos": True},
+    )
+    job = server.client.get(answer.id.removeprefix("chatcmpl-"))
+    text = text_of(7, max_tokens=50, stop=["STOP", "zz"], ignore_eos=True)
+    assert answer.choices[0].message.content == job.text == text
+    assert (answer.object, answer.model, answer.choices[0].finish_reason) == (
+        "chat.completion",
+        "model",
+        "length" if job.completion_tokens == 50 else "stop",
+    )
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens == 3 and answer.usage.completion_tokens == job.completion_tokens
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
+    params = job.params.model_dump(exclude_defaults=True)
+    assert params == {
+        "max_tokens": 50,
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "stop": ("STOP", "zz"),
+        "seed": 7,
+        "top_k": 3,
+        "min_p": 0.1,
+        "repetition_penalty": 1.2,
+        "ignore_eos": True,
+    }
+    assert (job.messages, job.owner, job.priority, job.model) == (MESSAGES, "alice", PRIORITY, "model")
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_stream_gives_the_same_text_and_reason_as_the_whole(server: Server, seed: int) -> None:
+    client = server.openai()
+    limit: dict[str, Any] = {"seed": seed, "max_tokens": 40}
+    whole = client.chat.completions.create(**CHAT, **limit)
+    chunks = list(
+        client.chat.completions.create(**CHAT, **limit, stream=True, stream_options={"include_usage": True})
+    )
+    *told, end, last = chunks
+    assert told[0].choices[0].delta.role == "assistant"
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in told) == whole.choices[0].message.content
+    assert {chunk.choices[0].finish_reason for chunk in told} == {None}
+    assert end.choices[0].finish_reason == whole.choices[0].finish_reason
+    assert (last.choices, last.usage) == ([], whole.usage)
+    assert {chunk.usage for chunk in chunks[:-1]} == {None}
+    assert len({(chunk.id, chunk.model, chunk.created, chunk.object) for chunk in chunks}) == 1
+    plain = list(client.chat.completions.create(**CHAT, **limit, stream=True))
+    assert len([chunk for chunk in plain if not chunk.choices]) == 0
+
+
+def test_plain_completions_whole_and_streamed(server: Server) -> None:
+    client = server.openai()
+    whole = client.completions.create(**PLAIN, seed=3, max_tokens=30)
+    chunks = list(client.completions.create(**PLAIN, seed=3, max_tokens=30, stream=True))
+    assert whole.object == chunks[0].object == "text_completion"
+    assert whole.choices[0].text == text_of(3, max_tokens=30)
+    assert "".join(chunk.choices[0].text for chunk in chunks) == whole.choices[0].text
+    assert chunks[-1].choices[0].finish_reason == whole.choices[0].finish_reason
+    assert server.client.get(whole.id.removeprefix("cmpl-")).prompt == "Once"
+
+
+def test_two_hundred_at_once_with_the_asynchronous_client(server: Server) -> None:
+    async def program() -> list[str]:
+        async with server.openai_async(timeout=60) as client:
+
+            async def ask(seed: int) -> str:
+                if seed % 2:
+                    answer = await client.chat.completions.create(**CHAT, seed=seed, max_tokens=20)
+                    return answer.choices[0].message.content or ""
+                stream = await client.chat.completions.create(**CHAT, seed=seed, max_tokens=20, stream=True)
+                return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
+
+            return await asyncio.gather(*map(ask, range(200)))
+
+    assert asyncio.run(program()) == [text_of(seed, max_tokens=20) for seed in range(200)]
+
+
+def test_raw_responses_and_helpers_of_the_client(server: Server) -> None:
+    raw = server.openai().chat.completions.with_raw_response.create(**CHAT, seed=1, max_tokens=9)
+    assert (raw.status_code, raw.headers["content-type"]) == (200, "application/json")
+    assert raw.parse().id == f"chatcmpl-{raw.headers['x-request-id']}"
+    with server.openai().chat.completions.stream(**CHAT, seed=1, max_tokens=9) as stream:
+        assert stream.get_final_completion().choices[0].message.content == text_of(1, max_tokens=9)
+
+
+@pytest.mark.parametrize(
+    ("more", "param"),
+    [
+        ({"temperature": -1}, "temperature"),
+        ({"max_completion_tokens": 0}, "max_completion_tokens"),
+        ({"n": 2}, "n"),
+        ({"logprobs": True}, "logprobs"),
+        ({"stop": [""]}, "stop"),
+        ({"messages": []}, "messages"),
+        ({"messages": "Hello"}, "messages"),
+        ({"stream": "yes"}, "stream"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
+        ({"stream": True, "stream_options": {"x": 1}}, "stream_options.x"),
+        ({"max_tokns": 3}, "max_tokns"),
+        ({"custom_id": "x"}, "custom_id"),
+        ({"owner": "bob"}, "owner"),
+    ],
+)
+def test_a_bad_request_is_refused_by_the_name_of_its_field(
+    server: Server, more: dict[str, Any], param: str
+) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        server.openai().post("/chat/completions", body=CHAT | more, cast_to=object)
+    error: Any = caught.value.body
+    assert error["type"] == "invalid_request_error"
+    assert error["param"].startswith(param)
+    assert str(error["message"]).startswith(error["param"])
+    assert server.client.list_jobs() == []
+
+
+def test_what_files_take_and_ignore_is_taken_and_ignored_here(server: Server) -> None:
+    neutral = {name: values[0] for name, values in NEUTRAL.items() if values and name != "suffix"}
+    ignored = dict.fromkeys(IGNORED - {"stream_options"}, "x")
+    answer: Any = server.openai().post(
+        "/chat/completions", body=CHAT | {"max_tokens": 3, "user": None} | neutral | ignored, cast_to=object
+    )
+    assert answer["choices"][0]["finish_reason"] in ("length", "stop")
+
+
+def test_a_model_that_nobody_knows_is_not_found(server: Server) -> None:
+    with pytest.raises(openai.NotFoundError, match=r"served 'modle'.*Did you mean 'model'"):
+        server.openai().chat.completions.create(**CHAT | {"model": "modle"})
+
+
+def test_without_a_live_worker_nobody_waits(start: Callable[..., Any]) -> None:
+    with start(worker=False) as server:
+        server.bench.claims.sign_off()
+        with pytest.raises(openai.InternalServerError) as caught:
+            server.openai().chat.completions.create(**CHAT)
+        assert caught.value.status_code == 503
+        assert caught.value.response.headers["retry-after"] == "2"
+        assert server.client.list_jobs() == []
+
+
+def test_a_prompt_that_the_worker_refuses_is_a_bad_request(server: Server) -> None:
+    client = server.openai()
+    with pytest.raises(openai.BadRequestError, match="the template refuses"):
+        client.completions.create(model="model", prompt="unspeakable")
+    with pytest.raises(openai.APIError, match="the template refuses"):
+        list(client.completions.create(model="model", prompt="unspeakable", stream=True))
+
+
+def test_an_answer_that_is_late_says_so(start: Callable[..., Any]) -> None:
+    with start(limits=Limits(request_seconds=0.5)) as server:
+        server.bench.runner.seconds = 0.05
+        long: dict[str, Any] = {"seed": 1, "max_tokens": 150, "extra_body": {"ignore_eos": True}}
+        with pytest.raises(openai.InternalServerError, match="not complete in time") as caught:
+            server.openai().chat.completions.create(**CHAT, **long)
+        assert caught.value.status_code == 504
+        with pytest.raises(openai.APIError, match="not complete in time"):
+            list(server.openai().chat.completions.create(**CHAT, **long, stream=True))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_who_goes_away_has_the_job_cancelled(server: Server, stream: bool) -> None:
+    server.bench.runner.seconds = 0.05  # type: ignore[attr-defined]
+    client = server.openai(timeout=1.0)
+    asked: dict[str, Any] = CHAT | {"max_tokens": 190, "extra_body": {"ignore_eos": True}}
+    if stream:
+        answer = client.chat.completions.create(**asked, stream=True)
+        next(iter(answer))
+        answer.close()
+    else:
+        with pytest.raises(openai.APITimeoutError):
+            client.chat.completions.create(**asked)
+    (job,) = server.client.list_jobs()
+    wait_until(lambda: server.client.get(job.id).cancel_requested_at)
+    server.bench.service.poll_cancellations()
+    wait_until(lambda: server.client.get(job.id).state is JobState.CANCELLED)
+
+
+def test_a_key_of_idempotency_is_one_job_for_its_owner(server: Server) -> None:
+    asked: dict[str, Any] = CHAT | {"max_tokens": 9, "extra_headers": {"Idempotency-Key": "k"}}
+    first, second = (server.openai().chat.completions.create(**asked) for _ in range(2))
+    assert first.id == second.id
+    streamed = list(server.openai().chat.completions.create(**asked, stream=True))
+    assert streamed[0].id == first.id
+    assert server.openai(BOB).chat.completions.create(**asked).id != first.id
+    with pytest.raises(openai.ConflictError, match="belongs to job"):
+        server.openai().chat.completions.create(**asked | {"max_tokens": 8})
+    with pytest.raises(openai.BadRequestError, match="Idempotency-Key: must have"):
+        server.openai().chat.completions.create(**asked | {"extra_headers": {"Idempotency-Key": "k" * 129}})
+
+
+def test_retries_of_the_client_come_through_once_there_is_room(start: Callable[..., Any]) -> None:
+    with start(limits=Limits(requests=1)) as server:
+        server.bench.runner.seconds = 0.01
+        with server.openai().chat.completions.create(
+            **CHAT, max_tokens=100, stream=True, extra_body={"ignore_eos": True}
+        ) as open_stream:
+            with pytest.raises(openai.RateLimitError, match="1 requests are open already") as caught:
+                server.openai().models.list()
+            assert caught.value.response.headers["retry-after"] == "2"
+            models = server.openai(max_retries=5).models.list()
+            assert [model.id for model in models] == ["model"]
+            assert list(open_stream)
+
+
+def test_events_are_as_they_should_be_on_the_wire(server: Server) -> None:
+    with server.http().stream(
+        "POST", "/v1/completions", json=PLAIN | {"stream": True, "seed": 2, "max_tokens": 30}
+    ) as answer:
+        assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
+        assert answer.headers["cache-control"] == "no-store"
+        *events, done, rest = answer.read().decode().split("\n\n")
+    assert (done, rest) == ("data: [DONE]", "")
+    chunks = [json.loads(event.removeprefix("data: ")) for event in events]
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == text_of(2, max_tokens=30)
