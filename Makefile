@@ -15,7 +15,7 @@ define new_enough
 	{ echo 'Nightmill needs Python 3.11 or newer$(if $(1),$(COMMA) and $(1) is not): $(2)' >&2; exit 1; }
 endef
 
-.PHONY: help demo test campaign check format gpu-test parity bench build clean
+.PHONY: help demo test vocabularies campaign check format gpu-test parity bench build clean
 
 help: ## Say what there is to make
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -58,7 +58,14 @@ demo: $(VENV)/demo.stamp ## Answer questions through the whole path: enqueue, Re
 TEST_PROCESSES ?= 4
 test: $(VENV)/dev.stamp ## Run the tests; they start a real Redis and a real PostgreSQL
 	$(call with_real_model,its texts are not compared with those of llama.cpp)
+	@test -e $(VENV)/vocabularies || $(MAKE) --no-print-directory vocabularies || \
+		echo "They cannot be had: no real vocabularies and chat templates are tested."
 	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist worksteal
+
+vocabularies: $(VENV)/dev.stamp ## Fetch real vocabularies and chat templates, which the tests then read (76 MB)
+	@echo "Fetching vocabularies and chat templates (76 MB) ..."
+	@$(BIN)/python -m tools.vocabularies $(VENV)/vocabularies.part
+	@rm -rf $(VENV)/vocabularies && mv $(VENV)/vocabularies.part $(VENV)/vocabularies
 
 # The same seed plans the same faults. Minutes are shared out among the parts; see tests/campaign/__init__.py.
 SEED ?= 1

@@ -13,14 +13,23 @@ from tests.ggufs import write_model
 REPOSITORY = Path(__file__).parents[3]
 
 
+def _downloaded() -> Path:
+    """Where llama.cpp's vocabularies and chat templates are, if `make vocabularies` has fetched them."""
+    places = [REPOSITORY / ".venv" / "vocabularies", REPOSITORY.parent / "shared" / "vocab"]
+    if named := os.environ.get("NIGHTMILL_TEST_VOCAB"):
+        return Path(named)
+    return next((place for place in places if place.exists()), places[0])
+
+
+DOWNLOADED = _downloaded()
+
+
 @pytest.fixture(scope="session")
 def vocab_dir() -> Path:
     """llama.cpp's vocabulary-only GGUF files with texts (.inp) and the ids expected for them (.out)."""
-    named = os.environ.get("NIGHTMILL_TEST_VOCAB")
-    path = Path(named) if named else REPOSITORY.parent / "shared" / "vocab"
-    if not (path / "ggml-vocab-qwen2.gguf").exists():
-        pytest.skip(f"no vocabularies in {path}; set NIGHTMILL_TEST_VOCAB to llama.cpp's models directory")
-    return path
+    if not (DOWNLOADED / "ggml-vocab-qwen2.gguf").exists():
+        pytest.skip(f"no vocabularies in {DOWNLOADED}: run `make vocabularies`, or set NIGHTMILL_TEST_VOCAB")
+    return DOWNLOADED
 
 
 @cache

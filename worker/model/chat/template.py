@@ -151,5 +151,5 @@ class ChatTemplate:
                 continue
             yield from self._tokenizer.split(text[start : match.start()].replace(mark, ""), special=False)
             yield self._tokenizer.markers[match[0]]
-            start = search = match.end()
+            start = search = self._tokenizer.after(match)
         yield from self._tokenizer.split(text[start:].replace(mark, ""), special=False)

@@ -1,6 +1,7 @@
-"""The engines that merge ordinary text into tokens, for the two kinds of vocabulary that GGUF files have.
+"""The engines that merge ordinary text into tokens, for the kinds of vocabulary that GGUF files have.
 
-A byte-level one is first cut into words, in the way that its pre-tokenizer is named for.
+One has a list of merges, and text is first cut into words in the way that its pre-tokenizer is named for. The
+other is SentencePiece's, which merges by the scores of tokens.
 """
 
 import os
@@ -11,27 +12,11 @@ from tokenizers import models, normalizers, pre_tokenizers
 
 from nightmill.jobs.errors import ModelFileError
 from nightmill.worker.model.gguf.file import GgufFile
+from nightmill.worker.model.tokenizer.pre_tokenizers import PreTokenizer, pre_tokenizer_of
 from nightmill.worker.model.tokenizer.vocabulary import Vocabulary, byte_alphabet
 
-__all__ = ["MAX_SQUARES", "PRE_TOKENIZERS", "build_engine"]
+__all__ = ["MAX_SQUARES", "build_engine", "splitter"]
 
-_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"  # the GPT-2 release
-_CL100K = (  # OpenAI's cl100k, with the digits each model groups
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_LLAMA3 = (_CL100K % "{1,3}",)
-_QWEN2 = (_CL100K % "",)
-# How text is cut into words before merging, by `tokenizer.ggml.pre` (names as in llama.cpp's vocabulary).
-PRE_TOKENIZERS: Final[dict[str, tuple[str, ...]]] = {
-    "qwen2": _QWEN2,
-    "deepseek-r1-qwen": _QWEN2,
-    "llama-bpe": _LLAMA3,
-    "llama3": _LLAMA3,
-    "llama-v3": _LLAMA3,
-    "gpt-2": (_GPT2,),
-    "smollm": (r"\p{N}", _GPT2),
-}
 THREADS: Final = 4
 """Threads that tokenise, unless RAYON_NUM_THREADS says otherwise. The library would take all cores in every
 worker of a host, and the engine and the client need theirs; one reads 600,000 tokens of Qwen2's a second."""
@@ -40,46 +25,48 @@ MAX_SQUARES: Final = 1 << 26
 that the squares may add up to. Llama 2's 32,000 tokens have 2**20; Qwen2's 151,936 would have 2**23."""
 
 
-def build_engine(file: GgufFile, vocabulary: Vocabulary) -> tuple[tokenizers.Tokenizer, bool]:
-    """The engine of a vocabulary, and whether its prompts start with BOS by default.
-
-    Raises ModelFileError, which names the key at fault.
-    """
+def build_engine(file: GgufFile, vocabulary: Vocabulary) -> tokenizers.Tokenizer:
+    """The engine of a vocabulary. Raises ModelFileError, which names the key at fault."""
     # Rayon, which the library computes with, reads it when it first needs its threads.
     os.environ.setdefault("RAYON_NUM_THREADS", str(min(THREADS, os.cpu_count() or 1)))
-    if vocabulary.byte_level:
-        return _byte_level_engine(file, vocabulary)
-    return _sentencepiece_engine(file, vocabulary), True
+    how = pre_tokenizer_of(file)
+    if how is None:
+        return _sentencepiece_engine(file, vocabulary)
+    return _word_engine(file, vocabulary, how)
 
 
-def _byte_level_engine(file: GgufFile, vocabulary: Vocabulary) -> tuple[tokenizers.Tokenizer, bool]:
-    """The engine of a GPT-2 style vocabulary, and whether its prompts start with BOS by default."""
-    name = file.string("tokenizer.ggml.pre", default="default")
-    patterns = PRE_TOKENIZERS.get(name)
-    if patterns is None:
-        # Guessing would tokenise most text slightly wrong and nobody would see why answers got worse.
-        file.fail(
-            f"tokenizer.ggml.pre: {name!r} is not supported; supported are {', '.join(PRE_TOKENIZERS)}. "
-            "Where an old file lacks the key, set it with gguf-new-metadata --pre-tokenizer"
-        )
+def splitter(how: PreTokenizer) -> pre_tokenizers.PreTokenizer:
+    """What cuts text into words."""
+    splits: list[Any] = [
+        pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated") for pattern in how.patterns
+    ]
+    return pre_tokenizers.Sequence(splits)
+
+
+def _word_engine(file: GgufFile, vocabulary: Vocabulary, how: PreTokenizer) -> tokenizers.Tokenizer:
+    """The engine that cuts text into words and merges each by the file's list of merges."""
     ordinary = vocabulary.ordinary()
-    # Real vocabularies lack bytes that never occurred in training (SmolLM2's 0x04 and others). The engine
-    # leaves such a byte out, and so does llama.cpp: llm_tokenizer_bpe looks up the bytes of a symbol that is
-    # no token, and skips those that are none either. The unknown token would be worse: it is often a
-    # control token (SmolLM2's is <|endoftext|>), which text must not form.
-    if not any(char in ordinary for char in byte_alphabet().values()):
-        file.fail("tokenizer.ggml.tokens: has no token for any single byte, as a gpt2 vocabulary has")
-    llama3 = patterns is _LLAMA3
-    engine = _engine(file, ordinary, _merges(file, vocabulary, ordinary), ignore_merges=llama3)
-    if patterns is _QWEN2:
-        # Qwen's own tokenizers normalise, so the models have seen composed characters only; llama.cpp does
-        # not, and gives such a model "e" and an accent where its training had "é".
+    if how.byte_alphabet:
+        # Real vocabularies lack bytes that never occurred in training (SmolLM2's 0x04 and others). The engine
+        # leaves such a byte out, and so does llama.cpp: llm_tokenizer_bpe looks up the bytes of a symbol that
+        # is no token, and skips those that are none either. The unknown token would be worse: it is often a
+        # control token (SmolLM2's is <|endoftext|>), which text must not form.
+        if not any(char in ordinary for char in byte_alphabet().values()):
+            file.fail("tokenizer.ggml.tokens: has no token for any single byte, as a gpt2 vocabulary has")
+    else:
+        _check_byte_tokens(file, ordinary)
+    engine = _engine(
+        file, ordinary, _merges(file, vocabulary, ordinary),
+        ignore_merges=how.whole_words, byte_fallback=not how.byte_alphabet,
+    )  # fmt: skip
+    if how.composes:
+        # llama.cpp does not, and gives such a model "e" and an accent where its training had "é".
         engine.normalizer = normalizers.NFC()
-    split: list[Any] = [pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated") for pattern in patterns]
-    engine.pre_tokenizer = pre_tokenizers.Sequence(
-        [*split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
-    )
-    return engine, llama3
+    steps = [splitter(how)]
+    if how.byte_alphabet:
+        steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))
+    engine.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    return engine
 
 
 def _merges(file: GgufFile, vocabulary: Vocabulary, ordinary: dict[str, int]) -> list[tuple[str, str]]:
@@ -108,9 +95,7 @@ def _sentencepiece_engine(file: GgufFile, vocabulary: Vocabulary) -> tokenizers.
     if len(scores) != len(vocabulary.tokens):
         file.fail(f"tokenizer.ggml.scores: has {len(scores)} entries for {len(vocabulary.tokens)} tokens")
     ordinary = vocabulary.ordinary()
-    for byte in range(256):
-        if f"<0x{byte:02X}>" not in ordinary:
-            file.fail(f"tokenizer.ggml.tokens: has no token <0x{byte:02X}> for byte {byte}")
+    _check_byte_tokens(file, ordinary)
     squares = sum(len(piece) ** 2 for piece in ordinary)
     if squares > MAX_SQUARES:
         file.fail(
@@ -126,6 +111,12 @@ def _sentencepiece_engine(file: GgufFile, vocabulary: Vocabulary) -> tokenizers.
                 ranked.append((-scores[index], -len(left), -len(right), left, right))
     ranked.sort(key=lambda merge: merge[:3])
     return _engine(file, ordinary, [merge[3:] for merge in ranked], byte_fallback=True)
+
+
+def _check_byte_tokens(file: GgufFile, ordinary: dict[str, int]) -> None:
+    for byte in range(256):
+        if f"<0x{byte:02X}>" not in ordinary:
+            file.fail(f"tokenizer.ggml.tokens: has no token <0x{byte:02X}> for byte {byte}")
 
 
 def _engine(

@@ -13,8 +13,12 @@ import tokenizers
 from nightmill.jobs.errors import InvalidPromptError
 from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.model.tokenizer.engines import build_engine
+from nightmill.worker.model.tokenizer.pre_tokenizers import pre_tokenizer_of
 from nightmill.worker.model.tokenizer.stream import TextStream
 from nightmill.worker.model.tokenizer.vocabulary import SPACE, Vocabulary
+
+_KEEP_SPACE = {"<unk>", "<s>", "<|endoftext|>"}
+_SPACES = re.compile(r"\s+")
 
 Piece = str | int  # ordinary text, or the id of a token that stands by itself
 
@@ -32,14 +36,19 @@ class Tokenizer:
     vocab_size: int
     """Tokens in the vocabulary; the embedding may have more rows."""
 
-    def __init__(self, vocabulary: Vocabulary, engine: tokenizers.Tokenizer, add_bos: bool, prefix: bool):
+    def __init__(
+        self, vocabulary: Vocabulary, engine: tokenizers.Tokenizer, *,
+        add_bos: bool, space_prefix: bool, strips: bool,
+    ) -> None:  # fmt: skip
+        """space_prefix: a text begins with a space. strips: markers swallow the white space after them."""
         self.vocabulary = vocabulary
         self.bos_id = vocabulary.bos_id
         self.eos_ids = vocabulary.eos_ids
         self.vocab_size = len(vocabulary.tokens)
         self.add_bos = add_bos
         self._engine = engine
-        self._space_prefix = prefix and not vocabulary.byte_level
+        self._space_prefix = space_prefix
+        self._strips = strips
         self.markers = vocabulary.markers()
         self._plain = vocabulary.plain()
         self._find_marker = _matcher(self.markers)
@@ -49,14 +58,18 @@ class Tokenizer:
     @classmethod
     def from_gguf(cls, file: GgufFile) -> Self:
         """Build from the file's vocabulary; raises ModelFileError that names the key at fault."""
+        how = pre_tokenizer_of(file)
         vocabulary = Vocabulary.from_gguf(file)
-        engine, bos_default = build_engine(file, vocabulary)
+        engine = build_engine(file, vocabulary)
         add_bos = file.boolean("tokenizer.ggml.add_bos_token", default=None)
         if add_bos and vocabulary.bos_id is None:
             file.fail("tokenizer.ggml.bos_token_id: is missing, but add_bos_token asks for it")
-        wanted = bos_default if add_bos is None else add_bos
-        prefix = file.boolean("tokenizer.ggml.add_space_prefix", default=True)
-        return cls(vocabulary, engine, wanted and vocabulary.bos_id is not None, prefix)
+        wanted = (how is None or how.starts_with_bos) if add_bos is None else add_bos
+        prefix = how is None and file.boolean("tokenizer.ggml.add_space_prefix", default=True)
+        # Phi-3's own tokenizer declares its tokens so (`rstrip`), which a GGUF file cannot say.
+        strips = how is None and file.string("general.architecture", default="") == "phi3"
+        with_bos = wanted and vocabulary.bos_id is not None
+        return cls(vocabulary, engine, add_bos=with_bos, space_prefix=prefix, strips=strips)
 
     def encode(self, text: str, *, special: bool = False, add_bos: bool | None = None) -> list[int]:
         """The ids of `text`.
@@ -83,10 +96,17 @@ class Tokenizer:
                 pieces.append(text[start : match.start()])
             token = match[0]
             pieces.append(self.markers[token] if token in self.markers else self._plain[token])
-            start = match.end()
+            start = self.after(match)
         if start < len(text):
             pieces.append(text[start:])
         return pieces
+
+    def after(self, match: re.Match[str]) -> int:
+        """Where the text goes on after a marker that was found in it."""
+        if self._strips and match[0] not in _KEEP_SPACE and match[0] in self.markers:
+            spaces = _SPACES.match(match.string, match.end())
+            return match.end() if spaces is None else spaces.end()
+        return match.end()
 
     def next_marker(self, text: str, start: int) -> re.Match[str] | None:
         """The first marker in `text` from `start` on; of those that start there, the longest."""
@@ -101,6 +121,14 @@ class Tokenizer:
             encoded = iter(self._engine.encode_batch_fast(texts, add_special_tokens=False))
         except TypeError as error:  # the engine's word for a string that is not valid Unicode
             raise InvalidPromptError("the text contains a lone surrogate: it is not valid Unicode") from error
+        except BaseException as error:
+            # Oniguruma gives up after 10 million steps at one place of a text, and the engine panics.
+            if type(error).__name__ != "PanicException":  # it has no name to import
+                raise
+            raise InvalidPromptError(
+                "the text has a run of millions of spaces or letters without a break, which the tokenizer "
+                "cannot cut into words"
+            ) from error
         wants_bos = self.add_bos if add_bos is None else add_bos
         start = [self.bos_id] if wants_bos and self.bos_id is not None else []
         results = []

@@ -2,8 +2,8 @@
 
 Tokens fall into four groups. *Ordinary* tokens are what text is spelt with. *Markers* are control tokens
 and everything that looks like one (`<|im_end|>`, `[INST]`): they structure a prompt and are never read out
-of user content. *Plain* user-defined tokens (runs of spaces, words) belong to text and are recognised
-anywhere. *Unused* tokens are padding.
+of user content. *Plain* user-defined tokens (runs of spaces, words, tags of HTML) belong to text and are
+recognised anywhere. *Unused* tokens are padding.
 """
 
 import re
@@ -14,32 +14,19 @@ from typing import Final, Self
 from gguf import TokenType
 
 from nightmill.worker.model.gguf.file import GgufFile
-
-END_OF_TURN: Final = frozenset(
-    {
-        "</s>",
-        "<|im_end|>",
-        "<|endoftext|>",
-        "<|eot_id|>",
-        "<|eom_id|>",
-        "<|end_of_text|>",
-        "<|end_of_turn|>",
-        "<|end|>",
-        "<|return|>",
-        "<end_of_turn>",
-        "<|EOT|>",
-        "<EOT>",
-        "<｜end▁of▁sentence｜>",
-    }
-)
-"""Texts of control tokens that end an answer, whatever the metadata says (after llama.cpp's list)."""
+from nightmill.worker.model.tokenizer.ends import DECLARED_ENDS, ends_by_text, without_steps
+from nightmill.worker.model.tokenizer.pre_tokenizers import pre_tokenizer_of
 
 MAX_SPECIAL: Final = 1 << 18
 """Characters of all control and user-defined tokens, which are looked for in every text (Llama 3: 7,498)."""
 
 SPACE: Final = "\u2581"  # SentencePiece's visible space
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-_MARKUP = re.compile(r"<\S+>|\[\S+\]")
+# What looks like structure of a prompt, and is not one of the tags of HTML that are tokens of Gemma's.
+_MARKUP = re.compile(
+    r"(?!</?(?:table|caption|thead|tbody|tfoot|tr|th|td|h[1-6]|blockquote|strong|em|[biu]|su[bp]|code)>)"
+    r"<\S+>|\[\S+\]"
+)
 _SPECIAL = (TokenType.CONTROL, TokenType.UNKNOWN, TokenType.USER_DEFINED)
 _SILENT = (TokenType.CONTROL, TokenType.UNKNOWN, TokenType.UNUSED)
 
@@ -56,7 +43,11 @@ _BYTE_OF: Final = {char: byte for byte, char in byte_alphabet().items()}
 
 @dataclass(slots=True)
 class Vocabulary:
-    """Tokens by id. `byte_level`: GPT-2 style; otherwise SentencePiece with byte tokens."""
+    """Tokens by id.
+
+    byte_level: tokens are written in GPT-2's alphabet of bytes; if not, in plain characters, with U+2581 for
+    a space and tokens such as <0x0A> for bytes, as SentencePiece writes them.
+    """
 
     byte_level: bool
     tokens: list[str]
@@ -72,9 +63,7 @@ class Vocabulary:
     @classmethod
     def from_gguf(cls, file: GgufFile) -> Self:
         """Read the vocabulary; raises ModelFileError that names the key at fault."""
-        model = file.string("tokenizer.ggml.model")
-        if model not in ("gpt2", "llama"):
-            file.fail(f"tokenizer.ggml.model: {model!r} is not supported; supported are gpt2, llama")
+        how = pre_tokenizer_of(file)
         tokens = file.strings("tokenizer.ggml.tokens")
         if not tokens:
             file.fail("tokenizer.ggml.tokens: has no tokens")
@@ -89,11 +78,12 @@ class Vocabulary:
             return file.integer(key, default=None)
 
         bos_id, eos_id = declared("bos"), declared("eos")
-        ends = {end for end in (eos_id, declared("eot"), declared("eom")) if end is not None}
+        ends = {end for end in map(declared, DECLARED_ENDS) if end is not None}
         kinds = [int(TokenType.NORMAL)] * len(tokens) if types is None else types
         for index, text in enumerate(tokens):
-            if _is_control(text, kinds[index], typed=types is not None):
+            if _looks_control(text, kinds[index], typed=types is not None):
                 kinds[index] = TokenType.CONTROL
+        ends |= ends_by_text(tokens, kinds, bos_id)
         for index in ends if bos_id is None else ends | {bos_id}:
             kinds[index] = TokenType.CONTROL
         special = sum(len(text) for text, kind in zip(tokens, kinds, strict=True) if kind in _SPECIAL)
@@ -102,12 +92,8 @@ class Vocabulary:
                 f"tokenizer.ggml.token_type: control and user-defined tokens have {special:,} characters in "
                 f"all, more than {MAX_SPECIAL:,}"
             )
-        ends |= {
-            index
-            for index, text in enumerate(tokens)
-            if kinds[index] == TokenType.CONTROL and text in END_OF_TURN
-        }
-        return cls(model == "gpt2", tokens, kinds, bos_id, eos_id, frozenset(ends))
+        byte_level = how is not None and how.byte_alphabet
+        return cls(byte_level, tokens, kinds, bos_id, eos_id, without_steps(ends, tokens))
 
     def ordinary(self) -> dict[str, int]:
         """Ids of the tokens that text is spelt with; of tokens with the same text the last counts."""
@@ -127,9 +113,11 @@ class Vocabulary:
 
     def plain(self) -> dict[str, int]:
         """Ids of user-defined tokens that are recognised in any text, before it is split into words."""
-        return self._chosen(
+        chosen = self._chosen(
             lambda kind, text: kind == TokenType.USER_DEFINED and _MARKUP.fullmatch(text) is None
         )
+        # SentencePiece's runs of spaces; converters since 2024 write them as spaces themselves.
+        return chosen if self.byte_level else {text.replace(SPACE, " "): chosen[text] for text in chosen}
 
     def _chosen(self, wanted: Callable[[int, str], bool]) -> dict[str, int]:
         return {
@@ -172,14 +160,12 @@ class Vocabulary:
         return b"".join(bytes([_BYTE_OF[char]]) if char in _BYTE_OF else char.encode() for char in text)
 
 
-def _is_control(text: str, kind: int, *, typed: bool) -> bool:
+def _looks_control(text: str, kind: int, *, typed: bool) -> bool:
     """Whether a token is a control token that the file declares as something else.
 
-    Converters before mid-2024 wrote `<|im_end|>` and its like as user-defined or normal tokens; llama.cpp
-    overrides their type too. `</s>` is left alone: as a normal token it is a piece of HTML.
+    Converters before mid-2024 wrote `<|im_start|>` and its like as user-defined or normal tokens; llama.cpp
+    overrides their type too.
     """
-    named = text in END_OF_TURN and text != "</s>"
-    pipes = text.startswith("<|") and text.endswith("|>") and len(text) > 4
-    if kind == TokenType.USER_DEFINED or not typed:
-        return named or pipes
-    return kind == TokenType.NORMAL and named
+    return (kind == TokenType.USER_DEFINED or not typed) and (
+        text.startswith("<|") and text.endswith("|>") and len(text) > 4
+    )
