@@ -3,6 +3,7 @@
     python -m benchmarks.engine MODEL.gguf [--dtype bf16] [--repeat 3] [single uniform mixed ...]
 
 Prints one JSON line a workload: the median over the repetitions, after one that is not counted.
+--constrained all holds each answer to a JSON schema of its own, `same` all to one, `one` the first alone.
 """
 
 import argparse
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from benchmarks.held import WHICH, Held
 from nightmill.jobs.contract import GenerationParams
 from nightmill.worker.engine.engine import Engine, EngineStats
 from nightmill.worker.engine.request import Request
@@ -93,14 +95,17 @@ class Turn:
 
 def play(
     workload: Workload, runner: Runner, seed: int, *, slots: int, token_budget: int,
-    prefix_sharing: bool = True,
+    prefix_sharing: bool = True, held: Held | None = None,
 ) -> Turn:  # fmt: skip
     """Do a workload once, with requests drawn by `seed`, on a runner with room for it."""
     engine = Engine(
         runner, text_stream=NoText, eos_ids=frozenset(), context_length=workload.context + 1,
         max_sequences=slots, token_budget=token_budget, prefix_sharing=prefix_sharing,
+        constraints=None if held is None else held.grammars,
     )  # fmt: skip
     requests = workload.requests(runner.vocab, seed)
+    if held is not None:
+        requests = held.requests(requests)
     for request in requests:
         engine.submit(request)
     done = []
@@ -135,6 +140,7 @@ def main() -> None:
     arguments.add_argument("--token-budget", type=int)
     arguments.add_argument("--no-graphs", action="store_true")
     arguments.add_argument("--no-prefix-sharing", action="store_true")
+    arguments.add_argument("--constrained", choices=WHICH, default="none")
     options = arguments.parse_args()
     file = GgufFile.open(options.model)
     spec = read_spec(file)
@@ -156,9 +162,10 @@ def measure(name: str, file: GgufFile, spec: ModelSpec, options: argparse.Namesp
     )  # fmt: skip
     ready = time.perf_counter() - began
     sharing = not options.no_prefix_sharing
+    held = Held(file, spec.vocab, options.constrained)
     try:
         turns = [
-            play(workload, runner, seed, slots=slots, token_budget=budget, prefix_sharing=sharing)
+            play(workload, runner, seed, slots=slots, token_budget=budget, prefix_sharing=sharing, held=held)
             for seed in range(1 + options.repeat)
         ]
         counted, last = turns[1:], turns[-1]
@@ -180,10 +187,12 @@ def measure(name: str, file: GgufFile, spec: ModelSpec, options: argparse.Namesp
             "slots": slots,
             "token_budget": budget,
             "depth": options.depth,
+            "constrained": options.constrained,
             "kv_pages": runner.kv_blocks,
             "ready_s": round(ready, 2),
         }
     finally:
+        held.grammars.close()
         runner.close()
 
 

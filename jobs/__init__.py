@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from nightmill.jobs.client import Client
     from nightmill.jobs.contract import (
         FINAL_STATES,
+        Constrained,
+        ConstraintKind,
         GenerationParams,
         Job,
         JobState,
@@ -102,6 +104,8 @@ __all__ = [
     "StopReason",
     "FINAL_STATES",
     "GenerationParams",
+    "Constrained",
+    "ConstraintKind",
     "JobSettings",
     "JobIds",
     "Client",
@@ -138,6 +142,8 @@ _HOMES = {
     "client": ("Client",),
     "contract": (
         "FINAL_STATES",
+        "Constrained",
+        "ConstraintKind",
         "GenerationParams",
         "Job",
         "JobState",

@@ -1,5 +1,6 @@
 """The words that client and worker share: job states, stop reasons, parameters, jobs. No I/O here."""
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -182,6 +183,35 @@ def unstorable(text: str) -> str | None:
 Prompt = str | Sequence[Mapping[str, Any]]
 
 
+class ConstraintKind(_Word):
+    """In which language it is said what an answer must be."""
+
+    JSON_SCHEMA = "json_schema"
+    REGEX = "regex"
+    CHOICE = "choice"
+    GRAMMAR = "grammar"
+
+
+@dataclass(frozen=True, slots=True)
+class Constrained:
+    """What an answer must be: a schema (JSON), a regular expression, texts (a JSON list) or a grammar."""
+
+    kind: ConstraintKind
+    text: str
+
+    def values(self) -> JsonObject:
+        """As a row keeps it."""
+        return {"kind": str(self.kind), "text": self.text}
+
+    @classmethod
+    def read(cls, values: Any) -> Self | None:
+        """What a row holds; None if it holds nothing that this version can read."""
+        kind, text = (values.get("kind"), values.get("text")) if isinstance(values, dict) else (None, None)
+        if not isinstance(kind, str) or not isinstance(text, str):
+            return None
+        return cls(ConstraintKind.read(kind), text)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
     """One prompt and what became of it: a snapshot of its row."""
@@ -191,6 +221,7 @@ class Job:
     prompt: str | None  # a plain prompt, or
     messages: list[JsonObject] | None  # a chat
     params: GenerationParams  # with its seed
+    constrained: Constrained | None = None  # what the answer must be; None: anything
     model: str | None = None  # None: whatever model the worker serves
     batch: str | None = None
     custom_id: str | None = None
@@ -221,6 +252,17 @@ class Job:
     def seed(self) -> int | None:
         """The seed that repeats this job's text on the same model and runner."""
         return self.params.seed
+
+    @property
+    def parsed(self) -> Any:
+        """The value of an answer that had to be JSON. None if it had not, or is not whole.
+
+        It is whole if it ended by itself (`stop_reason` is eos): then it obeys its schema.
+        """
+        asked = self.constrained
+        if asked is None or asked.kind is not ConstraintKind.JSON_SCHEMA or self.text is None:
+            return None
+        return json.loads(self.text) if self.stop_reason is StopReason.EOS else None
 
 
 class WorkerState(_Word):

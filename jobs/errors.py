@@ -26,6 +26,7 @@ NightmillError
 │   └── MessageError                 a message in the broker that announces no jobs of ours
 ├── ModelFetchError                  a model that its name does not find, or that cannot be fetched
 ├── ModelFileError                   a model file that is broken, hostile or unsupported
+├── ConstraintError                  what an answer must be cannot be compiled, or followed any further
 ├── ChatTemplateError                the model's chat template is missing or failed on these messages
 └── RunnerError                      the arithmetic failed; the jobs in flight are handed back
 
@@ -179,6 +180,10 @@ class ModelFileError(NightmillError):
 
 class ChatTemplateError(NightmillError):
     """The model's chat template is missing, broken, or refuses these messages."""
+
+
+class ConstraintError(NightmillError):
+    """What the answer must be cannot be compiled, or needs more than a step may take."""
 
 
 class RunnerError(NightmillError):

@@ -15,8 +15,18 @@ from datetime import UTC, datetime, timedelta
 from enum import StrEnum
 from typing import Annotated, Any, NamedTuple, Self, TypedDict, get_args, get_origin, get_type_hints
 
+from pydantic import BaseModel
+
 from nightmill.jobs import checks
-from nightmill.jobs.contract import MAX_SEED, GenerationParams, JobState, JsonObject, Prompt
+from nightmill.jobs.constrained import FORMS, constrained_by
+from nightmill.jobs.contract import (
+    MAX_SEED,
+    Constrained,
+    GenerationParams,
+    JobState,
+    JsonObject,
+    Prompt,
+)
 from nightmill.jobs.errors import InvalidParameterError, InvalidPromptError, RowCode
 from nightmill.jobs.prompts import check_messages, check_text
 
@@ -35,6 +45,11 @@ class BatchSettings(TypedDict, total=False):
     seed: int | None
     stop: str | Sequence[str] | None
     ignore_eos: bool | None
+    response_format: Mapping[str, Any] | type[BaseModel] | None
+    json_schema: Mapping[str, Any] | type[BaseModel] | None
+    regex: str | None
+    choice: str | Sequence[str] | None
+    grammar: str | None
     priority: int | None
     max_attempts: int | None
     model: str | None
@@ -63,6 +78,8 @@ class JobSpec:
     text: str | None = None
     messages: list[JsonObject] | None = None
     params: GenerationParams = _DEFAULTS
+    constrained: Constrained | None = None
+    """What the answer must be, in whichever of FORMS it was said."""
 
     # Each with its check, and what it is.
     model: Annotated[
@@ -144,6 +161,7 @@ class JobSpec:
             "prompt": self.text,
             "messages": self.messages,
             "params": params.model_dump(mode="json", exclude={"seed"}),
+            "constrained": None if self.constrained is None else self.constrained.values(),
             "seed": secrets.randbits(MAX_SEED.bit_length()) if params.seed is None else params.seed,
             "state": JobState.QUEUED.value,
             "attempt": 0,
@@ -163,18 +181,29 @@ class JobSpec:
     def updated(self, settings: Mapping[str, Any], said: Mapping[str, Any] | None = None) -> Self:
         """With these fields in place of its own; `said` is checked already. Raises InvalidParameterError."""
         params: dict[str, Any] = {}
+        forms: dict[str, Any] = {}
         others = dict(said or {})
         for name, value in settings.items():
             if value is None:
                 continue
             if name in PARAMETERS:
                 params[name] = value
+            elif name in FORMS:
+                forms[name] = value
             else:
                 check_option(name, value)
                 others[name] = value
         if params:
             others["params"] = GenerationParams.parse(vars(self.params) | params)
-        return self._but(others)
+        if forms:
+            others["constrained"] = constrained_by(forms)
+        made = self._but(others)
+        if made.constrained is not None and made.params.ignore_eos:
+            raise InvalidParameterError(
+                "ignore_eos: contradicts what the answer must be, which says where it ends; give one of them",
+                field="ignore_eos",
+            )
+        return made
 
     def _but(self, values: Mapping[str, Any]) -> Self:
         """With other values; `dataclasses.replace` takes ten times as long, and a night has 100,000 rows."""
@@ -189,6 +218,8 @@ class JobSpec:
             "params": self.params.model_dump(mode="json"),
             "model": self.model,
         }
+        if self.constrained is not None:
+            content["constrained"] = self.constrained.values()
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
@@ -292,10 +323,14 @@ _OPTIONS = {
     if get_origin(hint) is Annotated
 }
 _CHECKS: dict[str, checks.Check] = {name: check for name, (_, check, _, _) in _OPTIONS.items()}
-FIELDS = {
-    name: Field(_kind(field.annotation), field.description or "", field.default)
-    for name, field in GenerationParams.model_fields.items()
-} | {name: Field(_kind(hint), says, default) for name, (hint, _, says, default) in _OPTIONS.items()}
-"""By name: first the parameters, then the options."""
+FIELDS = (
+    {
+        name: Field(_kind(field.annotation), field.description or "", field.default)
+        for name, field in GenerationParams.model_fields.items()
+    }
+    | {name: Field(_kind(form.type), form.says, None) for name, form in FORMS.items()}
+    | {name: Field(_kind(hint), says, default) for name, (hint, _, says, default) in _OPTIONS.items()}
+)
+"""By name: first the parameters, then the forms of saying what the answer must be, then the options."""
 OF_A_BATCH = frozenset(BatchSettings.__annotations__)
 """What may be said of the rows of a batch together."""

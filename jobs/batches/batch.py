@@ -250,6 +250,8 @@ class Batches:
         said = {name for name, value in settings.items() if value is not None}
         kept = defaults.params.model_dump(mode="json", include=said)
         kept |= {name: settings[name] for name in ("priority", "max_attempts") if name in said}
+        if defaults.constrained is not None:
+            kept["constrained"] = defaults.constrained.values()
         if isinstance(source, InputFile):
             fingerprint: str | None = source.fingerprint()
             name = defaults.batch or _file_name(source, str(fingerprint), defaults.model, kept)

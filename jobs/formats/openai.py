@@ -9,8 +9,10 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from nightmill.jobs.constrained import FORMS
 from nightmill.jobs.contract import JsonObject
 from nightmill.jobs.errors import InvalidRequestError, RowCode
+from nightmill.jobs.formats.jsonlines import parse_value
 from nightmill.jobs.formats.rows import invalid, missing
 from nightmill.jobs.prompts import json_type
 from nightmill.jobs.spec import PARAMETERS, JobSpec, unknown_field
@@ -18,7 +20,7 @@ from nightmill.jobs.spec import PARAMETERS, JobSpec, unknown_field
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 
-_TAKEN = PARAMETERS | {"model"}  # OpenAI's own among them, and ours
+_TAKEN = PARAMETERS | FORMS.keys() | {"model"}  # OpenAI's own among them, and ours
 IGNORED = frozenset(
     {
         "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
@@ -37,7 +39,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "logit_bias": ({},),
     "presence_penalty": (0,),
     "frequency_penalty": (0,),
-    "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
@@ -54,7 +55,6 @@ _A_ROW_EACH = "is not supported; give a row for each answer, with seeds of their
 _NO_CALLS = "is not supported yet: models call no tools here; remove it"
 _NO_LOGPROBS = "is not supported yet: answers come without probabilities; remove it"
 _NO_PENALTY = "is not supported yet; remove it, or give repetition_penalty in its place"
-_ONLY_TEXT = 'is not supported yet, only {"type": "text"}; remove it, and ask for JSON in the prompt'
 _REFUSALS = {
     "n": _A_ROW_EACH,
     "best_of": _A_ROW_EACH,
@@ -63,7 +63,6 @@ _REFUSALS = {
     "top_logprobs": _NO_LOGPROBS,
     "presence_penalty": _NO_PENALTY,
     "frequency_penalty": _NO_PENALTY,
-    "response_format": _ONLY_TEXT,
     "tools": _NO_CALLS,
     "tool_choice": _NO_CALLS,
     "functions": _NO_CALLS,
@@ -71,11 +70,19 @@ _REFUSALS = {
 }
 """What is said of other values, and what to do."""
 _LONGEST_SHOWN = 60  # characters of a value
+GUIDED = {
+    "guided_json": "json_schema",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+}
+"""vLLM's keys of a body that say what the answer must be, and ours."""
+_STRUCTURED = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "grammar"}
 _FRAME = frozenset({"custom_id", "method", "url", "body"})
 _LIMIT = "max_completion_tokens"  # OpenAI's later name for max_tokens of a chat
 _BODY = {
-    CHAT: _TAKEN | IGNORED | NEUTRAL.keys() | {"messages", _LIMIT},
-    COMPLETIONS: _TAKEN | IGNORED | NEUTRAL.keys() | {"prompt"},
+    CHAT: _TAKEN | IGNORED | NEUTRAL.keys() | GUIDED.keys() | {"messages", "structured_outputs", _LIMIT},
+    COMPLETIONS: _TAKEN | IGNORED | NEUTRAL.keys() | GUIDED.keys() | {"prompt", "structured_outputs"},
 }
 
 
@@ -127,7 +134,7 @@ def _fields(given: JsonObject, url: str) -> JsonObject:
         if name in NEUTRAL and not any(_same(value, neutral) for neutral in NEUTRAL[name]):
             said = f"{name}: {_short(value)} {_REFUSALS.get(name, 'is not supported; remove it')}"
             raise InvalidRequestError(said, field=name, code=RowCode.UNSUPPORTED_FIELD)
-    fields = {name: value for name, value in given.items() if name in _TAKEN}
+    fields = {name: value for name, value in given.items() if name in _TAKEN} | _vllm_forms(given)
     if (limit := given.get(_LIMIT)) is not None:
         if fields.setdefault("max_tokens", limit) != limit:
             raise invalid(_LIMIT, "contradicts max_tokens; give one of them")
@@ -139,6 +146,30 @@ def _fields(given: JsonObject, url: str) -> JsonObject:
         said = f"must be a text, not {json_type(given[prompt])}; give each prompt a row of its own"
         raise invalid(prompt, said)
     return fields | {prompt: given[prompt]}
+
+
+def _vllm_forms(given: JsonObject) -> JsonObject:
+    """What vLLM's keys say of the answer, in our words."""
+    forms = {ours: _read_json(name, given[name]) for name, ours in GUIDED.items() if name in given}
+    said = given.get("structured_outputs")
+    if said is None:
+        return forms
+    if not isinstance(said, Mapping):
+        raise invalid("structured_outputs", f"must be an object, not {json_type(said)}")
+    for name, value in said.items():
+        place = f"structured_outputs.{name}"
+        if name in _STRUCTURED and value is not None:
+            forms[_STRUCTURED[name]] = _read_json(place, value) if name == "json" else value
+        elif name == "json_object" and value is True:
+            forms["response_format"] = {"type": "json_object"}
+        elif value not in (None, False):
+            raise unknown_field(place, {f"structured_outputs.{one}" for one in (*_STRUCTURED, "json_object")})
+    return forms
+
+
+def _read_json(name: str, value: Any) -> Any:
+    """vLLM takes a schema as a text, too."""
+    return parse_value(value) if name.endswith("json") and isinstance(value, str) else value
 
 
 def _same(value: Any, neutral: Any) -> bool:

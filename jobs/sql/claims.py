@@ -15,7 +15,15 @@ from typing import Any
 
 from sqlalchemy import Connection, bindparam, delete, insert, select, update
 
-from nightmill.jobs.contract import GenerationParams, JobState, JsonObject, StopReason, WorkerState
+from nightmill.jobs.contract import (
+    Constrained,
+    ConstraintKind,
+    GenerationParams,
+    JobState,
+    JsonObject,
+    StopReason,
+    WorkerState,
+)
 from nightmill.jobs.errors import InvalidParameterError
 from nightmill.jobs.sql import partials, suspects
 from nightmill.jobs.sql.database import Database
@@ -41,6 +49,7 @@ class Claim:
     priority: int
     deadline_at: datetime | None
     saved: SavedTokens | None = None  # what an earlier attempt had drawn
+    constrained: Constrained | None = None  # what the answer must be
     unreadable: str | None = None  # why this version cannot run it, as when a newer one wrote the row
 
 
@@ -313,6 +322,7 @@ def _claiming(*conditions: Any) -> Any:
             JobRow.prompt,
             JobRow.messages,
             JobRow.params,
+            JobRow.constrained,
             JobRow.seed,
             JobRow.priority,
             JobRow.deadline_at,
@@ -356,6 +366,9 @@ def _read(row: Any, saved: SavedTokens | None) -> Claim:
         fault = f"params: {type(error).__name__}: {error}"
     if not isinstance(row.messages, list | None):
         fault = "messages: not a list"
+    constrained = Constrained.read(row.constrained)
+    if row.constrained is not None and (constrained is None or constrained.kind not in list(ConstraintKind)):
+        fault = f"constrained: not one of {', '.join(ConstraintKind)}"
     if fault is not None:
         fault += (
             "; this worker does not understand the job, and may be older than the client that wrote it: "
@@ -370,6 +383,7 @@ def _read(row: Any, saved: SavedTokens | None) -> Claim:
         priority=row.priority,
         deadline_at=row.deadline_at,
         saved=saved,
+        constrained=constrained,
         unreadable=fault,
     )
 

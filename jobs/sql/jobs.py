@@ -26,7 +26,7 @@ from sqlalchemy.dialects.postgresql import insert as postgresql_insert
 from sqlalchemy.dialects.sqlite import insert as sqlite_insert
 from sqlalchemy.orm import InstrumentedAttribute
 
-from nightmill.jobs.contract import FINAL_STATES, GenerationParams, Job, JobState, StopReason
+from nightmill.jobs.contract import FINAL_STATES, Constrained, GenerationParams, Job, JobState, StopReason
 from nightmill.jobs.errors import InvalidTransitionError, JobNotFoundError
 from nightmill.jobs.sql import partials
 from nightmill.jobs.sql.database import Database
@@ -333,13 +333,14 @@ def job_from_row(row: RowMapping) -> Job:
         stop_reason=StopReason.read(row["stop_reason"]) if row["stop_reason"] else None,
         messages=_of_kind(row["messages"], list),
         params=GenerationParams.read((_of_kind(row["params"], dict) or {}) | {"seed": row["seed"]}),
+        constrained=Constrained.read(row["constrained"]),
         errors=[one for one in _of_kind(row["errors"], list) or [] if isinstance(one, dict)],
         metadata=_of_kind(row["metadata"], dict) or {},
     )
 
 
 _SHOWN_AS_THEY_ARE = {field.name for field in fields(Job)} - {
-    *("state", "stop_reason", "messages", "params", "errors", "metadata")
+    *("state", "stop_reason", "messages", "params", "constrained", "errors", "metadata")
 }
 
 

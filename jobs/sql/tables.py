@@ -23,7 +23,7 @@ from sqlalchemy.types import TypeDecorator
 
 from nightmill.jobs.contract import MAX_ERROR_LENGTH, JobState, JsonObject, storable
 
-SCHEMA_REVISION = "0006"
+SCHEMA_REVISION = "0007"
 """The migration that these declarations match."""
 
 
@@ -144,6 +144,7 @@ class JobRow(Base):
     prompt: Mapped[str | None] = mapped_column(Text)
     messages: Mapped[list[Any] | None] = mapped_column(JSON(none_as_null=True))
     params: Mapped[JsonObject]
+    constrained: Mapped[JsonObject | None] = mapped_column(JSON(none_as_null=True))  # what its answer must be
     seed: Mapped[int] = mapped_column(BigInteger)
 
     state: Mapped[str] = mapped_column(String(16))

@@ -4,16 +4,24 @@ A constraint knows the tokens that were drawn and says which may be next. Its ma
 so a sequence that has one draws no further token until the host has seen that one. Others run ahead.
 """
 
-from collections.abc import Iterable
-from typing import Protocol
+import logging
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any, Protocol
 
 import numpy as np
 
+from nightmill.jobs.contract import Constrained
+from nightmill.jobs.errors import ConstraintError
 from nightmill.worker.runners.base import IntArray, mask_words
+
+log = logging.getLogger(__name__)
+
+STUCK = "no token of this model can follow: what the answer has to obey allows none here"
 
 
 class Constraint(Protocol):
-    """Follows one text. An exception out of it ends the engine: what it is made from is checked before."""
+    """Follows one text. What it raises ends that text alone, with an error: a ConstraintError says which."""
 
     def mask(self, row: IntArray, /) -> None:
         """Set the bits of the tokens that may be next in a row of zeros, laid out as for `Runner.draw`.
@@ -27,10 +35,79 @@ class Constraint(Protocol):
         ...
 
 
-def make_masks(constraints: Iterable[Constraint], vocab: int) -> IntArray:
-    """What `Runner.draw` takes: the masks of these constraints, in their order."""
-    constraints = list(constraints)
-    masks = np.zeros((len(constraints), mask_words(vocab)), dtype=np.int32)
-    for constraint, row in zip(constraints, masks, strict=True):
-        constraint.mask(row)
-    return masks
+Faults = dict[int, str]
+"""Which of some constraints failed, by their places, and why."""
+
+
+Begin = Callable[[], Any]
+"""Makes the constraint of one text, at its beginning."""
+
+
+class Constraints(Protocol):
+    """Makes constraints, and asks those of a step all at once. Never raises for what one of them does."""
+
+    def compile(self, asked: Constrained, /) -> Future[Begin]:
+        """What texts of which this is asked begin with, made elsewhere than on this thread.
+
+        It raises ConstraintError for what cannot be compiled, and RunnerError where that could not be found
+        out, which is no text's fault.
+        """
+        ...
+
+    def close(self) -> None:
+        """End what is being compiled; safe to call twice."""
+        ...
+
+    def masks(self, constraints: Sequence[Any], vocab: int, /) -> tuple[IntArray, Faults]:
+        """What `Runner.draw` takes, in their order. A row that leaves nothing to draw is a fault, too."""
+        ...
+
+    def accept(self, constraints: Sequence[Any], token_ids: Sequence[int], /) -> Faults:
+        """Move each past the token that was drawn under it."""
+        ...
+
+
+class OneByOne:
+    """For constraints of any kind, which others make."""
+
+    def compile(self, asked: Constrained, /) -> Future[Begin]:
+        """See Constraints."""
+        refused: Future[Begin] = Future()
+        refused.set_exception(ConstraintError(f"{asked.kind}: this engine compiles none"))
+        return refused
+
+    def close(self) -> None:
+        """See Constraints."""
+
+    def masks(self, constraints: Sequence[Any], vocab: int, /) -> tuple[IntArray, Faults]:
+        """See Constraints."""
+        masks = np.zeros((len(constraints), mask_words(vocab)), dtype=np.int32)
+        faults: Faults = {}
+        for place, (constraint, row) in enumerate(zip(constraints, masks, strict=True)):
+            try:
+                constraint.mask(row)
+            except Exception as error:  # noqa: BLE001 - whatever it is, it ends that text alone
+                row[:] = 0
+                faults[place] = _reason(error)
+            else:
+                if not row.any():
+                    faults[place] = STUCK
+        return masks, faults
+
+    def accept(self, constraints: Sequence[Any], token_ids: Sequence[int], /) -> Faults:
+        """See Constraints."""
+        faults: Faults = {}
+        for place, (constraint, token_id) in enumerate(zip(constraints, token_ids, strict=True)):
+            try:
+                constraint.accept(token_id)
+            except Exception as error:  # noqa: BLE001 - whatever it is, it ends that text alone
+                faults[place] = _reason(error)
+        return faults
+
+
+def _reason(error: Exception) -> str:
+    """What the job whose constraint raised this is told; what nobody expected is logged, too."""
+    if isinstance(error, ConstraintError):
+        return str(error)
+    log.error("a constraint failed", exc_info=error)
+    return f"what the answer must be could not be followed: {type(error).__name__}: {error}"

@@ -14,7 +14,7 @@ from nightmill.jobs.arithmetic import Arithmetic
 from nightmill.jobs.contract import StopReason
 from nightmill.jobs.errors import RunnerError
 from nightmill.worker.engine.batch import BatchBuilder
-from nightmill.worker.engine.constraints import make_masks
+from nightmill.worker.engine.constraints import Constraints, OneByOne
 from nightmill.worker.engine.kv_cache import BlockPool, CacheIntegrityError
 from nightmill.worker.engine.limits import Limits
 from nightmill.worker.engine.request import (
@@ -37,7 +37,7 @@ _NO_NUMBERS = (
     "is damaged. A worker that is started with --dtype bf16 has room for larger numbers; or try a shorter or "
     "different prompt. If every prompt fails like this, the file is damaged: download it again"
 )
-_STUCK = "no token of this model can follow: what the answer has to obey allows none here"
+_NOT_COMPILED = "what the answer must be was not compiled: a fault of the worker, retry the job"
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +77,7 @@ class Engine:
     token_budget     most tokens computed in one step; at least `max_sequences`
     model_context    most tokens that the model was made for, where known; what errors may advise
     prefix_sharing   compute equal beginnings of requests once, and keep such requests together
+    constraints      makes constraints, and asks those of a step together
 
     Raises ValueError for limits that contradict each other.
     """
@@ -85,7 +86,7 @@ class Engine:
         self, runner: Runner, *, text_stream: NewTextStream, eos_ids: frozenset[int],
         context_length: int, max_sequences: int, token_budget: int, prefix_sharing: bool = True,
         model_context: int | None = None, decode: Callable[[list[int]], str] | None = None,
-        clock: Callable[[], float] = time.time,
+        constraints: Constraints | None = None, clock: Callable[[], float] = time.time,
     ) -> None:  # fmt: skip
         if max_sequences > runner.slots:
             raise ValueError(f"max_sequences is {max_sequences}, but the runner has {runner.slots} slots")
@@ -95,6 +96,7 @@ class Engine:
         self._text_stream = text_stream
         self._decode = decode or (lambda token_ids: streamed(text_stream(), token_ids))
         self._eos_ids = eos_ids
+        self.constraints: Constraints = constraints or OneByOne()
         self._limits = Limits(
             runner.vocab, context_length, runner.block_size, runner.kv_blocks, model_context
         )
@@ -125,13 +127,15 @@ class Engine:
             if request.attempt == known.request.attempt:
                 return
             if request.attempt < known.request.attempt:
-                self._reject(request, StopReason.CANCELLED, "a newer attempt of this job is running")
+                self.reject(request, StopReason.CANCELLED, "a newer attempt of this job is running")
                 return
             self._finish(known, StopReason.CANCELLED, error="a newer attempt of this job was started")
         params = request.params
         fault = self._limits.fault(request.prompt_ids, params.max_tokens, request.generated_ids)
+        if fault is None and request.constrained is not None and request.constraint is None:
+            fault = _NOT_COMPILED
         if fault is not None:
-            self._reject(request, StopReason.ERROR, fault)
+            self.reject(request, StopReason.ERROR, fault)
             return
         self._submitted += 1
         prompt = list(request.prompt_ids)
@@ -145,6 +149,13 @@ class Engine:
             heapq.heappush(self._deadlines, (request.deadline, sequence.order, sequence))
         self._scheduler.add(sequence)
         self._resume(sequence)
+
+    def reject(self, request: Request, reason: StopReason, error: str | None = None) -> None:
+        """Complete a request that is not computed."""
+        prompt_tokens = len(request.prompt_ids)
+        self._done.append(
+            Completion(request.job_id, request.attempt, (), "", reason, prompt_tokens, 0, error)
+        )
 
     def cancel(self, job_id: str) -> None:
         """Stop a job at the next step; it keeps what it has. Unknown and finished jobs are ignored."""
@@ -274,6 +285,7 @@ class Engine:
 
     def close(self) -> None:
         """Release the runner; the engine is of no use afterwards. Safe to call twice."""
+        self.constraints.close()
         self._runner.close()
 
     def check_integrity(self) -> None:
@@ -302,9 +314,10 @@ class Engine:
             sequence.reported += 1
             sequence.tokens.append(token)
             self._finish_if_over(sequence)
+            if sequence.state is not SequenceState.FINISHED and sequence.constraint is not None:
+                self._obey([sequence])
             if sequence.state is SequenceState.FINISHED:
                 return
-            sequence.obey()
 
     def _end_unwanted(self) -> None:
         """Finish what was cancelled or is past its deadline, wherever it stands."""
@@ -336,13 +349,21 @@ class Engine:
         self._failed = False
 
     def _draw(self, masked: list[Sequence]) -> None:
-        """Make the masks while the forward pass runs. A text that is stuck is over: nothing can follow."""
-        constraints = [one.constraint for one in masked if one.constraint is not None]
-        masks = make_masks(constraints, self._runner.vocab)
+        """Make the masks while the forward pass runs. A text that nothing can follow ends."""
+        masks, faults = self.constraints.masks([one.constraint for one in masked], self._runner.vocab)
         self._runner.draw(masks)
-        for sequence, mask in zip(masked, masks, strict=True):
-            if not mask.any():
-                self._finish(sequence, StopReason.ERROR, error=_STUCK)
+        for place, fault in faults.items():
+            self._finish(masked[place], StopReason.ERROR, error=fault)
+
+    def _obey(self, sequences: list[Sequence]) -> None:
+        """Move the constraints of these past the tokens that were added last, so that they draw again."""
+        constraints = [one.constraint for one in sequences]
+        faults = self.constraints.accept(constraints, [one.tokens[-1] for one in sequences])
+        for place, sequence in enumerate(sequences):
+            if place in faults:
+                self._finish(sequence, StopReason.ERROR, error=faults[place])
+            else:
+                sequence.reach = len(sequence.tokens)
 
     def _collect(self) -> Drawn:
         self._failed = True  # unless the runner returns what it should
@@ -369,9 +390,14 @@ class Engine:
             tokens.append(token)
             if sequence.watch is not None or len(tokens) >= sequence.length_limit or token in eos_ids:
                 self._finish_if_over(sequence)  # in other cases there is no reason to stop
-        for place, sequence in launch.masked:
-            if sequence.state is not finished and ids[place] != not_a_number:
-                sequence.obey()
+        if launch.masked:
+            obeying = [
+                sequence
+                for place, sequence in launch.masked
+                if sequence.state is not finished and ids[place] != not_a_number
+            ]
+            if obeying:
+                self._obey(obeying)
 
     def _blame(self, sequence: Sequence) -> None:
         """A sequence's logits are not numbers: it fails, or is computed again without pages of others."""
@@ -420,12 +446,6 @@ class Engine:
                 completion_tokens=len(drawn),
                 error=error,
             )
-        )
-
-    def _reject(self, request: Request, reason: StopReason, error: str) -> None:
-        prompt_tokens = len(request.prompt_ids)
-        self._done.append(
-            Completion(request.job_id, request.attempt, (), "", reason, prompt_tokens, 0, error)
         )
 
     def _snapshot(self, sequence: Sequence) -> Partial:

@@ -4,8 +4,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
-from nightmill.jobs.contract import GenerationParams, StopReason
-from nightmill.worker.engine.constraints import Constraint
+from nightmill.jobs.contract import Constrained, GenerationParams, StopReason
 from nightmill.worker.engine.prefix_tree import PrefixNode
 from nightmill.worker.engine.stops import TextWatch
 
@@ -15,8 +14,10 @@ class Request:
     """One claimed job, tokenised. `deadline` is in seconds since the epoch; `seed` keys the sampler.
 
     `priority`: higher is admitted sooner; equal priorities in order of submission, but for equal prefixes,
-    which are kept together. `generated_ids`: what an earlier attempt had drawn, to go on from. `constraint`:
-    what may be drawn, as it stands before the first of `generated_ids`; it is this request's alone.
+    which are kept together. `generated_ids`: what an earlier attempt had drawn, to go on from. `constrained`:
+    what the answer must be, of which whoever submits makes the `constraint`: what may be drawn, as it stands
+    before the first of `generated_ids`. It is this request's alone, and of the kind that the engine's
+    constraints take.
     """
 
     job_id: str
@@ -27,7 +28,8 @@ class Request:
     deadline: float | None = None
     priority: int = 5
     generated_ids: tuple[int, ...] = ()
-    constraint: Constraint | None = None
+    constraint: object | None = None
+    constrained: Constrained | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +121,7 @@ class Sequence:
     promise: tuple[PrefixNode, bytes] | None = None  # where in the tree the page is that it computes next
     follows: "tuple[Sequence, int] | None" = None  # waits until that one has computed so many pages
 
-    constraint: Constraint | None = field(init=False)
+    constraint: object | None = field(init=False)
     reach: int = field(init=False)
     """No launch computes more than so many tokens of it, until this is raised."""
     prompt_length: int = field(init=False)
@@ -132,12 +134,6 @@ class Sequence:
         self.prompt_length = len(self.request.prompt_ids)
         group = self.order if self.group is None else self.group
         self.rank = (-self.request.priority, group, self.order)
-
-    def obey(self) -> None:
-        """Move the constraint, where there is one, past the token that was added last."""
-        if self.constraint is not None:
-            self.constraint.accept(self.tokens[-1])
-            self.reach = len(self.tokens)
 
     @property
     def generated(self) -> int:

@@ -16,6 +16,7 @@ from nightmill.jobs.errors import ChatTemplateError, NightmillError, SettingsErr
 from nightmill.jobs.settings import Settings
 from nightmill.worker.engine.engine import Engine, EngineStats
 from nightmill.worker.engine.probing import probe
+from nightmill.worker.grammar import Grammars
 from nightmill.worker.model.chat import ChatTemplate, Limits
 from nightmill.worker.model.families import read_spec
 from nightmill.worker.model.gguf.file import GgufFile
@@ -262,6 +263,7 @@ def build_engine(settings: Settings, model: OpenModel) -> Engine:
         )  # fmt: skip
     vocabulary = model.vocabulary
     vocabulary.spell_all()
+    grammars = Grammars(vocabulary, model.spec.vocab)
 
     def engine() -> Engine:
         return Engine(
@@ -274,6 +276,7 @@ def build_engine(settings: Settings, model: OpenModel) -> Engine:
             max_sequences=sequences,
             token_budget=token_budget,
             prefix_sharing=settings.prefix_sharing,
+            constraints=grammars,
         )
 
     try:

@@ -37,12 +37,14 @@ from nightmill.worker.link.messages import (
     Submit,
     Told,
 )
+from nightmill.worker.link.preparing import Preparing
 
 log = logging.getLogger(__name__)
 
 STATS_SECONDS = 0.5
 PIECES_SECONDS = 0.01
 """Between two reports of what followed texts have grown by: less than two steps of most models."""
+PREPARING_SECONDS = 0.005  # between two looks at grammars that are being compiled, if nothing else is to do
 _PR_SET_PDEATHSIG = 1
 
 
@@ -86,6 +88,7 @@ class _Loop:
 
     def __init__(self, engine: Engine, connection: Connection, collector: QuietCollector) -> None:
         self._engine = engine
+        self._preparing = Preparing(engine)
         self._connection = connection
         self._collector = collector
         self._stopping = False
@@ -98,6 +101,7 @@ class _Loop:
         engine = self._engine
         while not self._stopping:
             self._take_commands()
+            self._preparing.look()
             done = engine.step() if engine.has_work else []
             if engine.followed:
                 self._tell_growths()
@@ -107,23 +111,30 @@ class _Loop:
     def _take_commands(self) -> None:
         """Carry out what was sent; sleep only if there is nothing to generate."""
         connection = self._connection
-        while not self._stopping and connection.poll(0 if self._engine.has_work else None):
+        while not self._stopping and connection.poll(self._patience()):
             self._carry_out(connection.recv())
+
+    def _patience(self) -> float | None:
+        """Seconds that a command may be waited for."""
+        if self._engine.has_work:
+            return 0.0
+        return PREPARING_SECONDS if self._preparing else None
 
     def _carry_out(self, command: Command) -> None:
         match command:
             case Submit(requests):
                 for request in requests:
-                    self._engine.submit(request)
+                    self._preparing.submit(request)
             case Cancel(job_id):
-                self._engine.cancel(job_id)
+                self._preparing.cancel(job_id)
             case Ask(number, job_ids, at_least):
                 self._tell(number, self._engine.progress(job_ids, at_least))
             case Follow(job_ids):
                 self._engine.follow(job_ids)
             case Abandon(number):
                 partials = self._engine.abandon()
-                self._tell(number, [Progress(one.job_id, one.attempt, one.token_ids) for one in partials])
+                computed = [Progress(one.job_id, one.attempt, one.token_ids) for one in partials]
+                self._tell(number, computed + self._preparing.abandon())
             case Stop():
                 self._stopping = True
             case Begin():

@@ -183,6 +183,7 @@ class Service:
             deadline=deadline,
             priority=claim.priority,
             generated_ids=tokens_to_resume(claim.saved, mark),
+            constrained=claim.constrained,
         )
 
     def _submit(self, requests: Sequence[Request]) -> None:

@@ -19,6 +19,7 @@ from sqlalchemy import select
 
 from nightmill.jobs.client import Client
 from nightmill.jobs.commands.main import main
+from nightmill.jobs.constrained import FORMS
 from nightmill.jobs.errors import InvalidRequestError
 from nightmill.jobs.formats.rows import printable
 from nightmill.jobs.settings import Settings
@@ -41,6 +42,17 @@ GOOD: dict[str, st.SearchStrategy[Any]] = {
     "seed": st.integers(0, 2**63 - 1),
     "stop": st.lists(TEXTS, min_size=1, max_size=16),
     "ignore_eos": st.booleans(),
+    "response_format": st.sampled_from(
+        [
+            {"type": "text"},
+            {"type": "json_object"},
+            {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "null"}, "strict": True}},
+        ]
+    ),
+    "json_schema": st.sampled_from([{"type": "integer"}, {"enum": ["ü", 1]}]),
+    "regex": st.sampled_from(["[a-z]+", r"\d{3}", "\u00fc|/"]),
+    "choice": st.lists(TEXTS, min_size=1, max_size=5),
+    "grammar": st.sampled_from(['start: "a"+', 'root ::= "a" | "b"']),
     "model": st.from_regex(r"\A[A-Za-z0-9][A-Za-z0-9._:+/@-]{0,20}\Z"),
     "custom_id": TEXTS,
     "priority": st.integers(0, 9),
@@ -56,6 +68,11 @@ BAD: dict[str, st.SearchStrategy[Any]] = {
     "repetition_penalty": st.floats(0, 0.009),
     "seed": st.integers(max_value=-1) | st.integers(2**63),
     "stop": st.just([""]) | st.lists(TEXTS, min_size=17, max_size=18) | st.just(["a\0"]),
+    "response_format": st.just({"type": "poem"}) | st.just({"type": "json_schema"}),
+    "json_schema": st.just({"not": {}}) | st.just({"items": {"uniqueItems": True}}),
+    "regex": st.just("a\0") | st.just("a" * 8_193),
+    "choice": st.just(["a", ""]) | st.just(["a\0"]),
+    "grammar": st.just("a\0"),
     "model": st.just("two words") | st.just("m" * 201),
     "custom_id": st.just("c" * 513) | st.just("a\0b"),
     "priority": st.integers(10, 99) | st.integers(-9, -1),
@@ -126,7 +143,7 @@ class Doors:
             option = f"--{name.replace('_', '-')}"
             if name == "messages":
                 arguments.append("--chat")
-            elif name == "stop":
+            elif name in ("stop", "choice"):
                 arguments += [argument for text in value for argument in (option, text)]
             elif name == "ignore_eos":
                 arguments += [option] * value
@@ -164,7 +181,7 @@ def test_a_job_is_the_same_row_or_the_same_refusal_through_every_door(
     kind, expected = doors.python(job)
     found = {door.__name__: door(job) for door in (doors.python_rows, doors.jsonl, doors.csv)}
     found["command_line"] = doors.command_line(job)
-    if job.keys() <= PARAMETERS | {"prompt", "messages", "model", "custom_id"}:
+    if job.keys() <= PARAMETERS | FORMS.keys() | {"prompt", "messages", "model", "custom_id"}:
         found["openai"] = doors.openai(job)
     for door, (how, what) in found.items():
         assert how == kind, (door, what)
@@ -192,7 +209,7 @@ def test_the_table_of_fields_is_what_calls_and_commands_take() -> None:
     assert (
         set(BatchSettings.__annotations__)
         == OF_A_BATCH
-        == PARAMETERS | {*("priority", "max_attempts", "model", "scheduled_at", "deadline")}
+        == PARAMETERS | FORMS.keys() | {*("priority", "max_attempts", "model", "scheduled_at", "deadline")}
     )
     assert FIELDS.keys() - {"batch", "scheduled_at", "deadline", "idempotency_key"} == ROW_FIELDS
     assert all(field.says.endswith(".") for field in FIELDS.values())

@@ -124,6 +124,26 @@ def test_rows_from_before_there_were_owners_are_nobodys(empty_database: Database
     assert [(job.id, job.owner) for job in Store(empty_database).find(Selection())] == [("old", None)]
 
 
+def test_rows_from_before_answers_could_be_held_to_a_schema_ask_for_nothing(empty_database: Database) -> None:
+    config = _alembic()
+    with empty_database.engine.begin() as connection:
+        config.attributes["connection"] = connection
+        command.upgrade(config, "0006")
+        columns = "id, params, seed, state, attempt, failures, max_attempts, priority, prompt, created_at"
+        values = "'old', '{}', 1, 'failed', 1, 0, 3, 5, 'kept', '2026-01-01'"
+        connection.execute(text(f"INSERT INTO jobs ({columns}) VALUES ({values})"))
+    empty_database.migrate()
+    with empty_database.read() as connection:
+        assert connection.execute(text("SELECT prompt, constrained FROM jobs")).all() == [("kept", None)]
+    (old,) = Store(empty_database).find(Selection())
+    assert (old.prompt, old.constrained, old.parsed) == ("kept", None, None)
+    assert Store(empty_database).retry("old").state == "queued"
+    with empty_database.engine.begin() as connection:
+        config.attributes["connection"] = connection
+        command.downgrade(config, "0006")
+        assert connection.execute(text("SELECT prompt FROM jobs")).scalars().all() == ["kept"]
+
+
 def test_a_configured_database_without_tables_says_how_to_make_them(empty_database: Database) -> None:
     with pytest.raises(SchemaError) as caught, empty_database.read():
         pass

@@ -1,13 +1,14 @@
 """Sequences under constraints: they draw what is allowed, and cost those beside them nothing."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nightmill.jobs.contract import StopReason
-from nightmill.jobs.errors import RunnerError
+from nightmill.jobs.contract import Constrained, ConstraintKind, StopReason
+from nightmill.jobs.errors import ConstraintError, RunnerError
 from nightmill.worker.engine.request import Completion, Request
 from nightmill.worker.runners.base import IntArray, StepBatch
 from tests.unit.engine.scripted import Rule, ScriptedRunner, expected, make_engine, make_request, run
@@ -147,6 +148,78 @@ def test_a_text_that_nothing_can_follow_fails_alone_and_says_so(depth: int) -> N
     assert len(done["stuck"].token_ids) == 4
     assert "allows none" in (done["stuck"].error or "")
     assert engine.stats.free_pages == engine.stats.pages
+
+
+class Raising(Rule):
+    """Allows everything for some tokens, then fails at a mask, or at a token that it is given."""
+
+    def __init__(self, error: Exception, *, masks: int = 99, tokens: int = 99) -> None:
+        super().__init__(0)
+        self.error, self.masks, self.tokens = error, masks, tokens
+
+    def allowed(self, drawn: list[int]) -> list[int]:
+        return [0, 1, 2]
+
+    def mask(self, row: IntArray, /) -> None:
+        self.masks -= 1
+        row[0] = 7
+        if self.masks < 0:
+            raise self.error
+
+    def accept(self, token_id: int, /) -> None:
+        self.tokens -= 1
+        if self.tokens < 0:
+            raise self.error
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (ConstraintError("regex: too much for one step"), "regex: too much for one step"),
+        (ZeroDivisionError("of its own"), "could not be followed: ZeroDivisionError: of its own"),
+    ],
+)
+@pytest.mark.parametrize("when", [{"masks": 4}, {"tokens": 4}, {"masks": 0}, {"tokens": 0}])
+def test_a_constraint_that_raises_fails_its_own_text_alone(
+    depth: int, error: Exception, said: str, when: dict[str, int]
+) -> None:
+    engine = make_engine(ScriptedRunner(depth=depth))
+    params = make_request(max_tokens=20).params
+    engine.submit(Request("bad", 1, (0, 1, 2), params, 1, constraint=Raising(error, **when)))
+    beside = [
+        make_request("free", seed=1, max_tokens=20),
+        make_request("held", seed=2, rule=5, max_tokens=20),
+    ]
+    for request in beside:
+        engine.submit(request)
+    done = {one.job_id: one for one in run(engine)}
+    assert done["bad"].stop_reason is StopReason.ERROR and said in (done["bad"].error or "")
+    assert len(done["bad"].token_ids) == max(when.values()) + ("tokens" in when)
+    for request in beside:
+        assert outcome(done[request.job_id]) == expected(request, 64)
+    assert engine.stats.free_pages == engine.stats.pages
+
+
+def test_a_constraint_that_does_not_take_saved_tokens_fails_its_own_text_alone() -> None:
+    engine = make_engine(ScriptedRunner())
+    bad = Raising(ConstraintError("foreign tokens"), tokens=2)
+    engine.submit(
+        Request("bad", 2, (0, 1, 2), make_request().params, 1, generated_ids=(0, 1, 2, 0), constraint=bad)
+    )
+    (done,) = run(engine)
+    assert (done.stop_reason, done.error, done.token_ids) == (StopReason.ERROR, "foreign tokens", (0, 1, 2))
+    assert engine.stats.free_pages == engine.stats.pages
+
+
+def test_a_request_whose_constraint_nobody_has_made_is_not_generated_without_it() -> None:
+    engine = make_engine(ScriptedRunner())
+    asked = Constrained(ConstraintKind.REGEX, "a")
+    engine.submit(replace(make_request("bad"), constrained=asked))
+    (done,) = run(engine)
+    assert done.stop_reason is StopReason.ERROR and "was not compiled" in (done.error or "")
+    with pytest.raises(ConstraintError, match="regex: this engine compiles none"):
+        engine.constraints.compile(asked).result()
 
 
 def test_work_is_abandoned_in_order_where_the_draw_fails() -> None:

@@ -6,6 +6,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from nightmill.jobs.constrained import FORMS
 from nightmill.jobs.contract import GenerationParams, Job, JobState, StopReason
 from nightmill.jobs.formats import FileFormat, InputFile, InputRow
 from nightmill.jobs.spec import FIELDS
@@ -42,11 +43,12 @@ def said(row: InputRow) -> dict[str, Any]:
     spec = row.spec
     assert spec is not None
     values = vars(spec) | vars(spec.params)
-    return {
+    found = {
         name: values[name]
         for name, field in FIELDS.items()
-        if values[name] != field.default and name != "custom_id"
+        if name not in FORMS and values[name] != field.default and name != "custom_id"
     }
+    return found if spec.constrained is None else found | {"constrained": spec.constrained}
 
 
 def job(**values: Any) -> Job:

@@ -8,12 +8,14 @@ from typing import Any
 import pytest
 from openai.types.chat import ChatCompletion
 
+from nightmill.jobs.constrained import FORMS, MAX_BYTES, MAX_CHOICES, MAX_REGEX
 from nightmill.jobs.contract import JobState, StopReason
 from nightmill.jobs.errors import RowCode
 from nightmill.jobs.formats import FileFormat, InputFile, error_row, result_row
-from nightmill.jobs.formats.openai import IGNORED, NEUTRAL
+from nightmill.jobs.formats.openai import GUIDED, IGNORED, NEUTRAL
 from nightmill.jobs.formats.plain import ROW_KEYS
 from nightmill.jobs.formats.results import ERROR_COLUMNS, RESULT_COLUMNS
+from nightmill.jobs.schemas import MAX_DEPTH, REFUSED
 from tests.unit.formats.files import job
 
 PAGE = (Path(__file__).parents[3] / "docs" / "file-formats.md").read_text(encoding="utf-8")
@@ -109,9 +111,24 @@ def test_every_key_of_a_plain_row_is_described() -> None:
 def test_every_key_of_an_openai_body_is_described() -> None:
     described = named_in_tables(section("## OpenAI's batch format").split("### Results")[0])
     frame = {"custom_id", "method", "url", "body"}
-    ours = {"top_k", "min_p", "repetition_penalty", "ignore_eos"}
+    ours = {"top_k", "min_p", "repetition_penalty", "ignore_eos"} | FORMS.keys()
+    ours |= GUIDED.keys() | {"structured_outputs"}
     parameters = {"max_tokens", "max_completion_tokens", "temperature", "top_p", "seed", "stop", "model"}
     assert described == frame | ours | parameters | {"messages", "prompt"} | NEUTRAL.keys() | IGNORED
+
+
+def test_what_can_be_said_of_an_answer_and_what_cannot_is_described() -> None:
+    page = section("## Structured output")
+    assert set(FORMS) - {"response_format"} <= named_in_tables(page)
+    refused = page.split("names it, not passed over:")[1].split("Remove it")[0]
+    assert set(re.findall(r"`([^`]+)`", refused)) == REFUSED
+    for bound in (
+        f"{MAX_BYTES >> 10} KiB",
+        f"{MAX_DEPTH}\nlevels",
+        f"{MAX_REGEX:,} characters",
+        f"{MAX_CHOICES:,} choices",
+    ):
+        assert bound in page
 
 
 def test_every_code_of_a_bad_row_is_described() -> None:

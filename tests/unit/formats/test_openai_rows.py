@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from nightmill.jobs.contract import Constrained, ConstraintKind
 from nightmill.jobs.formats import FileFormat, InputFile, InputRow
 from tests.unit.formats.files import chat, completion, read_rows, said, write_lines
 
@@ -69,7 +70,9 @@ def test_keys_without_effect_are_accepted_and_leave_no_setting(tmp_path: Path, b
         ({"n": 2}, "n"), ({"n": True}, "n"), ({"stream": True}, "stream"), ({"stream": 0}, "stream"),
         ({"tools": [{"type": "function"}]}, "tools"), ({"tool_choice": "required"}, "tool_choice"),
         ({"functions": [{}]}, "functions"), ({"function_call": {"name": "f"}}, "function_call"),
-        ({"response_format": {"type": "json_object"}}, "response_format"), ({"logprobs": True}, "logprobs"),
+        ({"response_format": {"type": "grammar"}}, "response_format.type"), ({"logprobs": True}, "logprobs"),
+        ({"structured_outputs": {"structural_tag": {}}}, "structured_outputs.structural_tag"),
+        ({"response_format": {"type": "json_object", "x": 1}}, "response_format.x"),
         ({"logprobs": 3}, "logprobs"), ({"top_logprobs": 2}, "top_logprobs"),
         ({"logit_bias": {"50256": -100}}, "logit_bias"), ({"presence_penalty": 0.5}, "presence_penalty"),
         ({"frequency_penalty": -1}, "frequency_penalty"), ({"modalities": ["text", "audio"]}, "modalities"),
@@ -90,13 +93,12 @@ def test_keys_that_would_change_the_answer_are_refused_by_name(
     ("body", "said"),
     [
         (
-            {"response_format": {"type": "json_object"}},
-            'body.response_format: {"type": "json_object"} is not supported yet, only {"type": "text"}; '
-            "remove it, and ask for JSON in the prompt",
+            {"response_format": {"type": "poem"}},
+            "body.response_format.type: must be one of text, json_object, json_schema (got 'poem')",
         ),
         (
             {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
-            "body.response_format: this object is not supported yet, only ",
+            "body.response_format.json_schema.schema: must be an object, not null",
         ),
         (
             {"tools": [{"type": "function"}]},
@@ -232,3 +234,52 @@ def test_the_format_is_found_from_the_first_whole_row(tmp_path: Path) -> None:
     plain = write_lines(tmp_path / "b.jsonl", [b"not json", {"prompt": "x"}])
     assert InputFile(openai_rows).format is FileFormat.OPENAI
     assert InputFile(plain).format is FileFormat.JSONL
+
+
+@pytest.mark.parametrize(
+    ("body", "kind", "text"),
+    [
+        ({"response_format": {"type": "json_object"}}, "json_schema", '{"type":"object"}'),
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "n", "schema": {"type": "null"}},
+                }
+            },
+            "json_schema",
+            '{"type":"null"}',
+        ),
+        ({"regex": "a+"}, "regex", "a+"),
+        ({"guided_json": {"type": "null"}}, "json_schema", '{"type":"null"}'),
+        ({"guided_json": '{"type": "null"}'}, "json_schema", '{"type":"null"}'),
+        ({"guided_regex": "a"}, "regex", "a"),
+        ({"guided_choice": ["a", "b"]}, "choice", '["a","b"]'),
+        ({"guided_grammar": 'root ::= "a"'}, "grammar", 'root ::= "a"'),
+        ({"structured_outputs": {"json": {"type": "null"}, "regex": None}}, "json_schema", '{"type":"null"}'),
+        ({"structured_outputs": {"json_object": True}}, "json_schema", '{"type":"object"}'),
+        ({"structured_outputs": {"choice": ["a"]}}, "choice", '["a"]'),
+    ],
+)
+def test_what_the_answer_must_be_in_the_words_of_openai_and_vllm(
+    tmp_path: Path, body: dict[str, Any], kind: str, text: str
+) -> None:
+    for row in (chat(**body), completion(**body)):
+        assert said(only(tmp_path, row)) == {"constrained": Constrained(ConstraintKind(kind), text)}
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({"guided_json": "{"}, "is not JSON"),
+        ({"guided_json": [1]}, "body.json_schema: must be an object, not a list"),
+        ({"structured_outputs": ["a"]}, "body.structured_outputs: must be an object, not a list"),
+        ({"guided_regex": "a", "guided_choice": ["b"]}, "contradicts"),
+        ({"guided_whitespace_pattern": " *"}, "body.guided_whitespace_pattern: is not supported"),
+    ],
+)
+def test_what_the_answer_must_be_and_cannot_is_refused(
+    tmp_path: Path, body: dict[str, Any], message: str
+) -> None:
+    error = only(tmp_path, chat(**body)).error
+    assert error is not None and message in error.message

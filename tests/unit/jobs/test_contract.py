@@ -110,7 +110,11 @@ def test_the_defaults_of_generation_are_those_of_the_contract() -> None:
         ({"metadata": {"a": SURROGATE}}, "metadata", "contains a lone surrogate (U+D800)"),
         ({"temprature": 1.0}, "temprature", "is not supported: did you mean temperature?"),
         ({"max_token": 1}, "max_token", "is not supported: did you mean max_tokens?"),
-        ({"xyzzy": 1}, "xyzzy", "is not supported: remove it; known are batch, custom_id, deadline, "),
+        (
+            {"xyzzy": 1},
+            "xyzzy",
+            "is not supported: remove it; known are batch, choice, custom_id, deadline, ",
+        ),
     ],
 )
 def test_a_bad_value_fails_with_the_name_of_its_field(

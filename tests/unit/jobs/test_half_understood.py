@@ -41,6 +41,7 @@ def row(**changes: Any) -> Any:
             "batch", "row", "custom_id", "model", "messages", "stop_reason", "text", "prompt_tokens",
             "completion_tokens", "arithmetic", "error", "errors", "worker", "idempotency_key", "metadata",
             "owner", "cancel_requested_at", "scheduled_at", "deadline_at", "started_at", "finished_at",
+            "constrained",
         ]
     )  # fmt: skip
     columns |= {"id": "0" * 32, "state": "queued", "prompt": "hello", "params": {"max_tokens": 3}, "seed": 5}
@@ -55,6 +56,10 @@ def test_words_of_a_newer_version_are_shown_as_they_are() -> None:
     assert isinstance(job.state, JobState) and isinstance(job.stop_reason, StopReason)
     assert f"{job.state}, {job.stop_reason}" == "paused, bored"
     assert job_from_row(row(arithmetic="abacus")).arithmetic == "abacus"
+    asked = job_from_row(row(constrained={"kind": "rhyme", "text": "ABAB"})).constrained
+    assert asked is not None and (asked.kind, asked.text) == ("rhyme", "ABAB")
+    for strange in ([1], {"kind": 5}, {"kind": "regex"}, "regex"):
+        assert job_from_row(row(constrained=strange)).constrained is None
     assert not job.state.final and job.state not in set(JobState)
     assert json.loads(to_json(job_values(job)))["state"] == "paused"
     with pytest.raises(ValueError):

@@ -139,6 +139,13 @@ def test_a_file_of_bad_rows_only_has_a_plan(tmp_path: Path) -> None:
     assert next(describe_plan(plan)).endswith("2 rows (openai), 0 good, 2 bad")
 
 
+def test_a_plan_says_how_many_answers_are_held_to_something(tmp_path: Path) -> None:
+    rows = [completion(str(n), max_tokens=40, **({"choice": ["a"]} if n % 3 else {})) for n in range(9)]
+    plan = planned(write_lines(tmp_path / "night.jsonl", rows), measured=False)
+    assert plan.as_json()["rows_with_structured_output"] == {"choice": 6}
+    assert "note: 6 rows say what their answer must be (6 by choice)" in "\n".join(describe_plan(plan))
+
+
 def test_every_key_of_the_json_is_described(night: Path) -> None:
     page = (Path(__file__).parents[3] / "docs" / "file-formats.md").read_text(encoding="utf-8")
     table = page[page.index("## What `nightmill plan --json` prints") :]

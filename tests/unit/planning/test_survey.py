@@ -144,3 +144,16 @@ def test_progress_hears_of_every_row(tmp_path: Path, rows: int) -> None:
     path = write_lines(tmp_path / "in.jsonl", [completion(str(n)) for n in range(rows)])
     look(path, on_row=lambda: heard.append(None))
     assert len(heard) == rows
+
+
+def test_rows_that_say_what_their_answer_must_be_are_counted_by_kind(tmp_path: Path) -> None:
+    rows = [
+        completion("a", regex="x"),
+        completion("b", response_format={"type": "json_object"}),
+        completion("c", guided_json={"type": "integer"}),
+        completion("d", structured_outputs={"choice": ["x"]}),
+        completion("e", response_format={"type": "text"}),
+        completion("f", guided_regex="("),
+    ]
+    found = look(write_lines(tmp_path / "night.jsonl", rows))
+    assert found.constrained == {"json_schema": 2, "regex": 2, "choice": 1}

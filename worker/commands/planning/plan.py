@@ -87,6 +87,7 @@ class Plan:
             "bad_by_code": self.bad_by_code,
             "rows_for_other_models": self.other_models,
             "rows_that_may_be_cut": found.cut,
+            "rows_with_structured_output": dict(found.constrained.most_common()),
             "prompt_tokens": sum(prompts),
             "longest_prompt": max(prompts, default=0),
             "output_tokens": self.output_tokens,

@@ -34,6 +34,12 @@ def describe_plan(plan: Plan) -> Iterator[str]:
             f"note: {found.cut:,} rows have max_tokens beyond what the context of {plan.limits.context:,} "
             "tokens leaves them; an answer that long is cut there (stop reason context_full)"
         )
+    if found.constrained:
+        kinds = ", ".join(f"{count:,} by {kind}" for kind, count in found.constrained.most_common())
+        yield (
+            f"note: {sum(found.constrained.values()):,} rows say what their answer must be ({kinds}); "
+            "what that costs, and where it ends their answers, is not measured"
+        )
     if not found.good:
         return
     mean = sum(found.prompt_tokens) / found.good

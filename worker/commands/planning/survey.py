@@ -43,6 +43,8 @@ class Survey:
     """Rows whose prompt and max_tokens together do not fit the context: such an answer may be cut."""
     models: Counter[str] = field(default_factory=Counter)
     """How many rows ask for which model by name."""
+    constrained: Counter[str] = field(default_factory=Counter)
+    """How many rows say what their answer must be, by the kind of it."""
     sample: list[Request] = field(default_factory=list)
     """Good rows, drawn at random and in random order."""
 
@@ -104,6 +106,8 @@ def _count(found: Survey, spec: JobSpec, prompt_ids: tuple[int, ...], limits: Li
     found.limits.append(min(params.max_tokens, room))
     found.endless.append(params.ignore_eos and not params.stop)
     found.cut += params.max_tokens > room
+    if spec.constrained is not None:
+        found.constrained[str(spec.constrained.kind)] += 1
     if spec.model is not None:
         found.models[spec.model] += 1
 

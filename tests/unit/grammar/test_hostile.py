@@ -1,0 +1,166 @@
+"""Strangers' schemas, expressions and grammars fail their own rows, in bounded time, and nothing else."""
+
+import json
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from nightmill.jobs.contract import Constrained as Asked
+from nightmill.jobs.contract import ConstraintKind, StopReason
+from nightmill.jobs.errors import InvalidParameterError
+from nightmill.worker.engine.constraints import STUCK
+from nightmill.worker.grammar import Limits
+from nightmill.worker.grammar.checker import ParserLimits
+from tests.constrained import QUICK, Constrained
+from tests.ggufs import write_model
+from tests.schemas import hostile
+
+HOSTILE = int(os.environ.get("NIGHTMILL_TEST_HOSTILE", "240"))
+"""How many are tried; the whole sample has 2,000."""
+STEP_SECONDS = 5.0  # on a machine with other things to do; the parser's limits for a step are some 15 ms
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Constrained]:
+    with Constrained(write_model(tmp_path_factory.mktemp("model") / "bytes.gguf")) as made:
+        yield made
+
+
+def free(model: Constrained, count: int) -> list[Any]:
+    return [
+        replace(model.request(f"free {seed}", seed, {"regex": "x"}, max_tokens=60), constrained=None)
+        for seed in range(count)
+    ]
+
+
+def test_none_of_many_stops_a_worker_or_holds_up_its_steps(model: Constrained) -> None:
+    requests = []
+    for place, asked in enumerate(hostile(seed=19, count=HOSTILE)):
+        try:
+            requests.append(model.request(str(place), place, dict(asked), max_tokens=40))
+        except InvalidParameterError as error:
+            assert error.field  # refused at enqueue, by name
+    assert len(requests) > HOSTILE // 2
+    innocent = free(model, 4)
+    alone = model.run(innocent, slots=40)
+    model.slowest = 0.0
+    done = model.run([*innocent, *requests], slots=40)
+    assert len(done) == len(requests) + 4
+    assert {name: done[name].token_ids for name in alone} == {n: one.token_ids for n, one in alone.items()}
+    reasons = {one.stop_reason for one in done.values()}
+    assert reasons == {StopReason.EOS, StopReason.LENGTH, StopReason.ERROR}
+    for one in done.values():
+        assert (one.stop_reason is StopReason.ERROR) == bool(one.error)
+        assert "\n" not in (one.error or "") and "backtrace" not in (one.error or "")
+    assert model.slowest < STEP_SECONDS
+
+
+CHAIN = "start: a0\n" + "\n".join(f"a{i}: a{i + 1}" for i in range(8000)) + '\na8000: "x"'
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"grammar": CHAIN}, "is too much for the parser (SIGSEGV"),
+        ({"json_schema": {"type": "integer", "multipleOf": 99_999_999}}, "more than 0.5 s of processor time"),
+        ({"json_schema": {"type": "strin"}}, "json_schema: Invalid type: strin"),
+        ({"json_schema": {"type": "string", "format": "colour"}}, "json_schema: Unknown format: colour"),
+        ({"json_schema": {"type": "array", "minItems": 3, "maxItems": 2}}, "minItems (3) is greater"),
+        ({"json_schema": {"oneOf": [{"type": "null"}, {}]}}, "are not supported. write anyOf"),
+        ({"json_schema": {"$ref": "http://example.org/schema"}}, "http://example.org/schema"),
+        ({"json_schema": {"$ref": "#"}}, "json_schema: no answer can obey it"),
+        ({"regex": "(?=a)b"}, "regex: look-around, including look-ahead and look-behind, is not supported"),
+        ({"regex": r"(a)\1"}, "regex: backreferences are not supported"),
+        ({"regex": "("}, "regex: unclosed group"),
+        ({"grammar": "nonsense ="}, "grammar: is neither Lark nor GBNF"),
+        ({"grammar": 'start: "a" b'}, 'unknown name: "b"'),
+        ({"grammar": 'start: <|im_end|> "x"'}, "names tokens of the model, with which no answer is spelt"),
+        ({"grammar": "root ::= " + "(" * 3000}, "grammar: is neither Lark nor GBNF: RecursionError"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_compiled_is_an_error_that_says_why(
+    asked: dict[str, Any], said: str, model: Constrained
+) -> None:
+    with Constrained(model.file.path, replace(QUICK, seconds=0.5)) as strict:
+        done = strict.run([strict.request("bad", 1, asked), *free(strict, 1)])
+    assert done["bad"].stop_reason is StopReason.ERROR
+    assert said in (done["bad"].error or "")
+    assert done["free 0"].error is None
+
+
+def test_an_answer_that_needs_too_much_in_a_step_fails_with_a_remedy(model: Constrained) -> None:
+    limits = Limits(parser=ParserLimits(step_lexer_fuel=2_000, max_items_in_row=50))
+    with Constrained(model.file.path, limits) as strict:
+        asked = {"grammar": "start: " + " | ".join(f"/{chr(97 + n % 26)}{n}.*/" for n in range(200))}
+        done = strict.run([strict.request("wide", 1, asked), *free(strict, 1)])
+    assert "is too much for one step" in (done["wide"].error or "") and "simplify it" in (
+        done["wide"].error or ""
+    )
+    assert done["free 0"].error is None
+
+
+def test_a_dead_end_is_an_error_and_no_answer(model: Constrained) -> None:
+    """Where nothing can follow, llguidance would have the text end."""
+    done = model.run([model.request("j", 1, {"grammar": 'start: "a" A\nA: /b/ & /c/'})])
+    assert (done["j"].stop_reason, done["j"].error, done["j"].text) == (StopReason.ERROR, STUCK, "a")
+
+
+def test_a_lexer_that_others_have_filled_fails_nobody(model: Constrained) -> None:
+    limits = Limits(parser=ParserLimits(max_lexer_states=150))
+    with Constrained(model.file.path, limits) as strict:
+        asked = {"regex": "((a|b)*a(a|b){11}c){3}"}
+        requests = [strict.request(str(seed), seed, asked, max_tokens=40) for seed in range(24)]
+        together = strict.run(requests, slots=8)
+        for request in requests:
+            with Constrained(model.file.path, limits) as alone:
+                (one,) = alone.run([request]).values()
+            assert (together[request.job_id].token_ids, together[request.job_id].error) == (
+                one.token_ids,
+                one.error,
+            )
+    assert [one.error for one in together.values()] == [None] * 24
+
+
+def test_one_schema_is_compiled_once_however_many_ask_for_it(model: Constrained) -> None:
+    before = model.grammars.compiled
+    asked = {"json_schema": {"type": "integer", "minimum": 0, "maximum": 9, "title": "only here"}}
+    done = model.run([model.request(str(seed), seed, asked) for seed in range(200)])
+    assert all(one.text.strip().isdigit() for one in done.values())
+    assert model.grammars.compiled == before + 1
+
+
+def test_few_compiled_grammars_are_kept_and_all_rows_run(
+    model: Constrained, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("nightmill.worker.grammar.grammars._KEPT", 3)
+    requests = [model.request(str(n), n, {"choice": [f"answer {n}"]}, max_tokens=30) for n in range(20)]
+    done = model.run(requests, slots=4)
+    assert [done[str(n)].text for n in range(20)] == [f"answer {n}" for n in range(20)]
+    assert len(model.grammars._known) <= 3
+
+
+def test_a_slow_schema_delays_neither_free_rows_nor_other_schemas(model: Constrained) -> None:
+    slow = Limits(seconds=2.0)
+    with Constrained(model.file.path, slow) as patient:
+        requests = [
+            patient.request("slow", 1, {"json_schema": {"type": "integer", "multipleOf": 99_999_999}}),
+            patient.request("quick", 2, {"choice": ["yes", "no"]}),
+            *free(patient, 2),
+        ]
+        done = patient.run(requests)
+    assert list(done)[-1] == "slow" and len(done) == 4
+
+
+def test_the_process_that_checks_ends_with_the_engine(model: Constrained) -> None:
+    with Constrained(model.file.path) as short:
+        asked = Asked(ConstraintKind.JSON_SCHEMA, json.dumps({"type": "integer", "multipleOf": 99_999_999}))
+        compiling = short.grammars.compile(asked)
+        time.sleep(0.3)
+        began = time.monotonic()
+        short.grammars.close()
+        assert compiling.exception(10) is not None
+    assert time.monotonic() - began < 5

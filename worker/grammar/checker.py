@@ -1,0 +1,214 @@
+"""The handle on a process that compiles grammars to see whether they can be: starts it, asks it, ends it."""
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import threading
+from dataclasses import asdict, dataclass, field
+from multiprocessing import Pipe
+from pathlib import Path
+from typing import Final
+
+import llguidance
+from llguidance import LLParserLimits
+
+from nightmill.jobs.contract import Constrained, ConstraintKind
+from nightmill.jobs.errors import ConstraintError, RunnerError
+from nightmill.worker.grammar.source import complete, lark_of
+
+PROGRAM: Final = Path(__file__).with_name("checker_process.py")
+_TRIES: Final = 2  # for what ends without an answer, and nothing says that it was to blame
+_LONGEST: Final = 500  # characters of what the parser says
+_LONGEST_ANSWER: Final = 8 << 20  # bytes; a converted grammar is a little longer than it was
+_DYING: Final = 5.0  # seconds that a process may take to end once its end of the pipe is closed
+# Anybody may kill a process (the kernel, if memory is short); these a process brings upon itself.
+_CRASHES: Final = {signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.SIGFPE}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParserLimits:
+    """Of llguidance, for compiling a grammar and for each mask; its own defaults where nothing is said.
+
+    A mask that needs more fails its row. Fuel for a step is some 15 ms, so much a row may delay a step.
+    """
+
+    max_items_in_row: int = 2_000
+    initial_lexer_fuel: int = 1_000_000
+    step_lexer_fuel: int = 200_000
+    step_max_items: int = 50_000
+    max_lexer_states: int = 50_000  # of 1 to 2 KB: all rows of a grammar share them
+    max_grammar_size: int = 500_000
+    precompute_large_lexemes: bool = False  # would hang the time to compile on the vocabulary
+    verbose_errors: bool = False
+
+    def build(self) -> LLParserLimits:
+        """As llguidance takes them."""
+        return LLParserLimits(**asdict(self))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What compiling a grammar may use. A usual schema takes a millisecond; the process itself has 60 MB."""
+
+    memory: int = 1 << 30  # bytes of address space
+    seconds: float = 10.0  # of processor time
+    wall_seconds: float = 20.0  # for an answer, beside four times the processor time that it may take
+    parser: ParserLimits = field(default_factory=ParserLimits)
+
+
+class Checker:
+    """A process of its own, started when it is first asked; one thread asks at a time."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._child: _Child | None = None
+        self._closed = False
+        self._closing = threading.Lock()
+
+    def check(self, asked: Constrained) -> str:
+        """The grammar as it can be compiled.
+
+        Raises ConstraintError, which says why it cannot; RunnerError if the process cannot be started.
+        """
+        try:
+            lark = lark_of(asked)
+        except (ValueError, RecursionError) as error:  # a row that no client of ours has written
+            raise ConstraintError(f"{asked.kind}: cannot be read: {error}") from error
+        question = json.dumps(
+            {"lark": lark, "may_be_gbnf": asked.kind is ConstraintKind.GRAMMAR, "options": complete("")}
+        ).encode()
+        for last in (*[False] * (_TRIES - 1), True):
+            try:
+                said = self._ask(question)
+                break
+            except _LostError as lost:
+                self._drop()
+                if last or lost.convicts:
+                    raise ConstraintError(f"{asked.kind}: {lost}; simplify it") from lost
+        if "lark" in said:
+            return said["lark"]
+        raise ConstraintError(f"{asked.kind}: {_plain(said.get('refused', ''), asked.kind)}")
+
+    def close(self) -> None:
+        """End the process, whatever it does; it is not started again. It also ends when this one does."""
+        with self._closing:
+            self._closed = True
+            if self._child is not None:
+                self._child.kill()
+
+    def _ask(self, question: bytes) -> dict[str, str]:
+        limits = self._limits
+        with self._closing:
+            if self._closed:
+                raise RunnerError("the engine ends")
+            child = self._child = self._child or _Child(limits)
+        answer: dict[str, str] = json.loads(child.ask(question, limits.wall_seconds + 4 * limits.seconds))
+        return answer
+
+    def _drop(self) -> None:
+        with self._closing:
+            if self._child is not None:
+                self._child.close()
+                self._child = None
+
+
+class _LostError(Exception):
+    """The process has died, or does not answer; `convicts`: it was what it compiled that ended it."""
+
+    def __init__(self, reason: str, *, convicts: bool = False) -> None:
+        super().__init__(reason)
+        self.convicts = convicts
+
+
+class _Child:
+    """The process and our end of its pipe."""
+
+    def __init__(self, limits: Limits) -> None:
+        """Start it; raises RunnerError if that fails."""
+        self._seconds = limits.seconds
+        self._connection, theirs = Pipe()
+        library = str(Path(str(llguidance.__file__)).parents[1])
+        try:
+            # Neither environment nor standard streams: there is nothing that it could tell anybody else.
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", "-S", str(PROGRAM), str(theirs.fileno()), library],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                env={},
+                cwd="/",
+                start_new_session=True,
+            )
+        except OSError as error:
+            self._connection.close()
+            raise RunnerError(f"the process that checks grammars cannot be started: {error}") from error
+        finally:
+            theirs.close()
+        begin = {
+            "memory": limits.memory, "seconds": limits.seconds, "parser": asdict(limits.parser)
+        }  # fmt: skip
+        self._send(json.dumps(begin).encode())
+
+    def ask(self, question: bytes, seconds: float) -> bytes:
+        """The answer; raises _LostError if there is none."""
+        self._send(question)
+        try:
+            if not self._connection.poll(seconds):
+                raise _LostError(f"it does not compile within {seconds:g} s")
+            return self._connection.recv_bytes(_LONGEST_ANSWER)
+        except (OSError, EOFError) as error:
+            raise self._ended() from error
+
+    def close(self) -> None:
+        self._connection.close()
+        self.kill()
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+    def _send(self, frame: bytes) -> None:
+        # It fits into the pipe, or is read at once: the process has answered everything before.
+        try:
+            self._connection.send_bytes(frame)
+        except OSError as error:
+            raise self._ended() from error
+
+    def _ended(self) -> _LostError:
+        """Why the process ended, which it did, or is about to."""
+        try:
+            code = self._process.wait(timeout=_DYING)
+        except subprocess.TimeoutExpired:
+            return _LostError("the process that checks grammars hung up")
+        if code == -signal.SIGPROF:
+            what = f"takes more than {self._seconds:g} s of processor time to compile"
+            return _LostError(what, convicts=True)
+        if -code in _CRASHES:
+            what = f"is too much for the parser ({signal.Signals(-code).name}: its stack or memory ends)"
+            return _LostError(what, convicts=True)
+        how = f"signal {-code}" if code < 0 else f"exit code {code}"
+        return _LostError(f"the process that checks grammars was ended ({how})", convicts=code >= 0)
+
+
+_PLACE = re.compile(r"^(at )?\d+\(\d+\): (failed to compile JSON schema: )?")
+_COERCE = "Enable 'coerce_one_of' option to approximate oneOf with anyOf"  # which is not a row's to enable
+_EXCERPT = re.compile(r"\n\s*\d+ \| .*|<backtrace>.*|<non-verbose/>.*", re.DOTALL)
+
+
+def _plain(error: str, kind: ConstraintKind) -> str:
+    """What the parser says, on one line. Places are those of the user's own grammar, or are left out."""
+    said = _EXCERPT.sub("", error)
+    if kind is not ConstraintKind.GRAMMAR:
+        said = _PLACE.sub("", said)
+    if kind is ConstraintKind.REGEX and "\nerror: " in said:
+        said = said.rpartition("\nerror: ")[2]
+    if "pecial token" in said or "Token range" in said:
+        said = "names tokens of the model, with which no answer is spelt; write the text that is meant"
+    if "NoExtensionBias" in said:
+        said = "no answer can obey it"
+    said = said.replace(_COERCE, "write anyOf, or cases that exclude each other")
+    said = " ".join(said.split()).removesuffix(":")
+    return said[:_LONGEST] or "cannot be compiled"

@@ -1,0 +1,83 @@
+"""Compiled grammars by what rows ask for: each is compiled once, and the engine does not wait for it."""
+
+import threading
+import time
+from collections import OrderedDict
+from concurrent.futures import Future, ThreadPoolExecutor
+from queue import LifoQueue
+
+from nightmill.jobs.contract import Constrained
+from nightmill.jobs.errors import ConstraintError
+from nightmill.worker.engine.constraints import Begin
+from nightmill.worker.grammar.checker import Checker, Limits
+from nightmill.worker.grammar.matching import Grammar, Matchings
+from nightmill.worker.grammar.tokens import GrammarTokens, grammar_tokens
+from nightmill.worker.model.tokenizer.vocabulary import Vocabulary
+
+COMPILERS = 4  # grammars compiled at once: one that takes seconds delays no others but with three of its like
+_KEPT = 256  # compiled grammars that are kept for further rows, and
+_KEPT_BYTES = 32 << 20  # of their sources: what is compiled takes some 400 times as much
+
+
+class Grammars(Matchings):
+    """The grammars of one model's texts, and what asks the texts that obey them.
+
+    `vocab`: token ids are below this. Nothing is built, and no process started, before the first is compiled.
+    """
+
+    def __init__(
+        self, vocabulary: Vocabulary, vocab: int, *, limits: Limits | None = None, threads: int | None = None
+    ) -> None:
+        super().__init__(threads)
+        self._vocabulary = vocabulary
+        self._vocab = vocab
+        self._limits = limits or Limits()
+        self._known: OrderedDict[Constrained, Future[Begin]] = OrderedDict()
+        self._pool = ThreadPoolExecutor(COMPILERS, thread_name_prefix="grammars")
+        # The one that was used last is asked first: most nights need one process.
+        self._checkers: LifoQueue[Checker] = LifoQueue()
+        self._all_checkers = [Checker(self._limits) for _ in range(COMPILERS)]
+        for checker in self._all_checkers:
+            self._checkers.put(checker)
+        self._building = threading.Lock()
+        self._tokens: GrammarTokens | None = None
+        self.compiled = 0
+
+    def compile(self, asked: Constrained) -> Future[Begin]:
+        """See `nightmill.worker.engine.constraints`. Called on the engine's thread alone."""
+        known = self._known.get(asked)
+        if known is not None:
+            self._known.move_to_end(asked)
+            return known
+        self.compiled += 1
+        made = self._known[asked] = self._pool.submit(self._compile, asked)
+        self._forget()
+        return made
+
+    def close(self) -> None:
+        """See `nightmill.worker.engine.constraints`. What was compiled before stays good."""
+        for checker in self._all_checkers:
+            checker.close()
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _compile(self, asked: Constrained) -> Begin:
+        checker = self._checkers.get()
+        try:
+            lark = checker.check(asked)
+        finally:
+            self._checkers.put(checker)
+        with self._building:
+            if self._tokens is None:
+                self._tokens = grammar_tokens(self._vocabulary, self._vocab)
+        began = time.monotonic()
+        grammar = Grammar(asked, lark, self._tokens, self._limits.parser)
+        grammar.seconds = time.monotonic() - began
+        if grammar.fault:
+            raise ConstraintError(f"{asked.kind}: {grammar.fault[:500]}")
+        return grammar.begin
+
+    def _forget(self) -> None:
+        """Let go of those that were asked for longest ago; rows that have begun keep theirs."""
+        size = sum(len(asked.text) for asked in self._known)
+        while len(self._known) > 1 and (len(self._known) > _KEPT or size > _KEPT_BYTES):
+            size -= len(self._known.popitem(last=False)[0].text)

@@ -1,0 +1,121 @@
+"""Matchers of many texts, moved and asked together: what the engine calls between two steps."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from llguidance import LLExecutor, LLMatcher
+
+from nightmill.jobs.contract import Constrained, ConstraintKind
+from nightmill.worker.engine.constraints import STUCK, Faults
+from nightmill.worker.grammar.checker import ParserLimits
+from nightmill.worker.grammar.source import complete
+from nightmill.worker.grammar.tokens import GrammarTokens
+from nightmill.worker.runners.base import IntArray, mask_words
+
+RENEWED_SECONDS = 0.1
+"""The longest that a grammar may have taken to compile to be compiled again between two steps."""
+
+
+class Grammar:
+    """A grammar that a Checker has found good, compiled on the model's tokens.
+
+    Its texts share what the lexer has found out so far: the second row of a night is quicker than its first.
+    """
+
+    def __init__(self, asked: Constrained, lark: str, tokens: GrammarTokens, limits: ParserLimits) -> None:
+        self.tokens = tokens
+        self.seconds = 0.0  # that it took to compile; whoever did so knows
+        # Only a grammar of the user's own can name tokens by their numbers.
+        self.may_name_tokens = asked.kind is ConstraintKind.GRAMMAR
+        self._source = complete(lark)
+        self._limits = limits.build()
+        self._fresh = self.compile()
+
+    def compile(self) -> LLMatcher:
+        """A matcher that shares nothing."""
+        return LLMatcher(self.tokens.tokenizer, self._source, log_level=0, limits=self._limits)
+
+    @property
+    def fault(self) -> str:
+        """Why it cannot be compiled; empty if it could."""
+        return self._fresh.get_error()
+
+    def begin(self) -> "Matching":
+        """A text at its beginning."""
+        return Matching(self, self._fresh.deep_copy())
+
+
+class Matching:
+    """One text and what may follow."""
+
+    __slots__ = ("drawn", "grammar", "matcher")
+
+    def __init__(self, grammar: Grammar, matcher: LLMatcher) -> None:
+        self.grammar = grammar
+        self.matcher = matcher
+        self.drawn: list[int] = []
+
+    def renewed(self) -> bool:
+        """Begin again with a lexer of its own; whether that can be done between two steps.
+
+        What texts share has a bound. Whoever reaches it must not fail for what others have put there.
+        """
+        if self.grammar.seconds > RENEWED_SECONDS:
+            return False
+        self.matcher = self.grammar.compile()
+        return self.matcher.try_consume_tokens(self.drawn) == len(self.drawn)
+
+
+class Matchings:
+    """Asks texts of `Grammar` together, on several cores and without Python's lock."""
+
+    def __init__(self, threads: int | None = None) -> None:
+        """threads: by default four fifths of the cores, at most 32"""
+        self._executor = LLExecutor(threads)
+
+    def masks(self, constraints: Sequence[Matching], vocab: int, /) -> tuple[IntArray, Faults]:
+        """See `nightmill.worker.engine.constraints`."""
+        masks = np.empty((len(constraints), mask_words(vocab)), dtype=np.int32)
+        self._fill(list(enumerate(constraints)), masks)
+        if failed := [(place, one) for place, one in enumerate(constraints) if one.matcher.is_error()]:
+            reasons = {place: one.matcher.get_error() for place, one in failed}
+            self._fill([(place, one) for place, one in failed if one.renewed()], masks)
+        faults = {place: _plain(reasons[place]) for place, one in failed if one.matcher.is_error()}
+        for place, one in enumerate(constraints):
+            if one.grammar.may_name_tokens and place not in faults:
+                row = masks[place]
+                row &= one.grammar.tokens.ordinary
+                if one.matcher.is_accepting():
+                    row |= one.grammar.tokens.ends
+                if not row.any():
+                    faults[place] = STUCK
+        for place in faults:
+            masks[place] = 0  # llguidance would end the text where it cannot go on
+        return masks, faults
+
+    def accept(self, constraints: Sequence[Matching], token_ids: Sequence[int], /) -> Faults:
+        """See `nightmill.worker.engine.constraints`."""
+        pairs = [(one.matcher, token_id) for one, token_id in zip(constraints, token_ids, strict=True)]
+        taken = self._executor.consume_token_par(pairs)
+        faults: Faults = {}
+        for place, (one, token_id) in enumerate(zip(constraints, token_ids, strict=True)):
+            one.drawn.append(token_id)
+            if not taken[place]:
+                reason = one.matcher.get_error()
+                if not one.renewed():
+                    faults[place] = _plain(reason)
+        return faults
+
+    def _fill(self, matchings: Sequence[tuple[int, Matching]], masks: IntArray) -> None:
+        if matchings:
+            count, words = masks.shape
+            matchers = [(one.matcher, place) for place, one in matchings]
+            self._executor.unsafe_compute_mask_ptr(matchers, masks.ctypes.data, 4 * words, count)
+
+
+def _plain(error: str) -> str:
+    """What the job is told."""
+    said = " ".join(error.partition("<")[0].split())
+    if not said or "NoExtensionBias" in said:
+        return STUCK
+    return f"what the answer must be is too much for one step: {said[:300]}; simplify it"
