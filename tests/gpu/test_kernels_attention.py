@@ -50,6 +50,20 @@ def run_decode(
     return fetched(device, out)
 
 
+def run_split(
+    device: Device, decode: Decode, attention: Attention, qkv: np.ndarray, paged: Paged, lengths: list[int]
+) -> np.ndarray:
+    """By split attention: so few sequences at a time that they do not fill a chip."""
+    parts = [slice(first, first + 3) for first in range(0, len(lengths), 3)]
+    few = [Paged([], [], paged.k_cache, paged.v_cache, paged.tables[part]) for part in parts]
+    return np.concatenate(
+        [
+            run_decode(device, decode, attention, qkv[part], some, lengths[part], pieces=NO_PIECES)
+            for part, some in zip(parts, few, strict=True)
+        ]
+    )
+
+
 def decode_oracle(attention: Attention, qkv: np.ndarray, paged: Paged, lengths: list[int]) -> np.ndarray:
     return np.concatenate(
         [
@@ -89,19 +103,19 @@ def test_decode_with_a_window_and_a_cap(
         poison_before(paged, sequence, length - (window or LONG))
     qkv = make_queries(rng, len(lengths), attention, device.element)
     contexts, everyone = np.array(lengths, dtype=np.int32), np.arange(len(lengths), dtype=np.int32)
-    ways = [
-        decode_pieces(contexts, everyone, segment=256, at_once=at_once, most_cut=1000) for at_once in (1, 20)
-    ]
     if not isinstance(decode, DecodeAttention):
-        ways = [NO_PIECES]
-    elif attention.head_dim <= 128:
-        ways.append(NO_PIECES)
-    first, *others = (
-        run_decode(device, decode, attention, qkv, paged, lengths, pieces=pieces) for pieces in ways
-    )
-    assert_close(first, decode_oracle(attention, qkv, paged, lengths), ATTENTION)
-    for other in others:
-        np.testing.assert_array_equal(other, first)
+        results = [run_decode(device, decode, attention, qkv, paged, lengths)]
+    else:
+        results = [
+            run_decode(device, decode, attention, qkv, paged, lengths, pieces=pieces)
+            for at_once in (1, 20)
+            for pieces in [decode_pieces(contexts, everyone, segment=256, at_once=at_once, most_cut=1000)]
+        ]
+        if attention.head_dim <= 128:
+            results.append(run_split(device, decode, attention, qkv, paged, lengths))
+    assert_close(results[0], decode_oracle(attention, qkv, paged, lengths), ATTENTION)
+    for other in results[1:]:
+        np.testing.assert_array_equal(other, results[0])
 
 
 @BOTH_ELEMENTS
