@@ -46,23 +46,6 @@ static __device__ __forceinline__ uint32_t place(int row, int chunk) {
     return static_cast<uint32_t>(row * ROW_BYTES + (chunk ^ turn_of(row)) * 16);
 }
 
-static __device__ __forceinline__ Element8 load_shared(uint32_t address) {
-    Element8 v;
-    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(v.word[0]), "=r"(v.word[1]), "=r"(v.word[2]), "=r"(v.word[3])
-                 : "r"(address));
-    return v;
-}
-
-// Through L1, and each time anew: the compiler would keep it in registers.
-static __device__ __forceinline__ Element8 load_again(const Element* source) {
-    Element8 v;
-    asm volatile("ld.global.ca.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(v.word[0]), "=r"(v.word[1]), "=r"(v.word[2]), "=r"(v.word[3])
-                 : "l"(source));
-    return v;
-}
-
 // Where a lane's pieces of a page are: all are one of these and a constant.
 struct Places {
     uint32_t copied;  // row lane / CHUNKS

@@ -51,12 +51,6 @@ static constexpr int TILE_PAGES = KEYS / PAGE, BOX_BYTES = PAGE * 128;
 static constexpr float LIMIT = 4096.0f;
 static constexpr float LOWEST = -1e30f;  // stands for -inf where a difference must not be NaN
 
-static __device__ __forceinline__ float exp2_fast(float x) {  // -inf gives 0; x is never large but where P is discarded
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-
 // The compiler sees that all lanes have the same, and computes addresses once a warp.
 static __device__ __forceinline__ int uniform(int x) { return __shfl_sync(0xffffffffu, x, 0); }
 
@@ -368,10 +362,7 @@ struct Warpgroup {
     __device__ __forceinline__ void clear_values(int first) const {
         for (int i = first * 8 + threadIdx.x % 128; i < KEYS * 8; i += 128)
             for (int side = 0; side < SIDES; ++side)
-                asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(
-                                 shared.v_tiles + stage.index * STAGE_BYTES + side * KEYS * 128 + i * 16),
-                             "r"(0)
-                             : "memory");
+                store_zeros(shared.v_tiles + stage.index * STAGE_BYTES + side * KEYS * 128 + i * 16);
         publish_to_wgmma();
         group_sync(warp / 4);
     }
@@ -490,10 +481,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     __syncthreads();
 
     if (warp >= WARPS) {
-        if constexpr (LARGE)
-            asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
-        else
-            asm volatile("setmaxnreg.dec.sync.aligned.u32 32;");
+        give_registers<LARGE ? 40 : 32>();
         if (warp > WARPS) return;
         if (lane == 0) {
             prefetch_map(&q_map);
@@ -519,10 +507,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         loader.load_queries(Item{});
         return;
     }
-    if constexpr (LARGE)
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
-    else
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 160;");
+    take_registers<LARGE ? 232 : 160>();
     wait_for_previous();
     Warpgroup(shared, warp, lane, heads, group, scores).compute_items(out);
 }

@@ -21,6 +21,18 @@ static __device__ __forceinline__ void store8(float* target, const float (&value
     reinterpret_cast<float4*>(target)[1] = make_float4(values[4], values[5], values[6], values[7]);
 }
 
+// One instruction each; numbers too small for normal ones are taken as 0.
+static __device__ __forceinline__ float exp2_fast(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+static __device__ __forceinline__ float reciprocal_fast(float x) {
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
 static __device__ __forceinline__ float warp_sum(float value) {
 #pragma unroll
     for (int offset = 16; offset > 0; offset >>= 1) value += __shfl_xor_sync(0xffffffffu, value, offset);

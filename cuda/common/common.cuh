@@ -46,6 +46,15 @@ static __device__ __forceinline__ Element8 load_streaming(const void* source) {
     return v;
 }
 
+// Through L1, and each time anew: the compiler would keep it in registers.
+static __device__ __forceinline__ Element8 load_again(const void* source) {
+    Element8 v;
+    asm volatile("ld.global.ca.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.word[0]), "=r"(v.word[1]), "=r"(v.word[2]), "=r"(v.word[3])
+                 : "l"(source));
+    return v;
+}
+
 // C += A B in FP32.
 static __device__ __forceinline__ void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32." ELEMENT "." ELEMENT ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
@@ -57,10 +66,7 @@ static __device__ __forceinline__ void mma(float (&c)[4], const uint32_t (&a)[4]
 // gate / (1 + 2^power) * up; 2^power = inf makes that 0, its limit. Numbers too small for normal ones are taken as 0, which
 // saves a third of the instructions: next to 1 they are nothing.
 static __device__ __forceinline__ float logistic_times(float gate, float power, float up) {
-    float two_to, inverse;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(two_to) : "f"(power));
-    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(__fadd_rn(two_to, 1.0f)));
-    return __fmul_rn(__fmul_rn(gate, inverse), up);
+    return __fmul_rn(__fmul_rn(gate, reciprocal_fast(__fadd_rn(exp2_fast(power), 1.0f))), up);
 }
 
 // silu(gate) * up.
@@ -76,6 +82,19 @@ static __device__ __forceinline__ float gelu_times(float gate, float up) {
 
 static __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
     return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+static __device__ __forceinline__ Element8 load_shared(uint32_t address) {
+    Element8 v;
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.word[0]), "=r"(v.word[1]), "=r"(v.word[2]), "=r"(v.word[3])
+                 : "r"(address));
+    return v;
+}
+
+// 16 bytes of them.
+static __device__ __forceinline__ void store_zeros(uint32_t address) {
+    asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(address), "r"(0) : "memory");
 }
 
 static __device__ __forceinline__ void load_matrices(uint32_t (&r)[4], uint32_t address) {

@@ -3,14 +3,14 @@
 import numpy as np
 import pytest
 
-from nightmill.worker.model.spec import Attention
-from nightmill.worker.runners.gpu.attention.choice import Decode, decode_attention
+from nightmill.worker.runners.gpu.attention.choice import decode_attention
 from nightmill.worker.runners.gpu.attention.decode import DecodeAttention
 from nightmill.worker.runners.gpu.attention.pieces import NO_PIECES, decode_pieces
 from nightmill.worker.runners.gpu.device.device import Device
 from nightmill.worker.runners.gpu.device.graphs import Graph
 from nightmill.worker.runners.gpu.device.operands import ELEMENT
 from tests.elements import BOTH_ELEMENTS
+from tests.gpu.attending import decode_oracle, run_decode, run_split
 from tests.gpu.operands import cache_of, elements, fetched, inputs_of, poisoned, shape_of
 from tests.gpu.oracles import (  # fmt: skip
     ATTENTION,
@@ -28,49 +28,6 @@ from tests.gpu.oracles import (  # fmt: skip
 )
 
 BORDERS = [1, 2, 15, 16, 17, 63, 64, 65, 255, 256, 257, 511, 513, 1000]
-
-
-def run_decode(
-    device: Device, decode: Decode, attention: Attention, qkv: np.ndarray, paged: Paged, lengths: list[int],
-    pieces: np.ndarray | None = None,
-) -> np.ndarray:  # fmt: skip
-    """pieces: in place of those that the launcher chooses; a padding piece is added."""
-    contexts, count = np.array(lengths, dtype=np.int32), len(lengths)
-    if pieces is None:
-        pieces = decode.pieces(contexts, np.arange(count, dtype=np.int32))
-    if len(pieces):
-        pieces = np.concatenate([pieces, [[-1] * 4]]).astype(np.int32)
-    inputs = inputs_of(
-        device, table_width=paged.tables.shape[1], block_tables=paged.tables, context_lengths=contexts,
-        pieces=pieces,
-    )  # fmt: skip
-    out = poisoned(device, (count, attention.heads, attention.head_dim), ELEMENT)
-    step = shape_of(tokens=count, drawn=count, pieces=len(pieces))
-    decode(elements(device, qkv), cache_of(device, paged.k_cache, paged.v_cache), inputs, step, out)
-    return fetched(device, out)
-
-
-def run_split(
-    device: Device, decode: Decode, attention: Attention, qkv: np.ndarray, paged: Paged, lengths: list[int]
-) -> np.ndarray:
-    """By split attention: so few sequences at a time that they do not fill a chip."""
-    parts = [slice(first, first + 3) for first in range(0, len(lengths), 3)]
-    few = [Paged([], [], paged.k_cache, paged.v_cache, paged.tables[part]) for part in parts]
-    return np.concatenate(
-        [
-            run_decode(device, decode, attention, qkv[part], some, lengths[part], pieces=NO_PIECES)
-            for part, some in zip(parts, few, strict=True)
-        ]
-    )
-
-
-def decode_oracle(attention: Attention, qkv: np.ndarray, paged: Paged, lengths: list[int]) -> np.ndarray:
-    return np.concatenate(
-        [
-            attention_oracle(attention, qkv[s : s + 1], k, v, np.array([length]))
-            for s, (k, v, length) in enumerate(zip(paged.keys, paged.values, lengths, strict=True))
-        ]
-    )
 
 
 @BOTH_ELEMENTS

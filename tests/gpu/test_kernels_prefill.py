@@ -7,10 +7,8 @@ from nightmill.worker.model.spec import Attention
 from nightmill.worker.runners.gpu.attention.choice import Prefill, prefill_attention
 from nightmill.worker.runners.gpu.attention.prefill import PortablePrefill
 from nightmill.worker.runners.gpu.device.device import Device
-from nightmill.worker.runners.gpu.device.operands import ELEMENT
-from nightmill.worker.runners.gpu.products.shapes import padded_rows
 from tests.elements import BOTH_ELEMENTS, rounded
-from tests.gpu.operands import cache_of, elements, fetched, inputs_of, poisoned, shape_of
+from tests.gpu.attending import prefill_oracle, run_prefill
 from tests.gpu.oracles import (  # fmt: skip
     ATTENTION,
     LONG,
@@ -32,41 +30,6 @@ TILE = 64  # keys, whose tiles count from a sequence's first
 def make_prefill(device: Device, attention: Attention, *, portable: bool = False) -> Prefill:
     """The best launcher for the device, or the best for all."""
     return PortablePrefill(device, attention) if portable else prefill_attention(device, attention)
-
-
-def run_prefill(
-    device: Device, prefill: Prefill, attention: Attention, qkv: np.ndarray, paged: Paged, lengths: list[int],
-    chunks: list[int], drawn: int = 0,
-) -> np.ndarray:  # fmt: skip
-    starts, contexts = np.cumsum([0, *chunks]).astype(np.int32), np.array(lengths, dtype=np.int32)
-    tiles = prefill.tiles(starts, contexts, drawn)
-    tiles = np.concatenate([tiles, [[-1, 0]]]).astype(np.int32)  # a padding tile
-    queries = np.zeros((padded_rows(len(qkv)), *qkv.shape[1:]), dtype=np.float32)
-    queries[: len(qkv)] = qkv
-    inputs = inputs_of(
-        device, table_width=paged.tables.shape[1], block_tables=paged.tables, sequence_starts=starts,
-        context_lengths=contexts, tiles=tiles,
-    )  # fmt: skip
-    out = poisoned(device, (starts[-1], attention.heads, attention.head_dim), ELEMENT)
-    cache = cache_of(device, paged.k_cache, paged.v_cache)
-    prefill(elements(device, queries), cache, inputs, shape_of(tokens=len(qkv), tiles=len(tiles)), out)
-    return fetched(device, out)
-
-
-def prefill_oracle(
-    attention: Attention, qkv: np.ndarray, paged: Paged, lengths: list[int], chunks: list[int]
-) -> np.ndarray:
-    ends = np.cumsum(chunks)
-    return np.concatenate(
-        [
-            attention_oracle(
-                attention, qkv[end - chunk : end], keys, values, length - chunk + np.arange(chunk) + 1
-            )
-            for end, chunk, length, keys, values in zip(
-                ends, chunks, lengths, paged.keys, paged.values, strict=True
-            )
-        ]
-    )
 
 
 @BOTH_ELEMENTS

@@ -1,0 +1,90 @@
+"""Drives the launchers of attention over paged caches, and says what they should give."""
+
+import numpy as np
+
+from nightmill.worker.model.spec import Attention
+from nightmill.worker.runners.gpu.attention.choice import Decode, Prefill
+from nightmill.worker.runners.gpu.attention.pieces import NO_PIECES
+from nightmill.worker.runners.gpu.device.device import Device
+from nightmill.worker.runners.gpu.device.operands import ELEMENT
+from nightmill.worker.runners.gpu.products.shapes import padded_rows
+from tests.gpu.operands import cache_of, elements, fetched, inputs_of, poisoned, shape_of
+from tests.gpu.oracles import Paged, attention_oracle
+
+
+def run_decode(
+    device: Device, decode: Decode, attention: Attention, qkv: np.ndarray, paged: Paged, lengths: list[int],
+    pieces: np.ndarray | None = None,
+) -> np.ndarray:  # fmt: skip
+    """pieces: in place of those that the launcher chooses; a padding piece is added."""
+    contexts, count = np.array(lengths, dtype=np.int32), len(lengths)
+    if pieces is None:
+        pieces = decode.pieces(contexts, np.arange(count, dtype=np.int32))
+    if len(pieces):
+        pieces = np.concatenate([pieces, [[-1] * 4]]).astype(np.int32)
+    inputs = inputs_of(
+        device, table_width=paged.tables.shape[1], block_tables=paged.tables, context_lengths=contexts,
+        pieces=pieces,
+    )  # fmt: skip
+    out = poisoned(device, (count, attention.heads, attention.head_dim), ELEMENT)
+    step = shape_of(tokens=count, drawn=count, pieces=len(pieces))
+    decode(elements(device, qkv), cache_of(device, paged.k_cache, paged.v_cache), inputs, step, out)
+    return fetched(device, out)
+
+
+def run_split(
+    device: Device, decode: Decode, attention: Attention, qkv: np.ndarray, paged: Paged, lengths: list[int]
+) -> np.ndarray:
+    """By split attention: so few sequences at a time that they do not fill a chip."""
+    parts = [slice(first, first + 3) for first in range(0, len(lengths), 3)]
+    few = [Paged([], [], paged.k_cache, paged.v_cache, paged.tables[part]) for part in parts]
+    return np.concatenate(
+        [
+            run_decode(device, decode, attention, qkv[part], some, lengths[part], pieces=NO_PIECES)
+            for part, some in zip(parts, few, strict=True)
+        ]
+    )
+
+
+def decode_oracle(attention: Attention, qkv: np.ndarray, paged: Paged, lengths: list[int]) -> np.ndarray:
+    return np.concatenate(
+        [
+            attention_oracle(attention, qkv[s : s + 1], k, v, np.array([length]))
+            for s, (k, v, length) in enumerate(zip(paged.keys, paged.values, lengths, strict=True))
+        ]
+    )
+
+
+def run_prefill(
+    device: Device, prefill: Prefill, attention: Attention, qkv: np.ndarray, paged: Paged, lengths: list[int],
+    chunks: list[int], drawn: int = 0,
+) -> np.ndarray:  # fmt: skip
+    starts, contexts = np.cumsum([0, *chunks]).astype(np.int32), np.array(lengths, dtype=np.int32)
+    tiles = prefill.tiles(starts, contexts, drawn)
+    tiles = np.concatenate([tiles, [[-1, 0]]]).astype(np.int32)  # a padding tile
+    queries = np.zeros((padded_rows(len(qkv)), *qkv.shape[1:]), dtype=np.float32)
+    queries[: len(qkv)] = qkv
+    inputs = inputs_of(
+        device, table_width=paged.tables.shape[1], block_tables=paged.tables, sequence_starts=starts,
+        context_lengths=contexts, tiles=tiles,
+    )  # fmt: skip
+    out = poisoned(device, (starts[-1], attention.heads, attention.head_dim), ELEMENT)
+    cache = cache_of(device, paged.k_cache, paged.v_cache)
+    prefill(elements(device, queries), cache, inputs, shape_of(tokens=len(qkv), tiles=len(tiles)), out)
+    return fetched(device, out)
+
+
+def prefill_oracle(
+    attention: Attention, qkv: np.ndarray, paged: Paged, lengths: list[int], chunks: list[int]
+) -> np.ndarray:
+    ends = np.cumsum(chunks)
+    return np.concatenate(
+        [
+            attention_oracle(
+                attention, qkv[end - chunk : end], keys, values, length - chunk + np.arange(chunk) + 1
+            )
+            for end, chunk, length, keys, values in zip(
+                ends, chunks, lengths, paged.keys, paged.values, strict=True
+            )
+        ]
+    )

@@ -1,0 +1,160 @@
+// Blocks of CUDA on the host: a thread is a coroutine, which the others take turns with wherever threads meet.
+//
+// `run_block` runs one block; what threads do between two meetings happens at once, lane by lane. Asynchronous copies and
+// products are done when they are asked for: this finds wrong places and wrong sums, not too few waits.
+#pragma once
+
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <functional>
+#include <ucontext.h>
+#include <utility>
+#include <vector>
+
+#include "cuda_on_host.h"
+
+#define __launch_bounds__(...)
+#define __align__(size) __attribute__((aligned(size)))
+#define __shared__ static  // there is one block at a time
+#define __grid_constant__
+
+using std::max;
+using std::min;
+
+struct uint4 {
+    uint32_t x, y, z, w;
+};
+struct int4 {
+    int x, y, z, w;
+};
+struct float4 {
+    float x, y, z, w;
+};
+inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }
+
+inline float __int_as_float(uint32_t bits) { return bits_as<float>(bits); }
+inline float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
+inline float __frcp_rn(float a) { return 1.0f / a; }
+inline uint32_t __byte_perm(uint32_t low, uint32_t high, uint32_t which) {
+    const uint64_t bytes = uint64_t(high) << 32 | low;
+    uint32_t result = 0;
+    for (int i = 0; i < 4; ++i) result |= uint32_t(bytes >> 8 * (which >> 4 * i & 7) & 0xff) << 8 * i;
+    return result;
+}
+template <typename Value>
+inline Value __ldg(const Value* source) {
+    return *source;
+}
+template <typename Value>
+inline Value __ldcg(const Value* source) {
+    return *source;
+}
+inline unsigned atomicAdd(unsigned* target, int value) { return std::exchange(*target, *target + value); }
+inline void __threadfence() {}
+
+static Index gridDim;
+
+[[noreturn]] inline void fail(const char* why) {
+    fprintf(stderr, "%s\n", why);
+    abort();
+}
+
+namespace host {
+static constexpr int MOST_THREADS = 1024, STACK = 1 << 18, MOST_IDLE_TURNS = 200;
+
+struct Thread {
+    ucontext_t context;
+    std::vector<char> stack;
+    bool done;
+};
+// How many of those who meet are here, and how often they met.
+struct Meeting {
+    int here;
+    unsigned times;
+};
+static Thread threads[MOST_THREADS];
+static ucontext_t turn_taker;
+static std::function<void()> kernel;
+static int now, count, idle_turns;
+static Meeting of_warp[32], of_warpgroup[8], of_block;
+static uint32_t told[MOST_THREADS][8];  // what each thread tells the others of its warp
+
+inline void wait_a_turn() { swapcontext(&threads[now].context, &turn_taker); }
+inline void happened() { idle_turns = 0; }
+
+inline void meet(Meeting& meeting, int everyone) {
+    const unsigned before = meeting.times;
+    if (++meeting.here == everyone) {
+        meeting = {0, before + 1};
+        happened();
+    }
+    while (meeting.times == before) wait_a_turn();
+}
+inline void meet_warp() { meet(of_warp[now / 32], 32); }
+inline int lane() { return now % 32; }
+inline int first_of_warp() { return now / 32 * 32; }
+
+inline void run_thread() {
+    kernel();
+    threads[now].done = true;
+    happened();
+    wait_a_turn();
+}
+
+inline void run_block(int block_threads, const std::function<void()>& launched) {
+    kernel = launched, count = block_threads, idle_turns = 0;
+    for (Meeting& meeting : of_warp) meeting = {};
+    for (Meeting& meeting : of_warpgroup) meeting = {};
+    of_block = {};
+    for (int i = 0; i < count; ++i) {
+        Thread& thread = threads[i];
+        thread.done = false;
+        thread.stack.resize(STACK);
+        getcontext(&thread.context);
+        thread.context.uc_stack.ss_sp = thread.stack.data(), thread.context.uc_stack.ss_size = STACK;
+        makecontext(&thread.context, run_thread, 0);
+    }
+    for (int left = count; left > 0;) {
+        if (++idle_turns > MOST_IDLE_TURNS) fail("threads wait for each other");
+        left = 0;
+        for (now = 0; now < count; ++now) {
+            if (threads[now].done) continue;
+            threadIdx.x = now;
+            swapcontext(&turn_taker, &threads[now].context);
+            left += !threads[now].done;
+        }
+    }
+}
+
+template <typename Value>
+inline Value from_lane(Value value, int other) {
+    static_assert(sizeof(Value) == 4, "one word");
+    told[now][0] = bits_as<uint32_t>(value);
+    meet_warp();
+    const Value result = bits_as<Value>(told[first_of_warp() + other][0]);
+    meet_warp();
+    return result;
+}
+}  // namespace host
+
+inline void __syncthreads() { host::meet(host::of_block, host::count); }
+inline void __syncwarp() { host::meet_warp(); }
+template <typename Value>
+inline Value __shfl_xor_sync(uint32_t, Value value, int mask) {
+    return host::from_lane(value, host::lane() ^ mask);
+}
+template <typename Value>
+inline Value __shfl_sync(uint32_t, Value value, int lane) {
+    return host::from_lane(value, lane);
+}
+inline uint32_t __ballot_sync(uint32_t, bool mine) {
+    host::told[host::now][0] = mine;
+    host::meet_warp();
+    uint32_t votes = 0;
+    for (int lane = 0; lane < 32; ++lane) votes |= host::told[host::first_of_warp() + lane][0] << lane;
+    host::meet_warp();
+    return votes;
+}
+inline bool __any_sync(uint32_t mask, bool mine) { return __ballot_sync(mask, mine) != 0; }

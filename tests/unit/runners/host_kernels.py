@@ -1,0 +1,178 @@
+"""A device whose memory is the host's, with kernels that a C++ compiler made: launchers run on it.
+
+`cuda_on_host/` stands for CUDA's headers and for those of ours that are PTX. Slow, and without a GPU's
+timing: blocks come one after the other, their threads take turns.
+"""
+
+import ctypes
+import re
+import shutil
+import struct
+import subprocess
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from nightmill.worker.runners.gpu.attention import decode, general, prefill
+from nightmill.worker.runners.gpu.device.compiler import kernel_directory
+from nightmill.worker.runners.gpu.device.element import Element
+from nightmill.worker.runners.gpu.device.sources import Source, for_element
+
+HERE = Path(__file__).parent / "cuda_on_host"
+_DYNAMIC = re.compile(r"extern __shared__[^;]*?(\w+)\[\];")
+_LAUNCH = """
+#include "{path}"
+#include <utility>
+
+template <typename... Arguments, size_t... I>
+void launch_with(void (*kernel)(Arguments...), void* const* values, int threads, std::index_sequence<I...>) {{
+    auto run = [=] {{ kernel(*static_cast<std::remove_const_t<Arguments>*>(values[I])...); }};
+    for (blockIdx.z = 0; blockIdx.z < gridDim.z; ++blockIdx.z)
+        for (blockIdx.y = 0; blockIdx.y < gridDim.y; ++blockIdx.y)
+            for (blockIdx.x = 0; blockIdx.x < gridDim.x; ++blockIdx.x) {{
+                memset(host::dynamic_shared, 0xff, sizeof host::dynamic_shared);  // NaN
+                host::run_block(threads, run);
+            }}
+}}
+
+template <typename... Arguments>
+void launch_all(void (*kernel)(Arguments...), void* const* values, int threads) {{
+    launch_with(kernel, values, threads, std::index_sequence_for<Arguments...>());
+}}
+
+extern "C" void launch(unsigned x, unsigned y, unsigned z, int threads, void* const* values) {{
+    gridDim = {{x, y, z}};
+    launch_all({kernel}, values, threads);
+}}
+"""
+
+
+class HostDevice:
+    """In place of `Device`."""
+
+    hopper = False  # there are no clusters
+    multiprocessors = 40
+
+    def __init__(self, element: Element = Element.F16) -> None:
+        self.element = element
+        self._held: dict[int, npt.NDArray[np.uint8]] = {}
+
+    def allocate(self, size: int, purpose: str = "") -> int:
+        room = np.empty(size + 16, dtype=np.uint8)
+        address: int = -(-room.ctypes.data // 16) * 16
+        self._held[address] = room
+        return address
+
+    def fill(self, address: int, value: int, size: int) -> None:
+        ctypes.memset(address, value, size)
+
+    def upload(self, array: npt.NDArray[Any], purpose: str = "") -> int:
+        kept = np.ascontiguousarray(array)
+        address = self.allocate(kept.nbytes)
+        ctypes.memmove(address, kept.ctypes.data, kept.nbytes)
+        return address
+
+    def download(self, address: int, shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+        size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+        return np.frombuffer(ctypes.string_at(address, size), dtype=dtype).reshape(shape)
+
+
+class HostModule:
+    """In place of `Module` and `KernelPairs`: a file, compiled for a kernel when that is first launched."""
+
+    folder: Path
+    launched: set[str]
+
+    def __init__(self, device: HostDevice, source: Source) -> None:
+        self.source = for_element(source, device.element)
+
+    @classmethod
+    def of(cls, device: HostDevice, source: Source) -> "HostModule":
+        return cls(device, source)
+
+    def function(self, name: str, arguments: str, **options: Any) -> "HostFunction":
+        return HostFunction(self, name, re.findall(r"\d*[a-zA-Z]", arguments))
+
+
+class HostFunction:
+    """In place of `Function` and of a pair of them."""
+
+    def __init__(self, module: HostModule, name: str, letters: list[str]) -> None:
+        self._module, self._name, self._letters = module, name, letters
+        self.many = self.few = self
+
+    def of(self, rows: int) -> "HostFunction":
+        return self
+
+    def blocks_at_once(self, threads: int, shared: int) -> int:
+        return 1
+
+    def __call__(
+        self,
+        grid: tuple[int, ...],
+        block: tuple[int, int, int],
+        *arguments: int | float | bytes,
+        **options: Any,
+    ) -> None:
+        path, wanted = self._module.source
+        library = _compiled(path, wanted, self._name, self._module.folder)
+        packed = [
+            ctypes.create_string_buffer(struct.pack(f"@{letter}", value), 128)
+            for letter, value in zip(self._letters, arguments, strict=True)
+        ]
+        values = (ctypes.c_void_p * len(packed))(*map(ctypes.addressof, packed))
+        library.launch(*grid, *(1,) * (3 - len(grid)), block[0], values)
+        self._module.launched.add(self._name)
+
+
+class HostMaps:
+    """In place of `TensorMaps`."""
+
+    def __init__(self, device: HostDevice) -> None:
+        pass
+
+    def __call__(self, address: int, rows: int, columns: int, box: int) -> bytes:
+        return self.of_three(address, (1, rows, columns), (1, box))
+
+    def of_three(self, address: int, sizes: tuple[int, int, int], box: tuple[int, int]) -> bytes:
+        """As `TensorMap` in cuda_on_host's hopper.cuh; of a matrix, with one plane."""
+        planes, rows, columns = sizes
+        return struct.pack(
+            "@P9i", address, columns, rows, planes, 2, 2 * columns, 2 * columns * rows, 64, box[1], box[0]
+        )
+
+
+@cache
+def _compiled(path: Path, options: tuple[str, ...], kernel: str, folder: Path) -> ctypes.CDLL:
+    compiler = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
+    assert compiler is not None
+    place = folder / f"{kernel}{''.join(options)}"
+    place.mkdir()
+    source, library = place / path.name, place / "launch.so"
+    text = path.read_text(encoding="utf-8")
+    source.write_text(_DYNAMIC.sub(r"unsigned char* const \1 = host::dynamic_shared;", text))
+    launch = place / "launch.cpp"
+    launch.write_text(_LAUNCH.format(path=source, kernel=kernel))
+    includes = [f"-I{one}" for one in (HERE / "warps", HERE, kernel_directory())]
+    flags = ["-std=c++17", "-O1", "-ffp-contract=off", "-fPIC", "-shared", "-w"]
+    flags.append("-D__CUDA_ARCH_FEAT_SM90_ALL")
+    subprocess.run([compiler, *flags, *options, *includes, launch, "-o", library], check=True)
+    return ctypes.CDLL(str(library))
+
+
+def run_on_host(patch: pytest.MonkeyPatch, folder: Path) -> set[str]:
+    """Launchers of attention launch on the host from now on; which kernels they did."""
+    if not any(map(shutil.which, ("c++", "g++", "clang++"))):
+        pytest.skip("no C++ compiler")
+    launched: set[str] = set()
+    patch.setattr(HostModule, "folder", folder, raising=False)
+    patch.setattr(HostModule, "launched", launched, raising=False)
+    for launchers in (decode, prefill, general):
+        patch.setattr(launchers, "KernelPairs", HostModule)
+    patch.setattr(prefill, "Module", HostModule)
+    patch.setattr(prefill, "TensorMaps", HostMaps)
+    return launched

@@ -1,0 +1,123 @@
+"""The kernels of attention, compiled for the host, by their launchers against the reference in float64.
+
+So what they compute is known without a GPU, but for timing; `tests/gpu` holds what nvcc makes of them.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from nightmill.worker.runners.gpu.attention.decode import DecodeAttention
+from nightmill.worker.runners.gpu.attention.general import GeneralDecode
+from nightmill.worker.runners.gpu.attention.pieces import decode_pieces
+from nightmill.worker.runners.gpu.attention.prefill import HopperPrefill, PortablePrefill
+from nightmill.worker.runners.gpu.device.element import Element
+from tests.gpu.attending import decode_oracle, prefill_oracle, run_decode, run_prefill, run_split
+from tests.gpu.oracles import ATTENTION, assert_close, attention_of, make_paged, make_queries, poison_before
+from tests.unit.runners.host_kernels import HostDevice, run_on_host
+
+Shape = tuple[int, int, int]
+TILE = 64  # keys, whose tiles count from a sequence's first
+BF16_ERROR = 1e-4
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("kernels")
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch, folder: Path) -> set[str]:
+    return run_on_host(monkeypatch, folder)
+
+
+@pytest.mark.parametrize(
+    ("shape", "scores", "kernels"),
+    [
+        ((3, 1, 64), {}, ["decode_attention_8_4", "split_attention_8"]),
+        ((3, 1, 64), {"window": 17, "softcap": 3.0}, ["decode_attention_8_4", "split_attention_8"]),
+        ((10, 1, 80), {"window": 300}, ["decode_attention_16_2", "split_attention_16"]),
+        ((2, 1, 160), {}, ["decode_attention_8_1"]),
+        ((10, 1, 256), {"window": 300}, ["decode_attention_8_1"]),
+        ((2, 1, 40), {"window": 300, "softcap": 3.0}, ["decode_attention_any"]),
+    ],
+    ids=str,
+)
+def test_decode_in_pieces_and_split_gives_the_same_bits(
+    launched: set[str], shape: Shape, scores: dict[str, Any], kernels: list[str]
+) -> None:
+    device: Any = HostDevice()
+    attention = attention_of(shape, **scores)
+    rng = np.random.default_rng(1)
+    lengths = [1, 17, 300, 600]
+    paged = make_paged(rng, lengths, attention.kv_heads, attention.head_dim, stride=64)
+    for sequence, length in enumerate(lengths):
+        poison_before(paged, sequence, length - (attention.window or 1000))
+    qkv = make_queries(rng, len(lengths), attention)
+    case = attention, qkv, paged, lengths
+    if not DecodeAttention.suits(attention):
+        results = [run_decode(device, GeneralDecode(device, attention), *case)]
+    else:
+        decode = DecodeAttention(device, attention, max_context=1024)
+        contexts, everyone = np.array(lengths, dtype=np.int32), np.arange(len(lengths), dtype=np.int32)
+        cuts = [decode_pieces(contexts, everyone, segment=256, at_once=n, most_cut=1000) for n in (1, 20)]
+        assert len({len(pieces) for pieces in cuts}) == 2
+        results = [run_decode(device, decode, *case, pieces=pieces) for pieces in cuts]
+        if attention.head_dim <= 128:
+            results.append(run_split(device, decode, *case))
+    assert_close(results[0], decode_oracle(*case), ATTENTION)
+    for other in results[1:]:
+        np.testing.assert_array_equal(other, results[0])
+    assert launched == set(kernels)
+
+
+@pytest.mark.parametrize("launcher", [PortablePrefill, HopperPrefill])
+@pytest.mark.parametrize(
+    ("shape", "scores"),
+    [
+        ((3, 1, 64), {"window": 70, "softcap": 3.0}),
+        ((2, 1, 80), {}),
+        ((4, 2, 128), {"window": 17}),
+        ((2, 1, 192), {}),
+        ((2, 1, 256), {"window": 70}),
+    ],
+    ids=str,
+)
+def test_prefill_in_chunks_gives_the_bits_of_the_whole(
+    launched: set[str], launcher: Any, shape: Shape, scores: dict[str, Any]
+) -> None:
+    device: Any = HostDevice()
+    attention = attention_of(shape, **scores)
+    rng = np.random.default_rng(2)
+    chunks, before = [140, 1, 70], [0, 200, 64]
+    lengths = [chunk + earlier for chunk, earlier in zip(chunks, before, strict=True)]
+    paged = make_paged(rng, lengths, attention.kv_heads, attention.head_dim)
+    for sequence, earlier in enumerate(before):
+        poison_before(paged, sequence, (earlier + 1 - (attention.window or 1000)) // TILE * TILE)
+    qkv = make_queries(rng, sum(chunks), attention)
+    prefill = launcher(device, attention)
+    whole = run_prefill(device, prefill, attention, qkv, paged, lengths, chunks)
+    assert_close(whole, prefill_oracle(attention, qkv, paged, lengths, chunks), ATTENTION)
+    first = 0
+    for chunk in (30, 2, 108):
+        part = slice(first, first + chunk)
+        first += chunk
+        piece = run_prefill(device, prefill, attention, qkv[part], paged, [first], [chunk])
+        np.testing.assert_array_equal(piece, whole[part])
+    assert launched == {"hopper_attention" if launcher is HopperPrefill else "prefill_attention"}
+
+
+def test_attention_in_bfloat16(launched: set[str]) -> None:
+    device: Any = HostDevice(Element.BF16)
+    attention = attention_of((2, 1, 64))
+    rng = np.random.default_rng(3)
+    paged = make_paged(rng, [70], 1, 64, element=Element.BF16)
+    qkv = make_queries(rng, 70, attention, Element.BF16)
+    case = attention, qkv, paged, [70]
+    actual = run_prefill(device, HopperPrefill(device, attention), *case, [70])
+    assert_close(actual, prefill_oracle(*case, [70]), BF16_ERROR)
+    decode = DecodeAttention(device, attention, max_context=1024)
+    last = attention, qkv[-1:], paged, [70]
+    assert_close(run_split(device, decode, *last), decode_oracle(*last), BF16_ERROR)
