@@ -6,6 +6,7 @@
 //               before, as `activate.cu` reads them
 //   geglu_*     the same with gelu
 //   residual_*  y (rows, outputs) float += x W^T, a sum for the first `first` elements of K, then one for the others
+//   addend_*    y = x W^T, from the same sums
 //
 // y is written once (residual_*: read, too, and with two sums and BUFFERS, twice). y_map: its tensor map, with boxes of 64
 // rows by 128 bytes, where there are BUFFERS; else y is used.
@@ -15,7 +16,7 @@
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
-enum class Kind { PLAIN, SWIGLU, GEGLU, RESIDUAL };
+enum class Kind { PLAIN, SWIGLU, GEGLU, RESIDUAL, ADDEND };
 
 template <Kind>
 struct Written {
@@ -25,9 +26,13 @@ template <>
 struct Written<Kind::RESIDUAL> {
     using type = float;
 };
+template <>
+struct Written<Kind::ADDEND> {
+    using type = float;
+};
 
-// y += kept, then += acc, for the rows `row` and row + 8 of this thread.
-template <int BN>
+// y += kept, then += acc, for the rows `row` and row + 8 of this thread; y is 0 before where it is not ADDS.
+template <int BN, bool ADDS>
 static __device__ __forceinline__ void add_to(float* y, const float (&kept)[BN / 2], const float (&acc)[BN / 2],
                                               int row, int column, int rows, int outputs, int t) {
     constexpr int AT_ONCE = BN / 8 < 8 ? BN / 8 : 8;  // so that loads are under way together
@@ -40,8 +45,11 @@ static __device__ __forceinline__ void add_to(float* y, const float (&kept)[BN /
         for (int first = 0; first < BN / 8; first += AT_ONCE) {
             float2 old[AT_ONCE];
 #pragma unroll
-            for (int j = 0; j < AT_ONCE; ++j)
-                if (column + (first + j) * 8 < outputs) old[j] = *reinterpret_cast<float2*>(target + (first + j) * 8);
+            for (int j = 0; j < AT_ONCE; ++j) {
+                if (!ADDS) old[j] = make_float2(0.0f, 0.0f);
+                if (ADDS && column + (first + j) * 8 < outputs)
+                    old[j] = *reinterpret_cast<float2*>(target + (first + j) * 8);
+            }
 #pragma unroll
             for (int j = 0; j < AT_ONCE; ++j) {
                 const int at = 4 * (first + j) + 2 * half;
@@ -53,8 +61,9 @@ static __device__ __forceinline__ void add_to(float* y, const float (&kept)[BN /
     }
 }
 
-// Sends a warpgroup's tile to be added to y, BUFFERS pieces at a time. `wait` before the first: till what it sent is there.
-template <int BN, int BUFFERS>
+// Sends a warpgroup's tile to be added to y, or (not ADDS) stored there, BUFFERS pieces at a time. `wait` before the first:
+// till what it sent is there, to which this is added.
+template <int BN, int BUFFERS, bool ADDS>
 static __device__ __forceinline__ void send_sums(const TensorMap* y_map, const float (&acc)[BN / 2], int top, int column,
                                                  int outputs, const Outbox& outbox, bool wait) {
     constexpr int PIECES = BN / 32;
@@ -70,7 +79,12 @@ static __device__ __forceinline__ void send_sums(const TensorMap* y_map, const f
         outbox.send([&] {
             if (wait && first == 0) wait_for_stores();
             for (int i = 0; i < BUFFERS; ++i)
-                if (const int at = column + (first + i) * 32; at < outputs) add_box(y_map, outbox.piece(i), at, top);
+                if (const int at = column + (first + i) * 32; at < outputs) {
+                    if (ADDS || wait)
+                        add_box(y_map, outbox.piece(i), at, top);
+                    else
+                        store_box(y_map, outbox.piece(i), at, top);
+                }
         });
     }
 }
@@ -79,7 +93,8 @@ template <Kind KIND, int GROUPS, int BN, int STAGES, int CLUSTER, int BUFFERS, t
 static __device__ __forceinline__ void product(const TensorMap* x_map, const TensorMap* w_map, const TensorMap* y_map,
                                                Result* __restrict__ y, int rows, int outputs, int inputs, int first) {
     constexpr bool GATED = KIND == Kind::SWIGLU || KIND == Kind::GEGLU;
-    constexpr int SIDES = GATED ? 2 : 1, SUMS = KIND == Kind::RESIDUAL ? 2 : 1;
+    constexpr bool ADDS = KIND == Kind::RESIDUAL, SUMMED = ADDS || KIND == Kind::ADDEND;
+    constexpr int SIDES = GATED ? 2 : 1, SUMS = SUMMED ? 2 : 1;
     constexpr bool KEEPS = SUMS > 1 && BUFFERS == 0;  // the first sum, in registers
     const int t = threadIdx.x % 4, in_tile = threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
     float kept[KEEPS ? BN / 2 : 1];
@@ -91,7 +106,7 @@ static __device__ __forceinline__ void product(const TensorMap* x_map, const Ten
 #pragma unroll
             for (int i = 0; i < BN / 2; ++i) kept[i] = acc[i];
         else if constexpr (SUMS > 1)
-            send_sums<BN, BUFFERS>(y_map, acc, row - in_tile, column, outputs, outbox, false);
+            send_sums<BN, BUFFERS, ADDS>(y_map, acc, row - in_tile, column, outputs, outbox, false);
     };
     auto finish = [&](const float(&acc)[BN / 2], int row, int column, int, const Outbox& outbox) {
         auto word = [&](int half, int j) {  // of elements
@@ -106,10 +121,10 @@ static __device__ __forceinline__ void product(const TensorMap* x_map, const Ten
             }
             return pack(pair[0], pair[1]);
         };
-        if constexpr (KIND == Kind::RESIDUAL && BUFFERS > 0) {
-            send_sums<BN, BUFFERS>(y_map, acc, row - in_tile, column, outputs, outbox, first < inputs);
-        } else if constexpr (KIND == Kind::RESIDUAL) {
-            add_to<BN>(y, kept, acc, row, column, rows, outputs, t);
+        if constexpr (SUMMED && BUFFERS > 0) {
+            send_sums<BN, BUFFERS, ADDS>(y_map, acc, row - in_tile, column, outputs, outbox, first < inputs);
+        } else if constexpr (SUMMED) {
+            add_to<BN, ADDS>(y, kept, acc, row, column, rows, outputs, t);
         } else if constexpr (BUFFERS > 0) {
             static_assert(BUFFERS * 64 == BN / SIDES, "a tile's results fill the outbox");
             outbox.open();

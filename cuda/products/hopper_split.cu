@@ -1,4 +1,5 @@
-// Products of few rows or a long K on Hopper: y (rows, outputs) float += x W^T, x (rows, K) and W (outputs, K) elements.
+// Products of few rows or a long K on Hopper: y (rows, outputs) float += x W^T, x (rows, K) and W (outputs, K) elements; or
+// y = x W^T, from the same sums.
 //
 // A multiprocessor fetches 60 to 75 bytes a clock, too little for a tile of a long product, and there are too few tiles for
 // all multiprocessors. So two blocks of a cluster share a tile (HALVES 2): one sums up the first `first` elements of K,
@@ -8,7 +9,7 @@
 //
 // A tile is BR rows (wgmma takes 64; what it makes of others is not kept) by BN columns. A cluster has DOWN tiles below
 // each other, which have their weights from one copy to all of them, in turns. Its blocks count down, then halves.
-// Kernels are named split_BR_BN_BOXES_HALVES_DOWN_STAGES; the grid is a cluster for each DOWN tiles, columns first.
+// Kernels are named residual_BR_BN_BOXES_HALVES_DOWN_STAGES, or addend_... where y is not read; the grid is a cluster for each DOWN tiles, columns first.
 //
 // A step is BOXES boxes of 64 elements of K, since a step costs the warps that multiply some 140 clocks beside its
 // wgmmas, and those take 18 (BN 16) to 32 (BN 64) each, on an H200.
@@ -55,7 +56,7 @@ static __device__ __forceinline__ bool elected() {
 }
 
 // `weights`: 0, or W, whose lines are then asked for ahead of the copies, into L2.
-template <int BR, int BN, int BOXES, int HALVES, int DOWN, int STAGES>
+template <bool ADDS, int BR, int BN, int BOXES, int HALVES, int DOWN, int STAGES>
 static __device__ __forceinline__ void product(const TensorMap* x_map, const TensorMap* w_map, const Element* weights,
                                                float* y, int rows, int outputs, int inputs, int first) {
     constexpr int GROUPS = (BR + 63) / 64, CLUSTER = HALVES * DOWN, COPIES = 4 * GROUPS;  // the warp that copies
@@ -168,8 +169,11 @@ static __device__ __forceinline__ void product(const TensorMap* x_map, const Ten
 #pragma unroll
     for (int eight = 0; eight < 2; ++eight)
 #pragma unroll
-        for (int j = 0; j < MINE; ++j)
-            if (kept(j, eight)) old[j][eight] = *reinterpret_cast<const float2*>(target + eight * eight_rows + 8 * j);
+        for (int j = 0; j < MINE; ++j) {
+            if (!ADDS) old[j][eight] = make_float2(0.0f, 0.0f);
+            if (ADDS && kept(j, eight))
+                old[j][eight] = *reinterpret_cast<const float2*>(target + eight * eight_rows + 8 * j);
+        }
 
     float acc[BN / 2];
     const uint64_t start = tile_descriptor(base) + group * (64 * WIDTH * 2 / 16);
@@ -229,15 +233,15 @@ static __device__ __forceinline__ void product(const TensorMap* x_map, const Ten
     }
 }
 
-#define SPLIT_KERNEL(BR, BN, BOXES, HALVES, DOWN, STAGES)                                                         \
+#define SPLIT_KERNEL(NAME, ADDS, BR, BN, BOXES, HALVES, DOWN, STAGES)                                             \
     extern "C" __global__ void __launch_bounds__(((BR) + 63) / 64 * 128 + 32)                                     \
-        __cluster_dims__((HALVES) * (DOWN), 1, 1) split_##BR##_##BN##_##BOXES##_##HALVES##_##DOWN##_##STAGES(     \
+        __cluster_dims__((HALVES) * (DOWN), 1, 1) NAME##_##BR##_##BN##_##BOXES##_##HALVES##_##DOWN##_##STAGES(    \
             const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w, const Element* weights,      \
             float* y, int rows, int outputs, int inputs, int first) {                                             \
-        product<BR, BN, BOXES, HALVES, DOWN, STAGES>(&x, &w, weights, y, rows, outputs, inputs, first);           \
+        product<ADDS, BR, BN, BOXES, HALVES, DOWN, STAGES>(&x, &w, weights, y, rows, outputs, inputs, first);     \
     }
 #else
-#define SPLIT_KERNEL(BR, BN, BOXES, HALVES, DOWN, STAGES)
+#define SPLIT_KERNEL(NAME, ADDS, BR, BN, BOXES, HALVES, DOWN, STAGES)
 #endif
 
 KERNELS  // of `split.py`

@@ -12,7 +12,15 @@ from nightmill.worker.runners.gpu.device.element import Element
 from nightmill.worker.runners.gpu.device.operands import ELEMENT, FLOAT, Buffer, Matrix
 from nightmill.worker.runners.gpu.products.chooser import Products
 from nightmill.worker.runners.gpu.products.hopper_tiles import TILES, HopperTiles, Tile
-from nightmill.worker.runners.gpu.products.shapes import GATED, Kind, Shape, Way, first_sum, padded_rows
+from nightmill.worker.runners.gpu.products.shapes import (
+    GATED,
+    SUMMED,
+    Kind,
+    Shape,
+    Way,
+    first_sum,
+    padded_rows,
+)
 from nightmill.worker.runners.gpu.products.split import SPLIT_TILES, SplitTile, SplitTiles, split_tiles
 from nightmill.worker.runners.gpu.rows.activate import Activate
 from tests.elements import BOTH_ELEMENTS, ROUNDED_ONCE, rounded
@@ -177,15 +185,18 @@ def residual_operands(
     return before, exact, followed_by_poison(device, values), matrix(device, weights)
 
 
-def assert_they_add_the_same_bits(
-    device: Device, own: Ways, other: Ways, rows: int, outputs: int, inputs: int
+def assert_they_give_the_same_bits(
+    device: Device, kind: Kind, own: Ways, other: Ways, rows: int, outputs: int, inputs: int
 ) -> None:
     """And the right ones; the first, of exactly so many rows, writes nothing else. The other is padded."""
     before, exact, x, weight = residual_operands(device, rows, outputs, inputs)
+    if kind is Kind.ADDEND:  # which does not read what was there
+        exact -= before
+        before = np.full_like(before, np.nan)
     results = []
     for ways, count in ((own, rows), (other, padded_rows(rows))):
         y = followed_by_poison(device, before, buffer)
-        ways(Shape(count, outputs, inputs, Kind.RESIDUAL, device.element.format))(x, weight, y)
+        ways(Shape(count, outputs, inputs, kind, device.element.format))(x, weight, y)
         results.append(fetched(device, y))
         device.free(y.address)
     np.testing.assert_array_equal(results[0][:rows], results[1][:rows], err_msg=f"{rows} {outputs}")
@@ -196,30 +207,32 @@ def assert_they_add_the_same_bits(
 
 
 @BOTH_ELEMENTS
+@pytest.mark.parametrize("kind", SUMMED)
 @pytest.mark.parametrize("tile", TILES[Kind.RESIDUAL], ids=str)
 def test_every_hopper_tile_adds_the_librarys_bits(
-    device: Device, hopper: HopperTiles, library: ByLibrary, tile: Tile
+    device: Device, hopper: HopperTiles, library: ByLibrary, tile: Tile, kind: Kind
 ) -> None:
     for outputs, inputs in ADDED:
         for rows in (1, 7, 63, 65, 257, 1000):
-            assert_they_add_the_same_bits(
-                device, lambda shape: hopper.way(tile, shape), library.way, rows, outputs, inputs
+            assert_they_give_the_same_bits(
+                device, kind, lambda shape: hopper.way(tile, shape), library.way, rows, outputs, inputs
             )
 
 
 @BOTH_ELEMENTS
+@pytest.mark.parametrize("kind", SUMMED)
 @pytest.mark.parametrize("tile", SPLIT_TILES, ids=lambda tile: tile.name)
 def test_blocks_that_share_k_add_the_bits_of_one_that_has_it_all(
-    device: Device, hopper: HopperTiles, tile: SplitTile
+    device: Device, hopper: HopperTiles, tile: SplitTile, kind: Kind
 ) -> None:
-    split, whole = SplitTiles(device), TILES[Kind.RESIDUAL][-1]
+    split, whole = SplitTiles(device, [kind]), TILES[kind][-1]
     suited = [sizes for sizes in (*ADDED, (48, 4104), (8, 1000)) if tile.suits(*sizes)]
     assert suited
     for outputs, inputs in suited:
         for rows in (1, 9, 16, 33, 65, 130, 200, 257):
-            assert_they_add_the_same_bits(
-                device, lambda shape: split.way(tile, shape), lambda shape: hopper.way(whole, shape), rows,
-                outputs, inputs,
+            assert_they_give_the_same_bits(
+                device, kind, lambda shape: split.way(tile, shape), lambda shape: hopper.way(whole, shape),
+                rows, outputs, inputs,
             )  # fmt: skip
 
 
@@ -242,7 +255,7 @@ def test_many_inputs_are_two_sums_of_which_the_second_is_added_last(
     assert expected != before[0, 0] + (sums[0] + sums[1])
     assert expected != before[0, 0] + sums[1] + sums[0]
     x, weight = elements(device, values), matrix(device, weights)
-    shape, split = Shape(1, outputs, inputs, Kind.RESIDUAL, device.element.format), SplitTiles(device)
+    shape, split = Shape(1, outputs, inputs, Kind.RESIDUAL, device.element.format), SplitTiles(device, SUMMED)
     ways = {str(tile): hopper.way(tile, shape) for tile in TILES[Kind.RESIDUAL]}
     ways |= {str(tile): split.way(tile, shape) for tile in SPLIT_TILES if tile.suits(outputs, inputs)}
     ways["library"] = library.way(shape)
@@ -256,7 +269,7 @@ def test_many_inputs_are_two_sums_of_which_the_second_is_added_last(
 def test_a_launch_that_waits_for_the_one_before_sees_its_sums(device: Device, hopper: HopperTiles) -> None:
     rows, outputs, inputs = 64, 896, 4864
     before, exact, x, weight = residual_operands(device, rows, outputs, inputs)
-    split, times = SplitTiles(device), 30
+    split, times = SplitTiles(device, SUMMED), 30
     for tile in split_tiles(rows, outputs, inputs):
         shape = Shape(rows, outputs, inputs, Kind.RESIDUAL, device.element.format)
         way, y = split.way(tile, shape), buffer(device, before)
@@ -267,12 +280,12 @@ def test_a_launch_that_waits_for_the_one_before_sees_its_sums(device: Device, ho
 
 
 @BOTH_ELEMENTS
-@pytest.mark.parametrize("kind", [Kind.RESIDUAL, Kind.SWIGLU], ids=str)
+@pytest.mark.parametrize("kind", [Kind.RESIDUAL, Kind.ADDEND, Kind.SWIGLU], ids=str)
 def test_a_row_has_the_same_bits_among_any_number_of_rows_whatever_becomes_of_it(
     device: Device, products: Products, kind: Kind
 ) -> None:
     most = 4096
-    for outputs, inputs in ADDED if kind is Kind.RESIDUAL else ((4864, 896), (520, 72)):
+    for outputs, inputs in ADDED if kind in SUMMED else ((4864, 896), (520, 72)):
         product = products.of(kind, outputs, inputs)
         values, weights = operands(device.element, most, outputs * (1 + (kind is Kind.SWIGLU)), inputs)
         before = np.random.default_rng(0).standard_normal((most, outputs)).astype(np.float32)

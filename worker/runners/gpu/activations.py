@@ -92,7 +92,7 @@ def _arrays(spec: ModelSpec, max_tokens: int, max_draws: int) -> dict[str, _Arra
     rows["mixed_drawing"] = min(tokens, draws)
     widths = [_widths(layer) for layer in spec.layers]
     whole = any(layer.attention.qk_norm_whole for layer in spec.layers)
-    adds = any(Kind.FLOAT in layer_kinds(layer) for layer in spec.layers)
+    adds = any(Kind.ADDEND in layer_kinds(layer) for layer in spec.layers)
     return {
         "tokens": _Array((tokens,), INT),
         "numbers": _Array((tokens,), INT),

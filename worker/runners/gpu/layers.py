@@ -157,11 +157,11 @@ def bind_layers(
             known[kind] = kernels_of(layer, own)
         kernels, kinds, scale = known[kind], layer_kinds(layer), layer.residual_scale
         attended = Addition(
-            kernels.output, own.attn_output, norms, at.added if kinds.output is Kind.FLOAT else None,
+            kernels.output, own.attn_output, norms, at.added if kinds.output is Kind.ADDEND else None,
             own.attn_output_bias, own.attn_post_norm, scale, None if layer.parallel else own.ffn_norm,
         )  # fmt: skip
         fed = Addition(
-            kernels.down, own.ffn_down, norms, at.added if kinds.down is Kind.FLOAT else None,
+            kernels.down, own.ffn_down, norms, at.added if kinds.down is Kind.ADDEND else None,
             own.ffn_down_bias, own.ffn_post_norm, scale, following,
         )  # fmt: skip
         return Layer(kernels, own, pages, attended, fed, layer.parallel, at.of(layer))

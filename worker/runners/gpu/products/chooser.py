@@ -83,9 +83,7 @@ class Products:
         self._library = LibraryProducts(device, activate, gate_up)
         self._ours: list[ProductLauncher] = []
         if device.hopper:
-            self._ours.append(HopperTiles(device, kinds))
-            if Kind.RESIDUAL in kinds:
-                self._ours.append(SplitTiles(device))
+            self._ours = [HopperTiles(device, kinds), SplitTiles(device, kinds)]
         self.clock = Clock(device, self._library.scratch, LibraryProducts.workspace())
         self._elements = device.element.format
         self._known: dict[tuple[Kind, int, int, Format], Product] = {}

@@ -11,7 +11,7 @@ from nightmill.worker.runners.gpu.device.operands import Buffer, Matrix
 from nightmill.worker.runners.gpu.device.sources import Source, instances, source_of
 from nightmill.worker.runners.gpu.device.tensor_maps import NO_MAP, PIECE_BYTES, PIECE_ROWS, TensorMaps
 from nightmill.worker.runners.gpu.products.kinds import kinds_of
-from nightmill.worker.runners.gpu.products.shapes import DEPTH, Candidate, Kind, Shape, Way, first_sum
+from nightmill.worker.runners.gpu.products.shapes import DEPTH, SUMMED, Candidate, Kind, Shape, Way, first_sum
 
 __all__ = ["TILES", "HopperTiles", "Tile", "load_tiles"]
 
@@ -77,18 +77,20 @@ _GATED = (
     Tile(1, 64, 13),
     Tile(1, 64, 6),
 )
+_SUMMED = (
+    Tile(2, 256, 4, 2, 2),
+    Tile(2, 128, 5, 1, 4),
+    Tile(2, 64, 8),
+    Tile(1, 64, 12),
+    Tile(1, 64, 6),
+    Tile(1, 32, 8),
+)
 TILES = {
     Kind.PLAIN: (Tile(1, 64, 12), Tile(1, 32, 14), Tile(1, 32, 8)),
     Kind.SWIGLU: _GATED,
     Kind.GEGLU: _GATED,
-    Kind.RESIDUAL: (
-        Tile(2, 256, 4, 2, 2),
-        Tile(2, 128, 5, 1, 4),
-        Tile(2, 64, 8),
-        Tile(1, 64, 12),
-        Tile(1, 64, 6),
-        Tile(1, 32, 8),
-    ),
+    Kind.RESIDUAL: _SUMMED,
+    Kind.ADDEND: _SUMMED,
 }
 
 
@@ -119,7 +121,7 @@ class HopperTiles:
         """How a tile computes a shape."""
         function, at_once = self._kernels[shape.kind][tile]
         maps, rows, outputs, inputs = self._maps, shape.rows, shape.outputs, shape.inputs
-        fused, floats = shape.kind.activation is not None, shape.kind is Kind.RESIDUAL
+        fused, floats = shape.kind.activation is not None, shape.kind in SUMMED
         results = tile.columns // 2 if fused else tile.columns
         weight_rows = 2 * outputs if fused else outputs
         grid, block = tile.grid(rows, -(-outputs // results), at_once), (tile.threads, 1, 1)

@@ -11,7 +11,7 @@ __all__ = ["LayerKinds", "kinds_of", "layer_kinds"]
 class LayerKinds(NamedTuple):
     """Of the products of a layer, beside that of queries, keys and values, which is PLAIN.
 
-    RESIDUAL where a product is added to the residual stream as it is; FLOAT where a bias, a norm or a scale
+    RESIDUAL where a product is added to the residual stream as it is; ADDEND where a bias, a norm or a scale
     comes between. PLAIN where the activation is no part of gate and up.
     """
 
@@ -37,4 +37,4 @@ def kinds_of(spec: ModelSpec) -> frozenset[Kind]:
 
 
 def _added(layer: LayerSpec, after: Norm | None, *, bias: bool) -> Kind:
-    return Kind.FLOAT if after is not None or bias or layer.residual_scale != 1.0 else Kind.RESIDUAL
+    return Kind.ADDEND if after is not None or bias or layer.residual_scale != 1.0 else Kind.RESIDUAL

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from nightmill.worker.runners.gpu.device.device import CudaError, Device, KernelLaunchError
 from nightmill.worker.runners.gpu.device.operands import ELEMENT, Buffer, Matrix
-from nightmill.worker.runners.gpu.products.shapes import Candidate, Kind, Shape, Way, first_sum
+from nightmill.worker.runners.gpu.products.shapes import SUMMED, Candidate, Kind, Shape, Way, first_sum
 from nightmill.worker.runners.gpu.rows.activate import Activate
 
 __all__ = ["LibraryProducts", "library_release"]
@@ -194,14 +194,14 @@ class LibraryProducts:
 
     def _calls(self, shape: Shape) -> tuple[_Call, ...]:
         """What the library is asked for, one after the other."""
-        added = shape.kind is Kind.RESIDUAL
-        outputs = shape.outputs if shape.kind.activation is None else 2 * shape.outputs
-        floats = shape.kind is Kind.FLOAT
+        kind = shape.kind
+        outputs = shape.outputs if kind.activation is None else 2 * shape.outputs
+        floats, added = kind in (Kind.FLOAT, Kind.ADDEND), kind is Kind.RESIDUAL
         whole = _Call(shape.rows, outputs, shape.inputs, floats, added=added, stride=shape.inputs)
         first = first_sum(shape.outputs, shape.inputs)
-        if not added or not self._two_sums or first == shape.inputs:
+        if kind not in SUMMED or not self._two_sums or first == shape.inputs:
             return (whole,)
-        return replace(whole, inputs=first), replace(whole, inputs=shape.inputs - first)
+        return replace(whole, inputs=first), replace(whole, inputs=shape.inputs - first, added=True)
 
     def _suits(self, algorithm: _Algorithm, shape: Shape) -> bool:
         return all(self._library.suits(algorithm, call) for call in self._calls(shape))

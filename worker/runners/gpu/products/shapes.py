@@ -20,6 +20,7 @@ __all__ = [
     "DEPTH",
     "GATED",
     "MANY_ROWS",
+    "SUMMED",
     "Candidate",
     "Kind",
     "ProductLauncher",
@@ -45,6 +46,7 @@ class Kind(Enum):
     SWIGLU = "swiglu"  # the weight is gate rows, then up rows; the result their SwiGLU, elements
     GEGLU = "geglu"  # the same with GELU
     RESIDUAL = "residual"  # added to what is there, float
+    ADDEND = "addend"  # the same sums, not added yet, float
 
     @property
     def activation(self) -> Activation | None:
@@ -52,6 +54,8 @@ class Kind(Enum):
         return GATED.get(self)
 
 
+SUMMED = (Kind.RESIDUAL, Kind.ADDEND)
+"""Products that have two sums where `first_sum` says so."""
 GATED = {Kind.SWIGLU: Activation.SILU, Kind.GEGLU: Activation.GELU}
 """Products that have the activation inside."""
 
@@ -98,7 +102,7 @@ def padded_rows(rows: int) -> int:
 
 
 def first_sum(outputs: int, inputs: int) -> int:
-    """How many of the inputs the first sum of a product that is added to something goes through, on Hopper.
+    """How many of the inputs the first sum of a product that is, or will be, added goes through, on Hopper.
 
     All, unless they are many and outputs few: then there is a second sum, which is added after the first. Few
     rows, whose time is that of one product after the other, take half of it, and twice as many blocks share

@@ -1,5 +1,6 @@
 """Products added to the residual stream by `hopper_split.cu`, where blocks share K: shapes and launches."""
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import partial
 
@@ -10,7 +11,7 @@ from nightmill.worker.runners.gpu.device.operands import Buffer, Matrix
 from nightmill.worker.runners.gpu.device.sources import Source, instances, source_of
 from nightmill.worker.runners.gpu.device.tensor_maps import TensorMaps
 from nightmill.worker.runners.gpu.products.kinds import kinds_of
-from nightmill.worker.runners.gpu.products.shapes import Candidate, Kind, Shape, Way, first_sum
+from nightmill.worker.runners.gpu.products.shapes import SUMMED, Candidate, Kind, Shape, Way, first_sum
 
 __all__ = ["SPLIT_TILES", "SplitTile", "SplitTiles", "split_tiles"]
 
@@ -57,8 +58,8 @@ class SplitTile:
 
     @property
     def name(self) -> str:
-        """Of the kernel."""
-        return "split_" + "_".join(map(str, self.arguments))
+        """The end of the kernel's name."""
+        return "_".join(map(str, self.arguments))
 
     @property
     def blocks(self) -> int:
@@ -106,26 +107,27 @@ def split_tiles(rows: int, outputs: int, inputs: int) -> list[SplitTile]:
 
 
 class SplitTiles:
-    """Launches `hopper_split.cu`, for weights that are elements: `HopperTiles`' sums, to the same bits."""
+    """Launches `hopper_split.cu`, for weights that are elements: `HopperTiles`' sums, to the same bits.
 
-    def __init__(self, device: Device) -> None:
-        module = Module.of(device, _source())
+    kinds  of products that there will be
+    """
+
+    def __init__(self, device: Device, kinds: Collection[Kind]) -> None:
         self._maps = TensorMaps(device)
         self._format = device.element.format
-        self._functions: dict[SplitTile, Function] = {
-            tile: module.function(tile.name, "128s128sPPiiii", shared=tile.shared, dependent=True)
-            for tile in SPLIT_TILES
+        self._functions = {
+            kind: _load(Module.of(device, source), kind) for kind, source in _sources(kinds).items()
         }
 
     @staticmethod
     def sources(spec: ModelSpec, *, hopper: bool) -> list[Source]:
         """What it is compiled from."""
-        return [_source()] if hopper and Kind.RESIDUAL in kinds_of(spec) else []
+        return list(_sources(kinds_of(spec)).values()) if hopper else []
 
     def candidates(self, shape: Shape) -> list[Candidate]:
         """The tiles that are worth timing for a shape."""
         aligned = shape.inputs % 8 == 0 and shape.outputs % 8 == 0
-        if shape.kind is not Kind.RESIDUAL or not aligned or shape.format is not self._format:
+        if shape.kind not in self._functions or not aligned or shape.format is not self._format:
             return []
         return [
             Candidate(partial(self.way, tile))
@@ -134,7 +136,7 @@ class SplitTiles:
 
     def way(self, tile: SplitTile, shape: Shape) -> Way:
         """How a tile computes a shape that it suits."""
-        function, maps = self._functions[tile], self._maps
+        function, maps = self._functions[shape.kind][tile], self._maps
         rows, outputs, inputs = shape.rows, shape.outputs, shape.inputs
         clusters = -(-outputs // tile.columns) * -(-rows // (tile.rows * tile.down))
         grid, block, shared = (clusters * tile.blocks, 1), (tile.threads, 1, 1), tile.shared
@@ -151,5 +153,25 @@ class SplitTiles:
         return way
 
 
-def _source() -> Source:
-    return source_of("hopper_split", instances("SPLIT_KERNEL", (tile.arguments for tile in SPLIT_TILES)))
+def _load(module: Module, kind: Kind) -> dict[SplitTile, Function]:
+    return {
+        tile: module.function(
+            f"{kind.value}_{tile.name}", "128s128sPPiiii", shared=tile.shared, dependent=True
+        )
+        for tile in SPLIT_TILES
+    }
+
+
+def _sources(kinds: Collection[Kind]) -> dict[Kind, Source]:
+    """A file for each kind of product."""
+    return {
+        kind: source_of(
+            "hopper_split",
+            instances(
+                "SPLIT_KERNEL",
+                ((kind.value, int(kind is Kind.RESIDUAL), *tile.arguments) for tile in SPLIT_TILES),
+            ),
+        )
+        for kind in SUMMED
+        if kind in kinds
+    }

@@ -82,4 +82,4 @@ def _has_others(spec: ModelSpec) -> bool:
     norms = [spec.output_norm, *(layer.attention_norm for layer in spec.layers)]
     norms += [layer.feed_forward_norm for layer in spec.layers if not layer.parallel]
     plain = all(norm is not None and not norm.centred and not norm.bias for norm in norms)
-    return not plain or any(Kind.FLOAT in layer_kinds(layer) for layer in spec.layers)
+    return not plain or any(Kind.ADDEND in layer_kinds(layer) for layer in spec.layers)
