@@ -11,6 +11,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from itertools import chain, pairwise
 from typing import Any
 
+from nightmill.worker.model.tokenizer.finding import alternatives
+
 Messages = Sequence[Mapping[str, Any]]
 # Such a role may form a token with the template: '<|' + role + '|>'
 _ROLE = re.compile(r"[A-Za-z0-9_-]{1,64}")
@@ -95,9 +97,9 @@ def _overlapping(texts: Iterable[str]) -> re.Pattern[str]:
     """Matches the first character of each occurrence of one of `texts`, so also of overlapping ones."""
     rests: dict[str, list[str]] = {}
     for text in texts:
-        rests.setdefault(text[0], []).append(re.escape(text[1:]))
+        rests.setdefault(text[0], []).append(text[1:])
     # (?!) never matches. The literal first character lets the search skip what cannot start a token.
-    starts = (f"{re.escape(first)}(?={'|'.join(rest)})" for first, rest in rests.items())
+    starts = (f"{re.escape(first)}(?={alternatives(rest)})" for first, rest in rests.items())
     return re.compile("|".join(starts) or "(?!)")
 
 

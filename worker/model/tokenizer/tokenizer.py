@@ -13,6 +13,7 @@ import tokenizers
 from nightmill.jobs.errors import InvalidPromptError
 from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.model.tokenizer.engines import build_engine
+from nightmill.worker.model.tokenizer.finding import matcher
 from nightmill.worker.model.tokenizer.pre_tokenizers import pre_tokenizer_of
 from nightmill.worker.model.tokenizer.stream import TextStream
 from nightmill.worker.model.tokenizer.vocabulary import SPACE, Vocabulary
@@ -51,9 +52,9 @@ class Tokenizer:
         self._strips = strips
         self.markers = vocabulary.markers()
         self._plain = vocabulary.plain()
-        self._find_marker = _matcher(self.markers)
-        self._find_plain = _matcher(self._plain)
-        self._find_marked = _matcher(self.markers | self._plain)
+        self._find_marker = matcher(self.markers)
+        self._find_plain = matcher(self._plain)
+        self._find_marked = matcher(self.markers | self._plain)
 
     @classmethod
     def from_gguf(cls, file: GgufFile) -> Self:
@@ -184,9 +185,3 @@ class Tokenizer:
     def stream(self, *, continues: bool = False) -> TextStream:
         """Decode token by token; the parts join to what `decode` gives for the same ids."""
         return TextStream(self.vocabulary, strip_space=self._space_prefix and not continues)
-
-
-def _matcher(texts: Iterable[str]) -> re.Pattern[str] | None:
-    """Finds the leftmost, then longest of `texts`."""
-    alternatives = [re.escape(text) for text in sorted(texts, key=len, reverse=True)]
-    return re.compile("|".join(alternatives)) if alternatives else None
