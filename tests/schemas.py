@@ -4,7 +4,6 @@ Lengths are bounded, so that a model that draws at random comes to an end. `host
 well: schemas, regular expressions and grammars that are wrong, huge, deep or slow.
 """
 
-import json
 import random
 import string
 from collections.abc import Callable, Mapping
@@ -279,8 +278,3 @@ def _grammar(draw: random.Random) -> Mapping[str, Any]:
         place = draw.randrange(len(made))
         made = made[:place] + draw.choice(["", "(", "\x01", "%json {", "<[0-99]>", made]) + made[place + 1 :]
     return {"grammar": made}
-
-
-def size(schema: Any) -> int:
-    """Bytes of its JSON."""
-    return len(json.dumps(schema))

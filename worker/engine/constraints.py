@@ -59,7 +59,10 @@ class Constraints(Protocol):
         ...
 
     def masks(self, constraints: Sequence[Any], vocab: int, /) -> tuple[IntArray, Faults]:
-        """What `Runner.draw` takes, in their order. A row that leaves nothing to draw is a fault, too."""
+        """What `Runner.draw` takes, in their order, good until the next call.
+
+        A row that leaves nothing to draw is a fault, too.
+        """
         ...
 
     def accept(self, constraints: Sequence[Any], token_ids: Sequence[int], /) -> Faults:

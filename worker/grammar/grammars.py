@@ -1,6 +1,5 @@
 """Compiled grammars by what rows ask for: each is compiled once, and the engine does not wait for it."""
 
-import threading
 import time
 from collections import OrderedDict
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -11,7 +10,7 @@ from nightmill.jobs.errors import ConstraintError
 from nightmill.worker.engine.constraints import Begin
 from nightmill.worker.grammar.checker import Checker, Limits
 from nightmill.worker.grammar.matching import Grammar, Matchings
-from nightmill.worker.grammar.tokens import GrammarTokens, grammar_tokens
+from nightmill.worker.grammar.tokens import grammar_tokens
 from nightmill.worker.model.tokenizer.vocabulary import Vocabulary
 
 COMPILERS = 4  # grammars compiled at once: one that takes seconds delays no others but with three of its like
@@ -22,15 +21,14 @@ _KEPT_BYTES = 32 << 20  # of their sources: what is compiled takes some 400 time
 class Grammars(Matchings):
     """The grammars of one model's texts, and what asks the texts that obey them.
 
-    `vocab`: token ids are below this. Nothing is built, and no process started, before the first is compiled.
+    `vocab`: token ids are below this. What matchers know of the vocabulary is made while the caller goes on.
+    A process that checks is started when a grammar first comes.
     """
 
     def __init__(
         self, vocabulary: Vocabulary, vocab: int, *, limits: Limits | None = None, threads: int | None = None
     ) -> None:
         super().__init__(threads)
-        self._vocabulary = vocabulary
-        self._vocab = vocab
         self._limits = limits or Limits()
         self._known: OrderedDict[Constrained, Future[Begin]] = OrderedDict()
         self._pool = ThreadPoolExecutor(COMPILERS, thread_name_prefix="grammars")
@@ -39,8 +37,7 @@ class Grammars(Matchings):
         self._all_checkers = [Checker(self._limits) for _ in range(COMPILERS)]
         for checker in self._all_checkers:
             self._checkers.put(checker)
-        self._building = threading.Lock()
-        self._tokens: GrammarTokens | None = None
+        self._tokens = self._pool.submit(grammar_tokens, vocabulary, vocab)
         self.compiled = 0
 
     def compile(self, asked: Constrained) -> Future[Begin]:
@@ -66,11 +63,9 @@ class Grammars(Matchings):
             lark = checker.check(asked)
         finally:
             self._checkers.put(checker)
-        with self._building:
-            if self._tokens is None:
-                self._tokens = grammar_tokens(self._vocabulary, self._vocab)
+        tokens = self._tokens.result()
         began = time.monotonic()
-        grammar = Grammar(asked, lark, self._tokens, self._limits.parser)
+        grammar = Grammar(asked, lark, tokens, self._limits.parser)
         grammar.seconds = time.monotonic() - began
         if grammar.fault:
             raise ConstraintError(f"{asked.kind}: {grammar.fault[:500]}")

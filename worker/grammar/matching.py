@@ -72,10 +72,13 @@ class Matchings:
     def __init__(self, threads: int | None = None) -> None:
         """threads: by default four fifths of the cores, at most 32"""
         self._executor = LLExecutor(threads)
+        self._room = np.zeros((0, 0), dtype=np.int32)  # for masks, used again in each step
 
     def masks(self, constraints: Sequence[Matching], vocab: int, /) -> tuple[IntArray, Faults]:
         """See `nightmill.worker.engine.constraints`."""
-        masks = np.empty((len(constraints), mask_words(vocab)), dtype=np.int32)
+        if len(self._room) < len(constraints):
+            self._room = np.empty((2 * len(constraints), mask_words(vocab)), dtype=np.int32)
+        masks = self._room[: len(constraints)]
         self._fill(list(enumerate(constraints)), masks)
         if failed := [(place, one) for place, one in enumerate(constraints) if one.matcher.is_error()]:
             reasons = {place: one.matcher.get_error() for place, one in failed}

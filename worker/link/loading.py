@@ -248,6 +248,9 @@ def build_engine(settings: Settings, model: OpenModel) -> Engine:
     sequences = max_sequences(settings)
     context = context_length(settings, model.spec)
     gpu = gpu_index(settings)
+    vocabulary = model.vocabulary
+    vocabulary.spell_all()
+    grammars = Grammars(vocabulary, model.spec.vocab)  # which reads the vocabulary while the runner loads
     runner: Runner
     if gpu is None:
         token_budget = max(REFERENCE_TOKEN_BUDGET, sequences)
@@ -261,9 +264,6 @@ def build_engine(settings: Settings, model: OpenModel) -> Engine:
             gpu_memory=settings.gpu_memory, context=context, max_tokens=token_budget, gpu=gpu,
             element=element_of(settings, model).element,
         )  # fmt: skip
-    vocabulary = model.vocabulary
-    vocabulary.spell_all()
-    grammars = Grammars(vocabulary, model.spec.vocab)
 
     def engine() -> Engine:
         return Engine(

@@ -7,8 +7,9 @@ from typing import Any
 
 import openai
 import pytest
+from pydantic import BaseModel
 
-from nightmill.jobs.contract import JobState
+from nightmill.jobs.contract import Constrained, ConstraintKind, JobState
 from nightmill.jobs.formats.openai import IGNORED, NEUTRAL
 from nightmill.jobs.server.desk import PRIORITY, Limits
 from tests.servers import wait_until
@@ -127,6 +128,11 @@ def test_raw_responses_and_helpers_of_the_client(server: Server) -> None:
         ({"max_tokns": 3}, "max_tokns"),
         ({"custom_id": "x"}, "custom_id"),
         ({"owner": "bob"}, "owner"),
+        ({"response_format": {"type": "poem"}}, "response_format.type"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"not": {}}}}},
+            "response_format",
+        ),
     ],
 )
 def test_a_bad_request_is_refused_by_the_name_of_its_field(
@@ -148,6 +154,21 @@ def test_what_files_take_and_ignore_is_taken_and_ignored_here(server: Server) ->
         "/chat/completions", body=CHAT | {"max_tokens": 3, "user": None} | neutral | ignored, cast_to=object
     )
     assert answer["choices"][0]["finish_reason"] in ("length", "stop")
+
+
+def test_what_the_answer_must_be_reaches_the_job(server: Server) -> None:
+    """As OpenAI's client says it for a model of pydantic. The worker of these tests can compile none."""
+
+    class Person(BaseModel):
+        name: str
+
+    with pytest.raises(openai.APIError, match="json_schema: this engine compiles none"):
+        server.openai().chat.completions.parse(**CHAT, response_format=Person)
+    with pytest.raises(openai.APIError, match="choice: this engine compiles none"):
+        server.openai().chat.completions.create(**CHAT, extra_body={"choice": ["yes", "no"]})
+    choice, person = (job.constrained for job in server.client.list_jobs())
+    assert choice == Constrained(ConstraintKind.CHOICE, '["yes","no"]')
+    assert person is not None and json.loads(person.text)["required"] == ["name"]
 
 
 def test_a_model_that_nobody_knows_is_not_found(server: Server) -> None:
