@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from enum import StrEnum
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
 from nightmill.jobs.errors import InvalidParameterError
 from nightmill.jobs.sentences import sentence
@@ -18,6 +18,8 @@ MAX_SEED = 2**63 - 1  # seeds live in a signed 64-bit SQL column
 MAX_ERROR_LENGTH = 4_000  # characters of an error that are kept
 
 JsonObject = dict[str, Any]
+
+TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
 
 
 class _Word(StrEnum):
@@ -108,6 +110,12 @@ class GenerationParams(BaseModel):
     )
     stop: tuple[str, ...] = Field(default=(), max_length=16, description="End before this text.")
     ignore_eos: bool = Field(default=False, description="Go on where the model would end its text.")
+    stop_token_ids: tuple[TokenId, ...] = Field(
+        default=(), max_length=256, description="End before this token, too."
+    )
+    min_tokens: int = Field(
+        default=0, ge=0, le=1_000_000, description="Nothing ends the text before so many tokens."
+    )
 
     @field_validator("stop", mode="before")
     @classmethod
@@ -115,6 +123,21 @@ class GenerationParams(BaseModel):
         if isinstance(value, str):
             return (value,)
         return tuple(value) if isinstance(value, list) else value
+
+    @field_validator("stop_token_ids", mode="before")
+    @classmethod
+    def _accept_one_id_or_many(cls, value: Any) -> Any:
+        if type(value) is int:
+            return (value,)
+        return tuple(value) if isinstance(value, list) else value
+
+    @field_validator("min_tokens")
+    @classmethod
+    def _fewest_are_not_more_than_most(cls, value: int, info: ValidationInfo) -> int:
+        most = info.data.get("max_tokens")  # missing if it is wrong itself, which is said first
+        if most is not None and value > most:
+            raise ValueError(f"must not be more than max_tokens, which is {most}")
+        return value
 
     @field_validator("stop")
     @classmethod
@@ -141,6 +164,18 @@ class GenerationParams(BaseModel):
                 ) from None
             raise InvalidParameterError(f"{name}: {sentence(first)}", field=name) from None
 
+    def stored(self) -> JsonObject:
+        """As a row keeps it; the seed has a column of its own.
+
+        What came later is left out unless it is said. So a worker of an older version runs what it can, and
+        the fingerprint of a job that an older version has entered stays the same.
+        """
+        values = self.model_dump(mode="json", exclude={"seed"})
+        for name in _LATER:
+            if getattr(self, name) == type(self).model_fields[name].default:
+                del values[name]
+        return values
+
     @classmethod
     def read(cls, values: Any) -> Self:
         """What a row holds, as it is, for showing: unchecked, and without what only other versions know."""
@@ -154,6 +189,9 @@ class GenerationParams(BaseModel):
         except ValidationError:
             return cls.model_construct(**known)
 
+
+_LATER = ("stop_token_ids", "min_tokens")
+"""Parameters that were not there from the beginning."""
 
 _UNSTORABLE = re.compile("[\x00\ud800-\udfff]")
 

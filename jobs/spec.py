@@ -26,6 +26,7 @@ from nightmill.jobs.contract import (
     JobState,
     JsonObject,
     Prompt,
+    TokenId,
 )
 from nightmill.jobs.errors import InvalidParameterError, InvalidPromptError, RowCode
 from nightmill.jobs.prompts import check_messages, check_text
@@ -45,6 +46,8 @@ class BatchSettings(TypedDict, total=False):
     seed: int | None
     stop: str | Sequence[str] | None
     ignore_eos: bool | None
+    stop_token_ids: int | Sequence[int] | None
+    min_tokens: int | None
     response_format: Mapping[str, Any] | type[BaseModel] | None
     json_schema: Mapping[str, Any] | type[BaseModel] | None
     regex: str | None
@@ -160,7 +163,7 @@ class JobSpec:
             "model": self.model,
             "prompt": self.text,
             "messages": self.messages,
-            "params": params.model_dump(mode="json", exclude={"seed"}),
+            "params": params.stored(),
             "constrained": None if self.constrained is None else self.constrained.values(),
             "seed": secrets.randbits(MAX_SEED.bit_length()) if params.seed is None else params.seed,
             "state": JobState.QUEUED.value,
@@ -215,7 +218,7 @@ class JobSpec:
         content = {
             "prompt": self.text,
             "messages": self.messages,
-            "params": self.params.model_dump(mode="json"),
+            "params": self.params.stored() | {"seed": self.params.seed},
             "model": self.model,
         }
         if self.constrained is not None:
@@ -289,6 +292,7 @@ class Kind(StrEnum):
     FLAG = "flag"
     TEXT = "text"
     TEXTS = "texts"
+    INTEGERS = "integers"
     MOMENT = "moment"
     OBJECT = "object"
 
@@ -299,6 +303,7 @@ _KINDS: dict[Any, Kind] = {
     bool: Kind.FLAG,
     str: Kind.TEXT,
     tuple[str, ...]: Kind.TEXTS,
+    tuple[TokenId, ...]: Kind.INTEGERS,
     datetime: Kind.MOMENT,
     Mapping[str, Any]: Kind.OBJECT,
 }

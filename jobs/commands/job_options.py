@@ -57,6 +57,7 @@ _KINDS: dict[Kind, dict[str, Any]] = {
     Kind.FLAG: {"is_flag": True, "default": None},
     Kind.TEXT: {},
     Kind.TEXTS: {"multiple": True},
+    Kind.INTEGERS: {"multiple": True, "type": int},
     Kind.MOMENT: {"metavar": "TIME"},
     Kind.OBJECT: {"type": _json, "metavar": "JSON"},
 }
@@ -65,7 +66,7 @@ _KINDS: dict[Kind, dict[str, Any]] = {
 def _job_option(name: str) -> Callable[[Command], Command]:
     field = FIELDS[name]
     default = "" if field.default in (None, ()) or field.default is False else f" [{field.default:g}]"
-    again = " (may be given several times)" if field.kind is Kind.TEXTS else ""
+    again = " (may be given several times)" if field.kind in (Kind.TEXTS, Kind.INTEGERS) else ""
     says = f"{field.says.removesuffix('.')}{again}{default}."
     option = _NAMES.get(name, f"--{name.replace('_', '-')}")
     return click.option(option, name, help=says, **_KINDS[field.kind])

@@ -1,8 +1,8 @@
 """CSV as rows: columns are the keys of plain rows, and an empty cell is an absent key.
 
 A CSV cell is text, so numbers and flags are read by their column, and `messages` and `metadata` hold JSON;
-`stop` holds one text, or a JSON list of them. A cell that cannot be read so stays a text, which the checks
-of the row then refuse by name.
+`stop` and `stop_token_ids` hold one text or number, or a JSON list of them. A cell that cannot be read so
+stays a text, which the checks of the row then refuse by name.
 """
 
 import csv
@@ -110,8 +110,10 @@ def _from_text(column: str, cell: str) -> Any:
         return _converted(cell, float)
     if kind is Kind.FLAG:
         return _FLAGS.get(cell.strip().lower(), cell)
-    if kind is Kind.OBJECT or (kind is Kind.TEXTS and cell.lstrip().startswith("[")):
+    if kind is Kind.OBJECT or (kind in (Kind.TEXTS, Kind.INTEGERS) and cell.lstrip().startswith("[")):
         return _converted(cell, parse_value)
+    if kind is Kind.INTEGERS:
+        return _converted(cell, int)
     return cell
 
 

@@ -18,7 +18,7 @@ class BatchBuilder:
     def __init__(self, *, slots: int, pages: int, block_size: int) -> None:
         self._block_size = block_size
         self._tables = np.full((slots, pages), -1, dtype=np.int32)
-        self._masked = np.zeros(slots, dtype=np.bool_)
+        self._masked_until = np.zeros(slots, dtype=np.int32)
 
     def build(self, plan: StepPlan) -> tuple[StepBatch, list[Sequence]]:
         """Return the arrays of `plan` and the sequences that draw a token, in the order of `draws`.
@@ -80,15 +80,15 @@ class BatchBuilder:
             pages = sequence.block_table
             tables[sequence.slot] = -1
             tables[sequence.slot, : len(pages)] = pages
-            self._masked[sequence.slot] = sequence.constraint is not None
+            self._masked_until[sequence.slot] = sequence.masked_until
         for sequence in plan.grown:
             pages = sequence.block_table
             tables[sequence.slot, len(pages) - 1] = pages[-1]
 
     def _draws(self, rows: IntArray, slots: IntArray, positions: IntArray) -> DrawArray:
         draws = make_draws(rows, slots, positions)
-        if self._masked.any():
-            masked = np.flatnonzero(self._masked[slots])
+        if self._masked_until.any():
+            masked = np.flatnonzero(positions < self._masked_until[slots])
             draws["mask"][masked] = np.arange(len(masked))
         return draws
 

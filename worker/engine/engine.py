@@ -10,11 +10,13 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+import numpy as np
+
 from nightmill.jobs.arithmetic import Arithmetic
 from nightmill.jobs.contract import StopReason
 from nightmill.jobs.errors import RunnerError
 from nightmill.worker.engine.batch import BatchBuilder
-from nightmill.worker.engine.constraints import Constraints, OneByOne
+from nightmill.worker.engine.constraints import Constraints, OneByOne, everything, spare
 from nightmill.worker.engine.kv_cache import BlockPool, CacheIntegrityError
 from nightmill.worker.engine.limits import Limits
 from nightmill.worker.engine.request import (
@@ -100,6 +102,7 @@ class Engine:
         self._limits = Limits(
             runner.vocab, context_length, runner.block_size, runner.kv_blocks, model_context
         )
+        self._everything = everything(runner.vocab)
         self._clock = clock
         self._pool = BlockPool(runner.kv_blocks, runner.block_size)
         self._scheduler = Scheduler(
@@ -131,7 +134,7 @@ class Engine:
                 return
             self._finish(known, StopReason.CANCELLED, error="a newer attempt of this job was started")
         params = request.params
-        fault = self._limits.fault(request.prompt_ids, params.max_tokens, request.generated_ids)
+        fault = self._limits.fault(request.prompt_ids, params, request.generated_ids)
         if fault is None and request.constrained is not None and request.constraint is None:
             fault = _NOT_COMPILED
         if fault is not None:
@@ -141,9 +144,10 @@ class Engine:
         prompt = list(request.prompt_ids)
         limit = min(len(prompt) + params.max_tokens, self._limits.cache_context)
         group = None if self._groups is None else self._groups.place(request.prompt_ids, self._submitted)
-        sequence = Sequence(request, self._submitted, prompt, limit, group)
+        ends = frozenset(params.stop_token_ids).union(() if params.ignore_eos else self._eos_ids)
+        sequence = Sequence(request, self._submitted, prompt, limit, group, ends=ends)
         if params.stop:
-            sequence.watch = TextWatch(self._text_stream(), params.stop)
+            sequence.watch = TextWatch(self._text_stream(), params.stop, params.min_tokens)
         self._sequences[request.job_id] = sequence
         if request.deadline is not None:
             heapq.heappush(self._deadlines, (request.deadline, sequence.order, sequence))
@@ -314,7 +318,7 @@ class Engine:
             sequence.reported += 1
             sequence.tokens.append(token)
             self._finish_if_over(sequence)
-            if sequence.state is not SequenceState.FINISHED and sequence.constraint is not None:
+            if sequence.state is not SequenceState.FINISHED and sequence.masked_until:
                 self._obey([sequence])
             if sequence.state is SequenceState.FINISHED:
                 return
@@ -350,20 +354,29 @@ class Engine:
 
     def _draw(self, masked: list[Sequence]) -> None:
         """Make the masks while the forward pass runs. A text that nothing can follow ends."""
-        masks, faults = self.constraints.masks([one.constraint for one in masked], self._runner.vocab)
+        held = [place for place, one in enumerate(masked) if one.constraint is not None]
+        masks, faults = self.constraints.masks(
+            [masked[place].constraint for place in held], self._runner.vocab
+        )
+        if len(held) < len(masked):
+            every = np.tile(self._everything, (len(masked), 1))
+            every[held] = masks
+            masks = every
+        for sequence, mask in zip(masked, masks, strict=True):
+            if sequence.must_go_on:
+                spare(mask, sequence.ends)
         self._runner.draw(masks)
         for place, fault in faults.items():
-            self._finish(masked[place], StopReason.ERROR, error=fault)
+            self._finish(masked[held[place]], StopReason.ERROR, error=fault)
 
     def _obey(self, sequences: list[Sequence]) -> None:
         """Move the constraints of these past the tokens that were added last, so that they draw again."""
-        constraints = [one.constraint for one in sequences]
-        faults = self.constraints.accept(constraints, [one.tokens[-1] for one in sequences])
-        for place, sequence in enumerate(sequences):
-            if place in faults:
-                self._finish(sequence, StopReason.ERROR, error=faults[place])
-            else:
-                sequence.reach = len(sequence.tokens)
+        held = [one for one in sequences if one.constraint is not None]
+        faults = self.constraints.accept([one.constraint for one in held], [one.tokens[-1] for one in held])
+        for sequence in sequences:
+            sequence.let_run()
+        for place, fault in faults.items():
+            self._finish(held[place], StopReason.ERROR, error=fault)
 
     def _collect(self) -> Drawn:
         self._failed = True  # unless the runner returns what it should
@@ -377,7 +390,7 @@ class Engine:
         """Give each sequence its token; those that stopped in the meantime get none."""
         launch = self._outstanding.popleft()
         self._scheduler.collected = launch.number
-        finished, eos_ids, not_a_number = SequenceState.FINISHED, self._eos_ids, NOT_A_NUMBER
+        finished, not_a_number = SequenceState.FINISHED, NOT_A_NUMBER
         ids = drawn.tokens.tolist()
         for sequence, token in zip(launch.drawing, ids, strict=True):
             if sequence is None or sequence.state is finished:
@@ -388,7 +401,7 @@ class Engine:
             self._generated += 1
             tokens = sequence.tokens
             tokens.append(token)
-            if sequence.watch is not None or len(tokens) >= sequence.length_limit or token in eos_ids:
+            if sequence.watch is not None or len(tokens) >= sequence.length_limit or token in sequence.ends:
                 self._finish_if_over(sequence)  # in other cases there is no reason to stop
         if launch.masked:
             obeying = [
@@ -429,7 +442,8 @@ class Engine:
         drawn = sequence.tokens[sequence.prompt_length :]
         watch = sequence.watch
         if watch is None:
-            text = self._decode(drawn[:-1] if reason is StopReason.EOS else drawn)
+            ended = reason in (StopReason.EOS, StopReason.STOP_SEQUENCE)  # by a token, which is no text
+            text = self._decode(drawn[:-1] if ended else drawn)
         else:
             cut = watch.finish()
             text = watch.text

@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from nightmill.jobs.contract import GenerationParams
+
 
 @dataclass(frozen=True, slots=True)
 class Limits:
@@ -22,7 +24,7 @@ class Limits:
         """Most tokens a sequence can have: fewer than `context` where the KV cache is smaller."""
         return self.context if self.pages is None else min(self.context, self.pages * self.block_size)
 
-    def fault(self, prompt: Sequence[int], max_tokens: int, begun: Sequence[int] = ()) -> str | None:
+    def fault(self, prompt: Sequence[int], params: GenerationParams, begun: Sequence[int] = ()) -> str | None:
         """Why a prompt of these token ids can never run, with the remedy; None where it can.
 
         begun: the tokens that an earlier attempt has drawn
@@ -35,6 +37,11 @@ class Limits:
                 f"the prompt holds token id {wrong}, but this model's ids go from 0 to {self.vocab - 1}: "
                 "tokenize it with this model's own vocabulary"
             )
+        if (highest := max(params.stop_token_ids, default=0)) >= self.vocab:
+            return (
+                f"stop_token_ids: holds {highest}, but this model's ids go from 0 to {self.vocab - 1}: take "
+                "them from this model's own vocabulary"
+            )
         if not all(0 <= token < self.vocab for token in begun):
             return (
                 "the answer that an earlier attempt began has token ids that this model lacks: retry the job"
@@ -42,9 +49,10 @@ class Limits:
         if len(prompt) < self.cache_context:
             return None
         if len(prompt) >= self.context:
+            advice = self._longer(len(prompt), params.max_tokens)
             return (
                 f"the prompt has {len(prompt)} tokens; this worker's context holds {self.context}, of which "
-                f"at least one must be left for the answer: shorten it{self._longer(len(prompt), max_tokens)}"
+                f"at least one must be left for the answer: shorten it{advice}"
             )
         return (
             f"the prompt has {len(prompt)} tokens; this worker's KV cache holds {self.cache_context} "

@@ -111,6 +111,7 @@ class Sequence:
     last_launch: int = 0  # the number of the newest launch that touches this sequence
     reported: int = 0  # drawn tokens that were last reported as progress
     watch: TextWatch | None = None  # only where there are stop strings
+    ends: frozenset[int] = frozenset()  # tokens that end the text; not drawn before `min_tokens` others
 
     # What `PrefixSharing` knows of it.
     borrowed: bool = False  # it has pages that others computed, or it did itself before it was preempted
@@ -124,16 +125,32 @@ class Sequence:
     constraint: object | None = field(init=False)
     reach: int = field(init=False)
     """No launch computes more than so many tokens of it, until this is raised."""
+    masked_until: int = field(init=False)
+    """The tokens at places before this one are drawn under a mask; 0: none is."""
     prompt_length: int = field(init=False)
     rank: tuple[int, int, int] = field(init=False)
     """Sorts sequences by who goes first: higher priority, then the earlier group, then submission."""
 
     def __post_init__(self) -> None:
         self.constraint = self.request.constraint
-        self.reach = self.length_limit - 1 if self.constraint is None else len(self.tokens)
         self.prompt_length = len(self.request.prompt_ids)
+        fewest = self.request.params.min_tokens if self.ends else 0
+        self.masked_until = self.prompt_length + fewest if fewest else 0
+        if self.constraint is not None:
+            self.masked_until = self.length_limit
+        self.let_run()
         group = self.order if self.group is None else self.group
         self.rank = (-self.request.priority, group, self.order)
+
+    def let_run(self) -> None:
+        """One whose next token is drawn under a mask waits for it; others run ahead."""
+        length = len(self.tokens)
+        self.reach = length if length < self.masked_until else self.length_limit - 1
+
+    @property
+    def must_go_on(self) -> bool:
+        """True while no token may end it."""
+        return self.generated < self.request.params.min_tokens
 
     @property
     def generated(self) -> int:

@@ -1,7 +1,7 @@
 """Decides when a text is over, and which part of it is the answer.
 
-Order of precedence where several reasons meet on one token: end of text, stop string, length, context.
-Deadline and cancellation are looked at between steps.
+Order of precedence where several reasons meet on one token: end of text, a token or string that stops it,
+length, context. Deadline and cancellation are looked at between steps.
 """
 
 from collections.abc import Callable
@@ -30,12 +30,15 @@ class TextWatch:
 
     First is the one that is complete first, reading character by character; of those that end on the same
     character, the one that starts first. So the answer does not depend on where the token borders fall.
-    Text that may be the beginning of a stop string is held back until that is decided.
+    Text that may be the beginning of a stop string is held back until that is decided. One that is complete
+    within the first `after` tokens counts for nothing.
     """
 
-    def __init__(self, stream: TextStream, stop: tuple[str, ...]) -> None:
+    def __init__(self, stream: TextStream, stop: tuple[str, ...], after: int = 0) -> None:
         self._stream = stream
         self._stop = stop
+        self._after = after
+        self._pushed = 0
         self._reach = max(map(len, stop), default=1) - 1  # characters a match can begin before new text
         self._pieces: list[str] = []
         self._tail = ""  # the last `_reach` characters
@@ -43,6 +46,7 @@ class TextWatch:
 
     def push(self, token_id: int) -> bool:
         """Add a token; True once a stop string is complete. Tokens pushed after that are ignored."""
+        self._pushed += 1
         return self.stopped or self._add(self._stream.push(token_id))
 
     def finish(self) -> bool:
@@ -63,10 +67,13 @@ class TextWatch:
     def _add(self, piece: str) -> bool:
         if not piece:
             return False
-        window = self._tail + piece
+        window, known = self._tail + piece, len(self._tail)
         self._pieces.append(piece)
         self._tail = window[-self._reach :] if self._reach else ""
-        found = [(start + len(stop), start) for stop in self._stop if (start := window.find(stop)) >= 0]
+        if self._pushed <= self._after:
+            return False
+        places = [(stop, window.find(stop, max(0, known + 1 - len(stop)))) for stop in self._stop]
+        found = [(start + len(stop), start) for stop, start in places if start >= 0]
         if found:
             text = self.text
             self._pieces = [text[: len(text) - (len(window) - min(found)[1])]]
@@ -99,6 +106,8 @@ def reason_to_stop(
     """
     if token_id in eos_ids and not params.ignore_eos:
         return StopReason.EOS
+    if token_id in params.stop_token_ids:
+        return StopReason.STOP_SEQUENCE
     if watch is not None and watch.push(token_id):
         return StopReason.STOP_SEQUENCE
     if generated >= params.max_tokens:

@@ -104,6 +104,8 @@ def test_enqueue_prints_ids_and_keeps_every_option(run: Run, cli_client: Client)
             "seed": 4,
             "stop": ("x", "y"),
             "ignore_eos": False,
+            "stop_token_ids": (),
+            "min_tokens": 0,
         }
 
 

@@ -42,6 +42,8 @@ GOOD: dict[str, st.SearchStrategy[Any]] = {
     "seed": st.integers(0, 2**63 - 1),
     "stop": st.lists(TEXTS, min_size=1, max_size=16),
     "ignore_eos": st.booleans(),
+    "stop_token_ids": st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=5),
+    "min_tokens": st.just(0) | st.just(1),
     "response_format": st.sampled_from(
         [
             {"type": "text"},
@@ -68,6 +70,8 @@ BAD: dict[str, st.SearchStrategy[Any]] = {
     "repetition_penalty": st.floats(0, 0.009),
     "seed": st.integers(max_value=-1) | st.integers(2**63),
     "stop": st.just([""]) | st.lists(TEXTS, min_size=17, max_size=18) | st.just(["a\0"]),
+    "stop_token_ids": st.just([-1]) | st.just([1] * 257) | st.just([2**31]),
+    "min_tokens": st.integers(1_000_001) | st.integers(max_value=-1),
     "response_format": st.just({"type": "poem"}) | st.just({"type": "json_schema"}),
     "json_schema": st.just({"not": {}}) | st.just({"items": {"uniqueItems": True}}),
     "regex": st.just("a\0") | st.just("a" * 8_193),
@@ -143,8 +147,8 @@ class Doors:
             option = f"--{name.replace('_', '-')}"
             if name == "messages":
                 arguments.append("--chat")
-            elif name in ("stop", "choice"):
-                arguments += [argument for text in value for argument in (option, text)]
+            elif name in ("stop", "choice", "stop_token_ids"):
+                arguments += [argument for one in value for argument in (option, str(one))]
             elif name == "ignore_eos":
                 arguments += [option] * value
             elif name != "prompt":

@@ -31,6 +31,8 @@ def test_a_job_is_kept_as_it_was_said(client: Client, clock: Clock) -> None:
         seed=2**63 - 1,
         stop=["a", "b"],
         ignore_eos=True,
+        stop_token_ids=[3, 5],
+        min_tokens=2,
         batch="tonight",
         custom_id="mine",
         priority=9,
@@ -50,6 +52,8 @@ def test_a_job_is_kept_as_it_was_said(client: Client, clock: Clock) -> None:
         "seed": 2**63 - 1,
         "stop": ("a", "b"),
         "ignore_eos": True,
+        "stop_token_ids": (3, 5),
+        "min_tokens": 2,
     }
     assert (job.batch, job.custom_id, job.priority, job.max_attempts) == ("tonight", "mine", 9, 2)
     assert (job.idempotency_key, job.metadata) == ("key", {"deep": [1, {"ü": None}]})

@@ -277,9 +277,9 @@ def text_of(tokens: list[int]) -> str:
     return b"".join(PIECES[token] for token in tokens).decode("utf-8", errors="replace")
 
 
-def first_stop(text: str, stop: tuple[str, ...]) -> int | None:
-    """Where the first stop string begins, reading character by character."""
-    for end in range(1, len(text) + 1):
+def first_stop(text: str, stop: tuple[str, ...], after: int = 0) -> int | None:
+    """Where the first stop string begins that ends past `after` characters, reading one by one."""
+    for end in range(after + 1, len(text) + 1):
         starts = [end - len(s) for s in stop if text[:end].endswith(s)]
         if starts:
             return min(starts)
@@ -291,12 +291,18 @@ def stable_prefix(tokens: list[int]) -> str:
     return codecs.getincrementaldecoder("utf-8")(errors="replace").decode(b"".join(PIECES[t] for t in tokens))
 
 
+def after(answer: list[int], params: GenerationParams) -> int:
+    """How much of the text is there before anything may stop it."""
+    return len(stable_prefix(answer[: params.min_tokens])) if params.min_tokens else 0
+
+
 def expected(
     request: Request, context: int, poison: int | None = None
 ) -> tuple[tuple[int, ...], str, StopReason]:
     """The answer by definition: one request, no cache, the whole text looked at anew after each token."""
     tokens, params = list(request.prompt_ids), request.params
     answer: list[int] = []
+    ends = {*params.stop_token_ids} if params.ignore_eos else {EOS, *params.stop_token_ids}
     while True:
         if poison in tokens:
             reason, visible = StopReason.ERROR, text_of(answer)
@@ -305,13 +311,19 @@ def expected(
         if allowed == []:
             reason, visible = StopReason.ERROR, text_of(answer)
             break
+        if ends and len(answer) < params.min_tokens:
+            possible = range(VOCAB) if allowed is None else allowed
+            allowed = [token for token in possible if token not in ends] or list(possible)
         token = next_token(request.seed, tokens, allowed)
         tokens.append(token)
         answer.append(token)
         if token == EOS and not params.ignore_eos:
             reason, visible = StopReason.EOS, text_of(answer[:-1])
             break
-        cut = first_stop(stable_prefix(answer), params.stop)
+        if token in params.stop_token_ids:
+            reason, visible = StopReason.STOP_SEQUENCE, text_of(answer[:-1])
+            break
+        cut = first_stop(stable_prefix(answer), params.stop, after(answer, params))
         if cut is not None:
             return tuple(answer), stable_prefix(answer)[:cut], StopReason.STOP_SEQUENCE
         if len(answer) == params.max_tokens:
@@ -320,7 +332,9 @@ def expected(
         if len(tokens) == context:
             reason, visible = StopReason.CONTEXT_FULL, text_of(answer)
             break
-    cut = first_stop(visible, params.stop)  # bytes that never became a character may complete one
+    pushed = answer[:-1] if reason in (StopReason.EOS, StopReason.STOP_SEQUENCE) else answer
+    silent = len(visible) if len(pushed) <= params.min_tokens else after(pushed, params)
+    cut = first_stop(visible, params.stop, silent)  # bytes that never became a character may complete one
     if cut is not None:
         reason = StopReason.ERROR if reason is StopReason.ERROR else StopReason.STOP_SEQUENCE
     return tuple(answer), visible[:cut], reason

@@ -11,7 +11,7 @@ from nightmill.jobs.contract import Constrained, ConstraintKind, StopReason
 from nightmill.jobs.errors import ConstraintError, RunnerError
 from nightmill.worker.engine.request import Completion, Request
 from nightmill.worker.runners.base import IntArray, StepBatch
-from tests.unit.engine.scripted import Rule, ScriptedRunner, expected, make_engine, make_request, run
+from tests.unit.engine.scripted import EOS, Rule, ScriptedRunner, expected, make_engine, make_request, run
 
 BEGINNINGS = [(), (1, 2, 3, 4, 5, 6, 7, 8), (1, 2, 3, 4)]
 
@@ -26,6 +26,8 @@ texts = st.lists(
                 "max_tokens": st.integers(1, 25),
                 "stop": st.sampled_from([(), ("ab",), ("é", "ST")]),
                 "ignore_eos": st.booleans(),
+                "stop_token_ids": st.sampled_from([(), (), (0, 4), tuple(range(EOS))]),
+                "min_tokens": st.sampled_from([0, 0, 1]),
                 "priority": st.integers(0, 2),
             }
         ),

@@ -14,7 +14,16 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from nightmill.jobs.contract import StopReason
 from nightmill.worker.engine.request import Completion, Request
-from tests.unit.engine.scripted import VOCAB, Clock, Rule, ScriptedRunner, expected, make_engine, make_request
+from tests.unit.engine.scripted import (
+    EOS,
+    VOCAB,
+    Clock,
+    Rule,
+    ScriptedRunner,
+    expected,
+    make_engine,
+    make_request,
+)
 
 CONTEXT = 24
 BEGINNINGS = [(), (1, 2, 3, 4, 5, 6, 7, 8), (1, 2, 3, 4), (1, 2, 9, 9, 9, 9)]
@@ -66,6 +75,8 @@ class EngineMachine(RuleBasedStateMachine):
         max_tokens=st.integers(1, 20),
         stop=st.sampled_from([(), (), ("ab",), ("é", "ST"), ("a ", "ba", "€b")]),
         ignore_eos=st.booleans(),
+        stop_token_ids=st.sampled_from([(), (), (0,), (2, 7, EOS)]),
+        min_tokens=st.sampled_from([0, 0, 0, 3, 12]),
         priority=st.integers(0, 2),
         patience=st.sampled_from([None, None, None, 0, 1, 5]),
         obeys=st.sampled_from([None, None, 1, 2, 3]),
@@ -78,6 +89,8 @@ class EngineMachine(RuleBasedStateMachine):
         seed: int,
         patience: int | None,
         obeys: int | None,
+        max_tokens: int,
+        min_tokens: int,
         **params: Any,
     ) -> None:
         job_id = f"j{job}"
@@ -85,7 +98,15 @@ class EngineMachine(RuleBasedStateMachine):
         deadline = None if patience is None else self.clock.now + patience
         prompt = (*beginning, *rest)
         request = make_request(
-            job_id, prompt, seed=seed, attempt=attempt, deadline=deadline, rule=obeys, **params
+            job_id,
+            prompt,
+            seed=seed,
+            attempt=attempt,
+            deadline=deadline,
+            rule=obeys,
+            max_tokens=max_tokens,
+            min_tokens=min(min_tokens, max_tokens),
+            **params,
         )
         self.cancelled.discard(job_id)
         self.requests[job_id, attempt] = request

@@ -2,6 +2,7 @@
 
 import pytest
 
+from nightmill.jobs.contract import GenerationParams
 from nightmill.worker.engine.limits import Limits
 
 
@@ -20,5 +21,13 @@ def test_no_more_context_is_advised_than_the_model_has(
     model_context: int | None, prompt: int, advice: str
 ) -> None:
     limits = Limits(vocab=9, context=64, block_size=16, model_context=model_context)
-    fault = limits.fault((0,) * prompt, 100)
+    fault = limits.fault((0,) * prompt, GenerationParams(max_tokens=100))
     assert fault is not None and fault.endswith(f"must be left for the answer: {advice}")
+
+
+def test_a_stop_token_that_the_model_lacks_is_named() -> None:
+    limits = Limits(vocab=9, context=64, block_size=16)
+    assert limits.fault((0,), GenerationParams(stop_token_ids=(3, 8))) is None
+    fault = limits.fault((0,), GenerationParams(stop_token_ids=(3, 9)))
+    assert fault is not None
+    assert fault.startswith("stop_token_ids: holds 9, but this model's ids go from 0 to 8")

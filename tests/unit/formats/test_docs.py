@@ -111,8 +111,8 @@ def test_every_key_of_a_plain_row_is_described() -> None:
 def test_every_key_of_an_openai_body_is_described() -> None:
     described = named_in_tables(section("## OpenAI's batch format").split("### Results")[0])
     frame = {"custom_id", "method", "url", "body"}
-    ours = {"top_k", "min_p", "repetition_penalty", "ignore_eos"} | FORMS.keys()
-    ours |= GUIDED.keys() | {"structured_outputs"}
+    ours = {"top_k", "min_p", "repetition_penalty", "ignore_eos", "stop_token_ids", "min_tokens"}
+    ours |= FORMS.keys() | GUIDED.keys() | {"structured_outputs"}
     parameters = {"max_tokens", "max_completion_tokens", "temperature", "top_p", "seed", "stop", "model"}
     assert described == frame | ours | parameters | {"messages", "prompt"} | NEUTRAL.keys() | IGNORED
 

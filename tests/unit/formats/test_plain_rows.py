@@ -19,11 +19,11 @@ def test_a_plain_row_gives_a_prompt_and_the_keywords_of_enqueue(tmp_path: Path) 
     fields = {
         "max_tokens": 3, "temperature": 0.5, "top_k": 2, "top_p": 0.5, "min_p": 0.1, "seed": 4,
         "repetition_penalty": 1.1, "stop": ["x", "y"], "ignore_eos": True, "model": "demo", "priority": 7,
-        "metadata": {"a": [1]}, "max_attempts": 2,
+        "metadata": {"a": [1]}, "max_attempts": 2, "stop_token_ids": [3, 4], "min_tokens": 2,
     }  # fmt: skip
     row = only(tmp_path, {"prompt": "Once", "custom_id": "x"} | fields)
     assert (row.number, row.custom_id, row.prompt, row.error) == (1, "x", "Once", None)
-    assert said(row) == fields | {"stop": ("x", "y")}
+    assert said(row) == fields | {"stop": ("x", "y"), "stop_token_ids": (3, 4)}
 
 
 def test_messages_may_stand_in_place_of_a_prompt(tmp_path: Path) -> None:

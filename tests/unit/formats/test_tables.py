@@ -31,14 +31,21 @@ def parquet_rows(tmp_path: Path, **columns: Any) -> list[InputRow]:
 def test_csv_cells_are_read_by_their_column(tmp_path: Path) -> None:
     (row,) = csv_rows(
         tmp_path,
-        "custom_id,prompt,max_tokens,temperature,seed,stop,ignore_eos,metadata,model,priority\n"
-        '007,"a ""b"",\nc",64.0,0.5,9007199254740993,"[""x"", ""y""]",TRUE,"{""k"": 1}",demo,3\n',
+        "custom_id,prompt,max_tokens,temperature,seed,stop,ignore_eos,metadata,model,priority,stop_token_ids\n"
+        '007,"a ""b"",\nc",64.0,0.5,9007199254740993,"[""x"", ""y""]",TRUE,"{""k"": 1}",demo,3,"[5, 6]"\n',
     )
     assert (row.number, row.custom_id, row.prompt) == (1, "007", 'a "b",\nc')
     assert said(row) == {
         "max_tokens": 64, "temperature": 0.5, "seed": 9007199254740993, "stop": ("x", "y"),
         "ignore_eos": True, "metadata": {"k": 1}, "model": "demo", "priority": 3,
+        "stop_token_ids": (5, 6),
     }  # fmt: skip
+
+
+def test_a_cell_may_hold_one_token_id(tmp_path: Path) -> None:
+    good, bad = csv_rows(tmp_path, "prompt,stop_token_ids\na,7\na,x\n")
+    assert said(good) == {"stop_token_ids": (7,)}
+    assert bad.error is not None and bad.error.field == "stop_token_ids"
 
 
 def test_messages_in_a_csv_cell_are_json(tmp_path: Path) -> None:

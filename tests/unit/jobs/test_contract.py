@@ -46,12 +46,24 @@ def test_the_defaults_of_generation_are_those_of_the_contract() -> None:
         "seed": None,
         "stop": (),
         "ignore_eos": False,
+        "stop_token_ids": (),
+        "min_tokens": 0,
     }
 
 
 @pytest.mark.parametrize(
     ("settings", "field", "message"),
     [
+        ({"min_tokens": 300}, "min_tokens", "must not be more than max_tokens, which is 256 (got 300)"),
+        ({"min_tokens": 3, "max_tokens": 2}, "min_tokens", "must not be more than max_tokens, which is 2"),
+        ({"min_tokens": 3, "max_tokens": 0}, "max_tokens", "must be at least 1 (got 0)"),
+        ({"min_tokens": -1}, "min_tokens", "must be at least 0 (got -1)"),
+        ({"stop_token_ids": "a"}, "stop_token_ids", "must be a list (got 'a')"),
+        ({"stop_token_ids": True}, "stop_token_ids", "must be a list (got True)"),
+        ({"stop_token_ids": [1, "a"]}, "stop_token_ids", "must be a whole number (got 'a')"),
+        ({"stop_token_ids": [True]}, "stop_token_ids", "must be a whole number (got True)"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids", "must be at least 0 (got -1)"),
+        ({"stop_token_ids": [1] * 257}, "stop_token_ids", "must have at most 256 entries"),
         ({"max_tokens": -1}, "max_tokens", "must be at least 1 (got -1)"),
         ({"max_tokens": 0}, "max_tokens", "must be at least 1 (got 0)"),
         ({"max_tokens": 1_000_001}, "max_tokens", "must be at most 1000000"),
@@ -219,3 +231,24 @@ def test_parameters_and_options_cannot_be_changed() -> None:
 
 def test_errors_say_their_docstring_where_they_are_given_no_words() -> None:
     assert str(InvalidRequestError()) == "The request can never run as it stands."
+
+
+def test_a_row_says_nothing_of_what_came_later_unless_it_is_asked_for() -> None:
+    first = {
+        "max_tokens",
+        "temperature",
+        "top_k",
+        "top_p",
+        "min_p",
+        "repetition_penalty",
+        "stop",
+        "ignore_eos",
+    }
+    assert GenerationParams(seed=1).stored().keys() == first
+    asked = GenerationParams(stop_token_ids=(4, 2), min_tokens=3, seed=1)
+    assert asked.stored().items() >= {("min_tokens", 3)}
+    assert GenerationParams.parse(asked.stored() | {"seed": 1}) == asked
+
+
+def test_one_id_stands_for_a_list_of_one() -> None:
+    assert GenerationParams.parse({"stop_token_ids": 7}).stop_token_ids == (7,)

@@ -111,7 +111,8 @@ def _warm_up(engine: Engine, requests: Sequence[Request]) -> None:
 
 
 def _endless(request: Request) -> bool:
-    return request.params.ignore_eos and not request.params.stop
+    params = request.params
+    return params.ignore_eos and not (params.stop or params.stop_token_ids)
 
 
 def _lengths(

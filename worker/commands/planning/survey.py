@@ -38,7 +38,7 @@ class Survey:
     limits: "array[int]" = field(default_factory=lambda: array("I"))
     """The most tokens that the answer can have: max_tokens, or what the context leaves."""
     endless: "array[int]" = field(default_factory=lambda: array("B"))
-    """1 if nothing but the limit can end the answer (ignore_eos, no stop strings)."""
+    """1 if nothing but the limit can end the answer (ignore_eos, nothing to stop at)."""
     cut: int = 0
     """Rows whose prompt and max_tokens together do not fit the context: such an answer may be cut."""
     models: Counter[str] = field(default_factory=Counter)
@@ -74,7 +74,7 @@ def survey(
         prompt_ids, bad = _tokenise(row, encode)
         if bad is None and row.spec is not None:
             params = row.spec.params
-            fault = limits.fault(prompt_ids, params.max_tokens)
+            fault = limits.fault(prompt_ids, params)
             if fault is not None:
                 bad = BadRow(row.number, row.custom_id, "over_context", "prompt", fault)
             else:
@@ -104,7 +104,7 @@ def _count(found: Survey, spec: JobSpec, prompt_ids: tuple[int, ...], limits: Li
     room = limits.cache_context - len(prompt_ids)
     found.prompt_tokens.append(len(prompt_ids))
     found.limits.append(min(params.max_tokens, room))
-    found.endless.append(params.ignore_eos and not params.stop)
+    found.endless.append(params.ignore_eos and not (params.stop or params.stop_token_ids))
     found.cut += params.max_tokens > room
     if spec.constrained is not None:
         found.constrained[str(spec.constrained.kind)] += 1
