@@ -23,6 +23,8 @@ CONTEXT = PROMPT + DECODED
 CLEAR = 0.01
 """The distance of the best two logits of a row from which on its best token has to be the same, in half."""
 
+ENTROPY = 0.4, 0.9  # of the largest there can be: bounds of the mean of a model that shows faults
+
 Make = Callable[[GgufFile, ModelSpec], HasLogits]
 
 
@@ -31,6 +33,7 @@ class Agreement:
     """Of the rows (positions) of both passes; divergences are of the distributions, in nats."""
 
     rows: int
+    entropy: float  # mean, of the reference's distributions, in nats
     mean_kl: float  # KL(reference || runner)
     largest_kl: float
     same_top: float  # share of rows with the same best token
@@ -40,7 +43,11 @@ class Agreement:
 
 
 def agreement(make: Make, file: GgufFile, spec: ModelSpec, *, clear: float = CLEAR) -> Agreement:
-    """Hold the runner that `make` makes against the reference runner; its `slots` may be 1."""
+    """Hold the runner that `make` makes against the reference runner; its `slots` may be 1.
+
+    Raises ValueError for a model of which no fault would show: it is nearly certain of the next token, or
+    nearly indifferent.
+    """
     text = np.random.default_rng(5).integers(0, spec.vocab, CONTEXT).tolist()
     reference = Reference(file, spec, kv_blocks=CONTEXT // BLOCK, block_size=BLOCK, slots=1)
     with closing(reference.runner):
@@ -48,7 +55,13 @@ def agreement(make: Make, file: GgufFile, spec: ModelSpec, *, clear: float = CLE
     subject = make(file, spec)
     with closing(subject.runner):
         ours = [_logits(subject, text, chunks) for chunks in ((PROMPT,), CHUNKS)]
-    return compared(np.concatenate(ours), np.concatenate([expected, expected]), clear)
+    found = compared(np.concatenate(ours), np.concatenate([expected, expected]), clear)
+    least, most = (share * np.log(spec.vocab) for share in ENTROPY)
+    if not least < found.entropy < most:
+        raise ValueError(
+            f"the model says little: an entropy of {found.entropy:.2f}, not {least:.2f} to {most:.2f}"
+        )
+    return found
 
 
 def _logits(subject: HasLogits, text: list[int], chunks: Sequence[int]) -> Logits:
@@ -69,6 +82,7 @@ def compared(actual: Logits, expected: Logits, clear: float = CLEAR) -> Agreemen
     is_clear = gap > clear
     return Agreement(
         rows=len(same),
+        entropy=float(-(np.exp(p) * p).sum(axis=1).mean()),
         mean_kl=float(divergence.mean()),
         largest_kl=float(divergence.max()),
         same_top=float(same.mean()),

@@ -85,17 +85,16 @@ def missed(row: Row) -> list[str]:
 def table(rows: Sequence[Row]) -> str:
     """A line a model, then what was refused, failed or missed a bar."""
     lines = [
-        "| model | in | mean KL | largest KL | same best token | of clear rows | tokens/s | of Qwen2 |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+        "| model | in | entropy | mean KL | largest KL | same token | of clear rows | tokens/s | of Qwen2 |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for row in rows:
         found = row.agreement
-        cells = ["-"] * 4
+        cells = ["-"] * 5
         if found is not None:
-            cells = [
-                f"{found.mean_kl:.1e}", f"{found.largest_kl:.1e}", f"{found.same_top:.2%}",
-                f"{found.same_clear:.2%} of {found.clear_rows}",
-            ]  # fmt: skip
+            kls = f"{found.mean_kl:.1e}", f"{found.largest_kl:.1e}"
+            tokens = f"{found.same_top:.2%}", f"{found.same_clear:.2%} of {found.clear_rows}"
+            cells = [f"{found.entropy:.1f}", *kls, *tokens]
         cells += ["" if row.rate is None else f"{row.rate:,.0f}"]
         cells += ["" if row.of_qwen is None else f"{row.of_qwen:.0%}"]
         lines.append(f"| {row.model} | {row.element} | {' | '.join(cells)} |")

@@ -1,7 +1,9 @@
 """Random models of every family, with the keys that llama.cpp's converter writes for it, in any size.
 
 Written in about the time that a disk takes: matrices are cut from one pool of noise. They are scaled as those
-of the tests (`tests.ggufs.spec_tensors`), so that logits are spread and every weight matters.
+of the tests (`tests.ggufs.spec_tensors`), so that logits are spread and every weight matters. Where a family
+scales embeddings or logits, the tables and the last norm undo it: else the layers would vanish beside an
+embedding that a tied head echoes, or logits would be flat, and no fault would show.
 """
 
 from collections.abc import Iterable, Mapping
@@ -122,15 +124,20 @@ def write(path: Path, model: FamilyModel, size: Size, dtype: str = "auto", *, se
     dtype  of its matrices, f16 or bf16; "auto": as models of the family are computed
     """
     like = _sized(model.like, size)
+    gains = {
+        Role.EMBEDDING: 2.5 / like.embedding_scale,
+        Role.HEAD: 2.5,
+        Role.OUTPUT_NORM: (like.embedding_scale if like.tied_head else 1.0) / like.logit_scale,
+    }
     in_bf16 = dtype == "bf16" or (dtype == "auto" and like.overflows_half)
     noise, tensors = _Noise(GGMLQuantizationType.BF16 if in_bf16 else GGMLQuantizationType.F16, seed), {}
     for role, weight in like.all_weights():
         for name, shape in weight.parts:
             if weight.is_matrix:
-                gain = 2.5 if role in (Role.EMBEDDING, Role.HEAD) else 1.5
-                tensors[name] = noise.matrix(shape, gain / shape[1] ** 0.5)
+                tensors[name] = noise.matrix(shape, gains.get(role, 1.5) / shape[1] ** 0.5)
             else:
-                mean, deviation = (1.0, 0.1) if role.endswith("norm") else (0.0, 0.2)
+                gain = gains.get(role, 1.0)
+                mean, deviation = (gain, 0.1 * gain) if role.endswith("norm") else (0.0, 0.2)
                 tensors[name] = noise.vector(shape, mean, deviation)
     rotated = like.layers[0].attention.rope.dim
     for name in model.divisors:
@@ -150,7 +157,11 @@ def _sized(like: ModelSpec, size: Size) -> ModelSpec:
         return replace(layer, attention=attention, feed_forward=replace(layer.feed_forward, width=size.ffn))
 
     layers = _in_turn(like.layers, max(size.layers, len(like.layers)))
-    return replace(like, width=size.width, vocab=size.vocab, layers=tuple(map(sized, layers)))
+    by_width = like.embedding_scale == like.width**0.5  # no key says this one
+    return replace(
+        like, width=size.width, vocab=size.vocab, layers=tuple(map(sized, layers)),
+        embedding_scale=size.width**0.5 if by_width else like.embedding_scale,
+    )  # fmt: skip
 
 
 def _sized_keys(model: FamilyModel, size: Size, layers: int) -> dict[str, Any]:

@@ -17,9 +17,10 @@ from benchmarks.family_runs import Checked, Row, check, race
 from nightmill.jobs.errors import RunnerError
 from nightmill.worker.model.families import FAMILIES, read_spec
 from nightmill.worker.model.gguf.file import GgufFile
+from nightmill.worker.model.spec import ModelSpec
 from tests.gpu.driving import Reference
 
-FINE = Agreement(704, 2e-6, 1e-5, 0.99, 700, 1.0, 0.004)
+FINE = Agreement(704, 4.7, 2e-6, 1e-5, 0.99, 700, 1.0, 0.004)
 
 
 def tiny(family: str) -> Size:
@@ -57,7 +58,8 @@ def test_a_model_is_read_back_in_the_size_that_was_asked_for(name: str, tmp_path
     assert {layer.feed_forward.width for layer in spec.layers} == {32}
     assert bool(spec.layers[0].attention.rope.divisors) == bool(model.divisors)
     assert matrix.std() == pytest.approx(1.5 / matrix.shape[1] ** 0.5, rel=0.05)
-    assert norm.mean() == pytest.approx(1, abs=0.1)
+    undone = (spec.embedding_scale if spec.tied_head else 1) / spec.logit_scale
+    assert norm.mean() == pytest.approx(undone, rel=0.1)
 
 
 def test_windows_and_their_layers_are_those_of_real_models(tmp_path: Path) -> None:
@@ -78,7 +80,11 @@ def test_bf16_holds_the_same_numbers_but_for_their_ends(tmp_path: Path) -> None:
 
 def test_rows_are_compared_by_divergence_and_by_best_token() -> None:
     expected = np.array([[2.0, 0.0, 0.0], [1.0, 1.005, 0.0], [0.0, 0.5, 0.0]], np.float32)
-    assert compared(expected, expected) == Agreement(3, 0.0, 0.0, 1.0, 2, 1.0, 0.0)
+    entropy = compared(expected, expected).entropy
+    assert compared(expected, expected) == Agreement(3, entropy, 0.0, 0.0, 1.0, 2, 1.0, 0.0)
+    assert compared(np.zeros((2, 8), np.float32), np.zeros((2, 8), np.float32)).entropy == pytest.approx(
+        np.log(8)
+    )
     near_tie = expected.copy()
     near_tie[1, 0] = 1.01
     found = compared(near_tie, expected)
@@ -119,6 +125,23 @@ def test_a_fault_of_one_percent_misses_the_bar(tmp_path: Path, monkeypatch: pyte
     assert any("mean KL" in words for words in missed(Row("m", "m", agreement=wrong)))
 
 
+@pytest.mark.parametrize(("gain", "least"), [(0.01, 5.9), (1000.0, 0.0)])
+def test_a_model_that_would_show_no_fault_is_an_error(
+    gain: float, least: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(agreement, "PROMPT", 40)
+    monkeypatch.setattr(agreement, "CHUNKS", (24, 16))
+    monkeypatch.setattr(agreement, "CONTEXT", 48)
+    with GgufFile.open(write(tmp_path / "model.gguf", MODELS[QWEN], tiny(QWEN))) as file:
+        spec = replace(read_spec(file), logit_scale=gain)
+
+        def make(file: GgufFile, spec: ModelSpec) -> Reference:
+            return Reference(file, spec, kv_blocks=3, block_size=16, slots=1)
+
+        with pytest.raises(ValueError, match=rf"the model says little: an entropy of {least:.1f}"):
+            agreement.agreement(make, file, spec)
+
+
 def test_bars_that_are_missed_are_told() -> None:
     assert missed(Row("m", "m", agreement=FINE, of_qwen=0.85)) == []
     assert missed(Row("m", "m", "bf16", replace(FINE, mean_kl=6e-3))) == []
@@ -140,7 +163,7 @@ def test_the_table_has_a_line_for_each_model_and_says_what_went_wrong() -> None:
         Row("third", "third", error="the process ended by itself, with code -11"),
     ]
     lines = table(rows).splitlines()
-    assert lines[2] == "| qwen2 | f16 | 2.0e-06 | 1.0e-05 | 99.00% | 100.00% of 700 | 100,000 | 100% |"
+    assert lines[2] == "| qwen2 | f16 | 4.7 | 2.0e-06 | 1.0e-05 | 99.00% | 100.00% of 700 | 100,000 | 100% |"
     assert "other: the CUDA kernels do not take it" in lines
     assert "third: failed: the process ended by itself, with code -11" in lines
 
