@@ -29,7 +29,8 @@ from nightmill.worker.runners.gpu.device.element import Element
 ROOT = Path(__file__).resolve().parent.parent
 DONE = ROOT / "build" / "kernels" / "nightmill" / "cubins"  # a worker's, with XDG_CACHE_HOME=build/kernels
 HOPPER = "sm_90a"
-ARCHITECTURES = ("sm_80", HOPPER, "sm_100")
+WRITTEN_FOR = ("sm_80", HOPPER)
+ARCHITECTURES = (*WRITTEN_FOR, "sm_100")
 
 
 def main() -> int:
@@ -51,22 +52,26 @@ def main() -> int:
 
 
 def every_source() -> Iterator[tuple[Path, tuple[str, ...], str]]:
-    """File, options and architecture of all that runners compile, for heads of 64, 96, 128, 256 and others.
+    """File, options and architecture of all that runners compile, for heads of 64, 128 and others.
 
-    Some with one more kind of scores, for which attention has kernels of its own; one also with what else the
-    bundled model has not.
+    One also with what else the bundled model has not. Kinds of attention that have kernels of their own are
+    compiled each for one element and the architectures that code is written for.
     """
     bundled = read_spec(GgufFile.open(ROOT / "models" / "nightmill-demo.gguf"))
     small = with_heads(bundled, 32, RopeStyle.HALVES)
     large = with_heads(bundled, 128, RopeStyle.PAIRS)
-    specs = (
-        with_other_parts(with_scores(bundled, window=512)),
-        with_scores(large, window=512, softcap=50.0),
-        with_scores(small, softcap=50.0),
-        with_heads(bundled, 96, RopeStyle.HALVES),
-        with_heads(bundled, 256, RopeStyle.HALVES),
+    models = [*product((with_other_parts(bundled), large, small), ARCHITECTURES, Element)]
+    own_attention = (
+        (with_scores(bundled, window=512), Element.F16),
+        (with_scores(large, window=512, softcap=50.0), Element.BF16),
+        (with_scores(small, softcap=50.0), Element.F16),
+        (with_heads(bundled, 96, RopeStyle.HALVES), Element.F16),
+        (with_heads(bundled, 256, RopeStyle.HALVES), Element.BF16),
     )
-    for spec, architecture, element in product(specs, ARCHITECTURES, Element):
+    models += [
+        (spec, architecture, element) for spec, element in own_attention for architecture in WRITTEN_FOR
+    ]
+    for spec, architecture, element in models:
         for hopper in {architecture == HOPPER, False}:  # portable kernels are compiled for Hopper too
             sources = sources_for(spec, hopper=hopper, element=element)
             yield from ((path, options, architecture) for path, options in sources)
