@@ -127,8 +127,10 @@ _TABLE: Final = {
     ),
     ("laguna",): PreTokenizer(patterns=(_NEWLINES, _CL100K_1)),
     ("ufakzeka",): PreTokenizer(patterns=(_CL100K_1.removeprefix(_ENGLISH + "|"),)),
-    ("dbrx", "smaug-bpe", "chatglm-bpe"): PreTokenizer(patterns=(_CL100K_3,)),
-    ("glm4", "glm5"): PreTokenizer(patterns=(_CL100K_3,), whole_words=True),
+    ("dbrx",): PreTokenizer(patterns=(_CL100K_3,)),
+    # smaug-bpe is what converters call Llama 3's vocabulary where BOS is not added, as SmolLM3's. llama.cpp
+    # does not look whole words up for it, and spells 588 of its tokens, such as " Việt", with others.
+    ("smaug-bpe", "chatglm-bpe", "glm4", "glm5"): PreTokenizer(patterns=(_CL100K_3,), whole_words=True),
     (
         "llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2",
         "jina-v5-nano",
