@@ -91,7 +91,7 @@ class OneByOne:
                 constraint.mask(row)
             except Exception as error:  # noqa: BLE001 - whatever it is, it ends that text alone
                 row[:] = 0
-                faults[place] = _reason(error)
+                faults[place] = reason_of(error)
             else:
                 if not row.any():
                     faults[place] = STUCK
@@ -104,11 +104,11 @@ class OneByOne:
             try:
                 constraint.accept(token_id)
             except Exception as error:  # noqa: BLE001 - whatever it is, it ends that text alone
-                faults[place] = _reason(error)
+                faults[place] = reason_of(error)
         return faults
 
 
-def _reason(error: Exception) -> str:
+def reason_of(error: Exception) -> str:
     """What the job whose constraint raised this is told; what nobody expected is logged, too."""
     if isinstance(error, ConstraintError):
         return str(error)

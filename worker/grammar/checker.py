@@ -40,7 +40,7 @@ class ParserLimits:
     step_max_items: int = 50_000
     max_lexer_states: int = 50_000  # of 1 to 2 KB: all rows of a grammar share them
     max_grammar_size: int = 500_000
-    precompute_large_lexemes: bool = False  # would hang the time to compile on the vocabulary
+    precompute_large_lexemes: bool = False  # it would make compiling a matter of the vocabulary
     verbose_errors: bool = False
 
     def build(self) -> LLParserLimits:
@@ -74,7 +74,7 @@ class Checker:
         """
         try:
             lark = lark_of(asked)
-        except (ValueError, RecursionError) as error:  # a row that no client of ours has written
+        except (ValueError, TypeError, RecursionError) as error:  # a row that no client of ours has written
             raise ConstraintError(f"{asked.kind}: cannot be read: {error}") from error
         question = json.dumps(
             {"lark": lark, "may_be_gbnf": asked.kind is ConstraintKind.GRAMMAR, "options": complete("")}
@@ -104,7 +104,11 @@ class Checker:
             if self._closed:
                 raise RunnerError("the engine ends")
             child = self._child = self._child or _Child(limits)
-        answer: dict[str, str] = json.loads(child.ask(question, limits.wall_seconds + 4 * limits.seconds))
+        frame = child.ask(question, limits.wall_seconds + 4 * limits.seconds)
+        try:
+            answer: dict[str, str] = json.loads(frame)
+        except ValueError as error:
+            raise _LostError("the process that checks grammars is damaged", convicts=True) from error
         return answer
 
     def _drop(self) -> None:

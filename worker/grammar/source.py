@@ -22,7 +22,7 @@ _JSON: Final[dict[str, Any]] = {
     "lenient": False,  # a keyword that is not enforced is an error
 }
 # Where a text can go on in one way only, llguidance would allow one spelling of that in tokens. The model may
-# spell it as it likes: else masks would hang on a tokenizer, and on what was looked at before.
+# spell it as it likes: else masks would depend on a tokenizer, and on what was looked at before.
 _OPTIONS: Final = '\n%llguidance {"no_forcing": true}\n'
 
 

@@ -4,8 +4,8 @@ from concurrent.futures import Future
 from dataclasses import replace
 
 from nightmill.jobs.contract import StopReason
-from nightmill.jobs.errors import ConstraintError
-from nightmill.worker.engine.constraints import Begin
+from nightmill.jobs.errors import RunnerError
+from nightmill.worker.engine.constraints import Begin, reason_of
 from nightmill.worker.engine.engine import Engine
 from nightmill.worker.engine.request import Progress, Request
 
@@ -61,7 +61,9 @@ class Preparing:
     def _begin(self, request: Request, compiled: Future[Begin]) -> None:
         try:
             begin = compiled.result()
-        except ConstraintError as error:
-            self._engine.reject(request, StopReason.ERROR, str(error))
+        except RunnerError:
+            raise  # what compiles cannot be had: no job's fault
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is what this job asks for
+            self._engine.reject(request, StopReason.ERROR, reason_of(error))
             return
         self._engine.submit(replace(request, constraint=begin()))

@@ -2,19 +2,22 @@
 
 import json
 import os
+import re
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from nightmill.jobs.contract import Constrained as Asked
 from nightmill.jobs.contract import ConstraintKind, StopReason
-from nightmill.jobs.errors import InvalidParameterError
+from nightmill.jobs.errors import ConstraintError, InvalidParameterError, RunnerError
+from nightmill.jobs.schemas import REFUSED
 from nightmill.worker.engine.constraints import STUCK
 from nightmill.worker.grammar import Limits
-from nightmill.worker.grammar.checker import ParserLimits
+from nightmill.worker.grammar.checker import Checker, ParserLimits
 from tests.constrained import QUICK, Constrained
 from tests.ggufs import write_model
 from tests.schemas import hostile
@@ -90,6 +93,62 @@ def test_what_cannot_be_compiled_is_an_error_that_says_why(
     assert done["bad"].stop_reason is StopReason.ERROR
     assert said in (done["bad"].error or "")
     assert done["free 0"].error is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        (ConstraintKind.JSON_SCHEMA, "[1]"),
+        (ConstraintKind.JSON_SCHEMA, "{"),
+        (ConstraintKind.CHOICE, "5"),
+        (ConstraintKind.CHOICE, '{"a": 1'),
+        (ConstraintKind.read("rhyme"), "ABAB"),
+    ],
+)
+def test_a_row_that_no_client_wrote_fails_alone(kind: ConstraintKind, text: str, model: Constrained) -> None:
+    strange = replace(free(model, 1)[0], job_id="strange", constrained=Asked(kind, text))
+    done = model.run([strange, *free(model, 1)])
+    assert f"{kind}: cannot be read: " in (done["strange"].error or "")
+    assert done["free 0"].error is None
+
+
+def test_what_nobody_expected_of_the_compiler_fails_one_row(
+    model: Constrained, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def check(self: Checker, asked: Asked) -> str:
+        raise ZeroDivisionError("of its own")
+
+    monkeypatch.setattr(Checker, "check", check)
+    done = model.run([model.request("j", 1, {"choice": ["never before"]}), *free(model, 1)])
+    assert "could not be followed: ZeroDivisionError: of its own" in (done["j"].error or "")
+    assert done["free 0"].error is None
+
+
+def test_without_a_process_that_checks_the_worker_ends(
+    model: Constrained, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is no row's fault: the jobs are handed back."""
+    monkeypatch.setattr("nightmill.worker.grammar.checker.sys.executable", "/nonexistent")
+    with Constrained(model.file.path) as helpless, pytest.raises(RunnerError, match="cannot be started"):
+        helpless.run([helpless.request("j", 1, {"choice": ["a"]})])
+
+
+@pytest.mark.parametrize("keyword", sorted(REFUSED))
+def test_keywords_that_clients_refuse_are_those_that_the_parser_refuses(
+    keyword: str, model: Constrained
+) -> None:
+    asked = Asked(ConstraintKind.JSON_SCHEMA, json.dumps({keyword: {}}))
+    with pytest.raises(ConstraintError, match=re.escape(f'json_schema: Unimplemented keys: ["{keyword}"]')):
+        model.grammars.compile(asked).result()
+
+
+@pytest.mark.parametrize(
+    "name", ["date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"]
+)
+def test_formats_that_the_page_names_are_taken(name: str, model: Constrained) -> None:
+    assert f"`{name}`" in (Path(__file__).parents[3] / "docs" / "file-formats.md").read_text(encoding="utf-8")
+    asked = Asked(ConstraintKind.JSON_SCHEMA, json.dumps({"type": "string", "format": name}))
+    model.grammars.compile(asked).result()
 
 
 def test_an_answer_that_needs_too_much_in_a_step_fails_with_a_remedy(model: Constrained) -> None:
