@@ -180,7 +180,7 @@ def default_client() -> Client:
 
 
 def enqueue(prompt: Prompt, *, session: Session | None = None, **settings: Unpack[JobSettings]) -> str:
-    """Queue one prompt (a text, or a list of chat messages); returns its job id. See Client.enqueue."""
+    """Queue one prompt (a text, token ids, or chat messages); returns its job id. See Client.enqueue."""
     return default_client().enqueue(prompt, session=session, **settings)
 
 

@@ -69,7 +69,7 @@ class Client:
     ) -> str:
         """Queue one prompt; returns its job id.
 
-        `prompt` is a text, sent to the model as it is, or a list of chat messages
+        `prompt` is a text or a list of token ids, sent to the model as it is, or a list of chat messages
         (`{"role": ..., "content": ...}`), to which the model's template is applied. Keywords are the
         fields of GenerationParams, and the options: model, batch, custom_id, priority (0 to 9, higher is
         sooner), deadline, scheduled_at, idempotency_key, metadata, max_attempts. None counts as not given.

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from enum import StrEnum
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Self, TypeGuard
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
@@ -19,7 +19,8 @@ MAX_ERROR_LENGTH = 4_000  # characters of an error that are kept
 
 JsonObject = dict[str, Any]
 
-TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
+MAX_TOKEN_ID = 2**31 - 1
+TokenId = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]
 
 
 class _Word(StrEnum):
@@ -218,7 +219,17 @@ def unstorable(text: str) -> str | None:
     return None
 
 
-Prompt = str | Sequence[Mapping[str, Any]]
+Prompt = str | Sequence[Mapping[str, Any]] | Sequence[int]
+"""A text, a chat, or token ids."""
+
+
+def is_token_ids(value: object) -> TypeGuard[list[int]]:
+    """Whether this is a list of numbers that may be token ids, and not of messages."""
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(type(one) is int and 0 <= one <= MAX_TOKEN_ID for one in value)
+    )
 
 
 class ConstraintKind(_Word):
@@ -257,7 +268,8 @@ class Job:
     id: str
     state: JobState
     prompt: str | None  # a plain prompt, or
-    messages: list[JsonObject] | None  # a chat
+    messages: list[JsonObject] | None  # a chat, or
+    prompt_ids: list[int] | None = None  # a plain prompt as the model's token ids
     params: GenerationParams  # with its seed
     constrained: Constrained | None = None  # what the answer must be; None: anything
     model: str | None = None  # None: whatever model the worker serves

@@ -1,4 +1,4 @@
-"""What may be prompted with: a text, or a chat as any program writes it, to the messages that a row keeps.
+"""What may be prompted with: a text, token ids, or a chat as any program writes it, to what a row keeps.
 
 Histories saved from an API hold nulls (`"tool_calls": null`), contents in parts, and the role `developer`;
 these say nothing that a text model cannot follow, so they are accepted. What carries content that would be
@@ -6,9 +6,9 @@ lost (images, tool calls, names) is refused by name.
 """
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, SupportsIndex
 
-from nightmill.jobs.contract import JsonObject, unstorable
+from nightmill.jobs.contract import MAX_TOKEN_ID, JsonObject, unstorable
 from nightmill.jobs.errors import InvalidPromptError, RowCode
 
 _ROLES = {role: role for role in ("system", "user", "assistant", "tool")} | {
@@ -24,6 +24,21 @@ def check_text(text: str) -> str:
     if problem := unstorable(text):
         raise InvalidPromptError(f"prompt: {problem}", field="prompt")
     return text
+
+
+def is_id(value: object) -> bool:
+    """Whether a value is of a type that token ids are of; those of NumPy are, too."""
+    return isinstance(value, SupportsIndex) and not isinstance(value, bool)
+
+
+def check_token_ids(values: Iterable[Any]) -> list[int]:
+    """A prompt of token ids; raises InvalidPromptError. Whether the model has them, its worker says."""
+    checked = [value.__index__() if is_id(value) else -1 for value in values]
+    for place, (value, token_id) in enumerate(zip(values, checked, strict=True)):
+        if not 0 <= token_id <= MAX_TOKEN_ID:
+            said = f"must be a token id, a whole number from 0 to {MAX_TOKEN_ID} (got {str(value)[:100]!r})"
+            raise _bad(f"prompt[{place}]", said)
+    return checked
 
 
 def check_messages(messages: Any) -> list[JsonObject]:

@@ -29,7 +29,7 @@ from nightmill.jobs.contract import (
     TokenId,
 )
 from nightmill.jobs.errors import InvalidParameterError, InvalidPromptError, RowCode
-from nightmill.jobs.prompts import check_messages, check_text
+from nightmill.jobs.prompts import check_messages, check_text, check_token_ids, is_id
 
 HIGHEST_PRIORITY = 9
 
@@ -80,6 +80,7 @@ class JobSpec:
 
     text: str | None = None
     messages: list[JsonObject] | None = None
+    token_ids: list[int] | None = None
     params: GenerationParams = _DEFAULTS
     constrained: Constrained | None = None
     """What the answer must be, in whichever of FORMS it was said."""
@@ -126,6 +127,8 @@ class JobSpec:
     def parse(cls, item: "Prompt | Mapping[str, Any]", defaults: "JobSpec | None" = None) -> "JobSpec":
         """A prompt, or a mapping with `prompt` or `messages` and fields of its own, over `defaults`.
 
+        A prompt is a text, a list of token ids, or a list of messages.
+
         None counts as not given. Raises InvalidPromptError and InvalidParameterError, which name the field.
         """
         base = defaults or cls()
@@ -146,8 +149,9 @@ class JobSpec:
 
     @property
     def prompt(self) -> Prompt | None:
-        """The text, or the messages."""
-        return self.text if self.messages is None else self.messages
+        """The text, the token ids, or the messages."""
+        given = (said for said in (self.text, self.token_ids, self.messages) if said is not None)
+        return next(given, None)
 
     def row(self, job_id: str, now: datetime, default_attempts: int) -> dict[str, Any]:
         """The row of `jobs`, queued. Draws a seed unless one is given.
@@ -162,6 +166,7 @@ class JobSpec:
             "custom_id": self.custom_id,
             "model": self.model,
             "prompt": self.text,
+            "prompt_ids": self.token_ids,
             "messages": self.messages,
             "params": params.stored(),
             "constrained": None if self.constrained is None else self.constrained.values(),
@@ -215,7 +220,7 @@ class JobSpec:
         return made
 
     def _fingerprint(self) -> str:
-        content = {
+        content: dict[str, Any] = {
             "prompt": self.text,
             "messages": self.messages,
             "params": self.params.stored() | {"seed": self.params.seed},
@@ -223,6 +228,8 @@ class JobSpec:
         }
         if self.constrained is not None:
             content["constrained"] = self.constrained.values()
+        if self.token_ids is not None:
+            content["prompt_ids"] = self.token_ids
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
@@ -231,9 +238,13 @@ def _prompt(prompt: Any) -> dict[str, Any]:
         return {"text": check_text(prompt), "messages": None}
     if isinstance(prompt, bytes | Mapping) or not isinstance(prompt, Iterable):
         raise InvalidPromptError(
-            f"prompt: must be a text or a list of messages, not {type(prompt).__name__}", field="prompt"
+            f"prompt: must be a text, a list of messages or of token ids, not {type(prompt).__name__}",
+            field="prompt",
         )
-    return {"text": None, "messages": check_messages(prompt)}
+    items = list(prompt)
+    if items and is_id(items[0]):
+        return {"text": None, "token_ids": check_token_ids(items)}
+    return {"text": None, "messages": check_messages(items)}
 
 
 def check_option(name: str, value: Any) -> None:

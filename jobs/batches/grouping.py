@@ -6,6 +6,7 @@ from typing import TypeVar
 ROWS_PER_TRANSACTION = 1024
 CHARACTERS_PER_TRANSACTION = 8 * 2**20
 _DEPTH = 8  # a prompt, or messages with parts: what lies deeper is not weighed
+_CHARACTERS_OF_A_NUMBER = 6
 
 T = TypeVar("T")
 
@@ -25,9 +26,14 @@ def grouped(rows: Iterable[T], size_of: Callable[[T], int]) -> Iterator[list[T]]
 
 
 def characters(value: object, depth: int = _DEPTH) -> int:
-    """How many characters of text a prompt holds, or an item with a prompt and settings of its own."""
+    """How many characters of text a prompt holds, or an item with a prompt and settings of its own.
+
+    A number counts as six: of token ids a prompt may have as many as it likes.
+    """
     if isinstance(value, str):
         return len(value)
+    if isinstance(value, int):
+        return _CHARACTERS_OF_A_NUMBER
     if depth == 0:
         return 0
     if isinstance(value, Mapping):

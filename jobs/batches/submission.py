@@ -144,6 +144,7 @@ def _failed(row: InputRow, error: RowError, now: datetime) -> dict[str, Any]:
     entry = {"code": error.code, "field": error.field, "line": row.number, "error": error.message}
     return {
         "prompt": None,
+        "prompt_ids": None,
         "messages": None,
         "state": JobState.FAILED.value,
         "stop_reason": StopReason.ERROR.value,

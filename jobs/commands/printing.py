@@ -81,7 +81,11 @@ def job_values(job: Job) -> dict[str, Any]:
 
 def prompt_line(job: Job) -> str:
     """The prompt, or the last message, on one line."""
-    text = job.prompt if job.prompt is not None else (job.messages or [{"content": ""}])[-1]["content"]
+    text: object = job.prompt
+    if job.prompt_ids is not None:
+        text = f"token ids {' '.join(map(str, job.prompt_ids[:_LONGEST_LINE]))}"
+    elif text is None:
+        text = (job.messages or [{"content": ""}])[-1]["content"]
     return printable(" ".join(str(text)[: 10 * _LONGEST_LINE].split()), _LONGEST_LINE)
 
 

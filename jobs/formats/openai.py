@@ -14,7 +14,7 @@ from nightmill.jobs.contract import JsonObject
 from nightmill.jobs.errors import InvalidRequestError, RowCode
 from nightmill.jobs.formats.jsonlines import parse_value
 from nightmill.jobs.formats.rows import invalid, missing
-from nightmill.jobs.prompts import json_type
+from nightmill.jobs.prompts import is_id, json_type
 from nightmill.jobs.spec import PARAMETERS, JobSpec, unknown_field
 
 CHAT = "/v1/chat/completions"
@@ -142,10 +142,16 @@ def _fields(given: JsonObject, url: str) -> JsonObject:
     prompt = "messages" if url == CHAT else "prompt"
     if prompt not in given:
         raise missing(prompt, f"{url} needs it")
-    if url == COMPLETIONS and not isinstance(given[prompt], str):
-        said = f"must be a text, not {json_type(given[prompt])}; give each prompt a row of its own"
-        raise invalid(prompt, said)
-    return fields | {prompt: given[prompt]}
+    value = given[prompt]
+    if url == COMPLETIONS and not (isinstance(value, str) or (isinstance(value, list) and _is_ids(value))):
+        said = f"must be a text or a list of token ids, not {json_type(value)}"
+        several = isinstance(value, list) and value and isinstance(value[0], str | list)
+        raise invalid(prompt, f"{said} of prompts; give each prompt a row of its own" if several else said)
+    return fields | {prompt: value}
+
+
+def _is_ids(value: list[Any]) -> bool:
+    return bool(value) and is_id(value[0])
 
 
 def _vllm_forms(given: JsonObject) -> JsonObject:

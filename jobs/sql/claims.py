@@ -23,6 +23,7 @@ from nightmill.jobs.contract import (
     JsonObject,
     StopReason,
     WorkerState,
+    is_token_ids,
 )
 from nightmill.jobs.errors import InvalidParameterError
 from nightmill.jobs.sql import partials, suspects
@@ -48,6 +49,7 @@ class Claim:
     params: GenerationParams  # with its seed
     priority: int
     deadline_at: datetime | None
+    prompt_ids: list[int] | None = None  # in place of a text
     saved: SavedTokens | None = None  # what an earlier attempt had drawn
     constrained: Constrained | None = None  # what the answer must be
     unreadable: str | None = None  # why this version cannot run it, as when a newer one wrote the row
@@ -320,6 +322,7 @@ def _claiming(*conditions: Any) -> Any:
             JobRow.id,
             JobRow.attempt,
             JobRow.prompt,
+            JobRow.prompt_ids,
             JobRow.messages,
             JobRow.params,
             JobRow.constrained,
@@ -366,6 +369,8 @@ def _read(row: Any, saved: SavedTokens | None) -> Claim:
         fault = f"params: {type(error).__name__}: {error}"
     if not isinstance(row.messages, list | None):
         fault = "messages: not a list"
+    if row.prompt_ids is not None and not is_token_ids(row.prompt_ids):
+        fault = "prompt_ids: not a list of token ids"
     constrained = Constrained.read(row.constrained)
     if row.constrained is not None and (constrained is None or constrained.kind not in list(ConstraintKind)):
         fault = f"constrained: not one of {', '.join(ConstraintKind)}"
@@ -379,6 +384,7 @@ def _read(row: Any, saved: SavedTokens | None) -> Claim:
         attempt=row.attempt,
         prompt=row.prompt,
         messages=row.messages,
+        prompt_ids=row.prompt_ids,
         params=params,
         priority=row.priority,
         deadline_at=row.deadline_at,

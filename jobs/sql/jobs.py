@@ -285,7 +285,8 @@ def mark_unsent(database: Database, job_ids: Sequence[str]) -> None:
 
 RETRYABLE = (
     JobRow.state.in_([JobState.FAILED, JobState.CANCELLED]),
-    or_(JobRow.prompt.is_not(None), JobRow.messages.is_not(None)),  # not a bad row of a file
+    # Not a bad row of a file.
+    or_(JobRow.prompt.is_not(None), JobRow.messages.is_not(None), JobRow.prompt_ids.is_not(None)),
 )
 
 
@@ -331,6 +332,7 @@ def job_from_row(row: RowMapping) -> Job:
         **values,
         state=JobState.read(row["state"]),
         stop_reason=StopReason.read(row["stop_reason"]) if row["stop_reason"] else None,
+        prompt_ids=_of_kind(row["prompt_ids"], list),
         messages=_of_kind(row["messages"], list),
         params=GenerationParams.read((_of_kind(row["params"], dict) or {}) | {"seed": row["seed"]}),
         constrained=Constrained.read(row["constrained"]),
@@ -340,7 +342,7 @@ def job_from_row(row: RowMapping) -> Job:
 
 
 _SHOWN_AS_THEY_ARE = {field.name for field in fields(Job)} - {
-    *("state", "stop_reason", "messages", "params", "constrained", "errors", "metadata")
+    *("state", "stop_reason", "prompt_ids", "messages", "params", "constrained", "errors", "metadata")
 }
 
 

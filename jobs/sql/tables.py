@@ -23,7 +23,7 @@ from sqlalchemy.types import TypeDecorator
 
 from nightmill.jobs.contract import MAX_ERROR_LENGTH, JobState, JsonObject, storable
 
-SCHEMA_REVISION = "0007"
+SCHEMA_REVISION = "0008"
 """The migration that these declarations match."""
 
 
@@ -142,6 +142,7 @@ class JobRow(Base):
     custom_id: Mapped[str | None] = mapped_column(String(512))
     model: Mapped[str | None] = mapped_column(String(200))
     prompt: Mapped[str | None] = mapped_column(Text)
+    prompt_ids: Mapped[list[Any] | None] = mapped_column(JSON(none_as_null=True))  # in place of a text
     messages: Mapped[list[Any] | None] = mapped_column(JSON(none_as_null=True))
     params: Mapped[JsonObject]
     constrained: Mapped[JsonObject | None] = mapped_column(JSON(none_as_null=True))  # what its answer must be

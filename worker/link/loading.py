@@ -4,14 +4,14 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import numpy as np
 import numpy.typing as npt
 from threadpoolctl import threadpool_limits
 
 from nightmill import package_directory
-from nightmill.jobs.contract import Prompt
+from nightmill.jobs.contract import Prompt, is_token_ids
 from nightmill.jobs.errors import ChatTemplateError, NightmillError, SettingsError
 from nightmill.jobs.settings import Settings
 from nightmill.worker.engine.engine import Engine, EngineStats
@@ -79,7 +79,7 @@ class LoadedModel(OpenModel):
         return ids
 
     def encode_all(self, prompts: Sequence[Prompt]) -> list[tuple[int, ...] | NightmillError]:
-        """As `tokenize_all`, for plain texts and chats."""
+        """As `tokenize_all`, for plain texts, chats and token ids, which stay as they are."""
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]
         chats = [prompt for prompt in prompts if not isinstance(prompt, str) and _is_chat(prompt)]
         of_texts = iter(
@@ -92,7 +92,9 @@ class LoadedModel(OpenModel):
         )
         answers: list[tuple[int, ...] | NightmillError] = []
         for prompt in prompts:
-            if isinstance(prompt, str) or _is_chat(prompt):
+            if is_token_ids(prompt):
+                answers.append(tuple(prompt))
+            elif isinstance(prompt, str) or _is_chat(prompt):
                 ids = next(of_texts if isinstance(prompt, str) else of_chats)
                 answers.append(ids if isinstance(ids, NightmillError) else tuple(ids))
             else:
@@ -106,12 +108,14 @@ class LoadedModel(OpenModel):
 
 
 def _prompt_of(claim: "Claim") -> Prompt:
+    if claim.prompt_ids is not None:
+        return claim.prompt_ids
     if claim.messages is None:
         return claim.prompt or ""
-    return claim.messages if isinstance(claim.messages, list) else [claim.messages]  # which is no chat
+    return claim.messages if isinstance(claim.messages, list) else ["no list"]  # which is no chat
 
 
-def _is_chat(messages: object) -> bool:
+def _is_chat(messages: object) -> TypeGuard[Sequence[Mapping[str, Any]]]:
     """Whether a row's messages are what every client stores."""
     return isinstance(messages, Sequence) and all(isinstance(message, Mapping) for message in messages)
 

@@ -6,12 +6,14 @@ from collections.abc import Iterator
 from datetime import datetime
 from typing import Any
 
+import numpy as np
 import pytest
 
 from nightmill.jobs.batches.grouping import ROWS_PER_TRANSACTION
 from nightmill.jobs.client import Client
 from nightmill.jobs.contract import JobState
 from nightmill.jobs.errors import (
+    IdempotencyConflictError,
     InvalidParameterError,
     InvalidPromptError,
 )
@@ -64,6 +66,23 @@ def test_a_chat_is_kept_as_messages(client: Client) -> None:
     chat = [{"role": "system", "content": ""}, {"role": "user", "content": "hello\n"}]
     job = client.get(client.enqueue(chat))
     assert (job.prompt, job.messages) == (None, chat)
+
+
+def test_token_ids_are_kept_as_they_are(client: Client) -> None:
+    ids = client.enqueue_many([[5, 0, 2], np.array([1, 2], dtype=np.int64), {"prompt": (3,)}])
+    assert [client.get(job_id).prompt_ids for job_id in ids] == [[5, 0, 2], [1, 2], [3]]
+    assert {(client.get(job_id).prompt, client.get(job_id).messages is None) for job_id in ids} == {
+        (None, True)
+    }
+    client.cancel(ids[0])
+    assert client.retry(ids[0]).prompt_ids == [5, 0, 2]
+
+
+def test_a_key_stands_for_its_token_ids(client: Client) -> None:
+    first = client.enqueue([1, 2], idempotency_key="k")
+    assert client.enqueue([1, 2], idempotency_key="k") == first
+    with pytest.raises(IdempotencyConflictError):
+        client.enqueue([1, 3], idempotency_key="k")
 
 
 def test_a_seed_is_drawn_at_enqueue_and_kept_through_a_retry(client: Client) -> None:
@@ -178,7 +197,7 @@ def test_a_mistake_in_the_middle_keeps_what_came_before_and_says_so(client: Clie
         ({"prompt": "x", "messages": []}, "item 1: prompt: give either prompt or messages, not both (1 jobs"),
         ({"prompt": "x", "max_tokns": 3}, "item 1: max_tokns: is not supported: did you mean max_tokens?"),
         ("a\x00", "item 1: prompt: contains a NUL character at position 1"),
-        (b"x", "item 1: prompt: must be a text or a list of messages, not bytes"),
+        (b"x", "item 1: prompt: must be a text, a list of messages or of token ids, not bytes"),
     ],
 )
 def test_a_bad_item_is_named_by_its_place(sqlite_client: Client, item: Any, message: str) -> None:

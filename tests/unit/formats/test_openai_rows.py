@@ -207,7 +207,40 @@ def test_a_bad_row_keeps_its_custom_id_unless_that_is_bad_itself(tmp_path: Path)
     assert only(tmp_path, chat("\ud800", n=2)).custom_id is None
 
 
-@pytest.mark.parametrize("prompt", [["a"], [[1, 2]], [1, 2], {"a": 1}, 5, True])
+def test_a_prompt_may_be_token_ids(tmp_path: Path) -> None:
+    row = only(tmp_path, completion(prompt=[5, 0, 2**31 - 1]))
+    assert (row.error, row.prompt) == (None, [5, 0, 2**31 - 1])
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        (
+            ["a"],
+            "must be a text or a list of token ids, not a list of prompts; give each prompt a row of its own",
+        ),
+        (
+            [[1, 2]],
+            "must be a text or a list of token ids, not a list of prompts; give each prompt a row of its own",
+        ),
+        ([], "must be a text or a list of token ids, not a list"),
+        ([True], "must be a text or a list of token ids, not a list"),
+        (5, "must be a text or a list of token ids, not a number"),
+    ],
+)
+def test_what_is_said_of_other_prompts(tmp_path: Path, prompt: Any, message: str) -> None:
+    error = only(tmp_path, completion(prompt=prompt)).error
+    assert error is not None and error.message == f"body.prompt: {message}"
+
+
+@pytest.mark.parametrize("bad", [-1, 2**31, 1.5, True, "a", None, [1]])
+def test_a_list_with_something_else_than_token_ids_is_refused_by_its_place(tmp_path: Path, bad: Any) -> None:
+    error = only(tmp_path, completion(prompt=[1, bad])).error
+    assert error is not None
+    assert (error.code, error.field) == ("invalid_value", "body.prompt[1]")
+
+
+@pytest.mark.parametrize("prompt", [["a"], [[1, 2]], [], {"a": 1}, 5, True])
 def test_a_prompt_that_is_no_text_is_refused(tmp_path: Path, prompt: Any) -> None:
     error = only(tmp_path, completion(prompt=prompt)).error
     assert error is not None

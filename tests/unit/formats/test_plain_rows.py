@@ -26,6 +26,11 @@ def test_a_plain_row_gives_a_prompt_and_the_keywords_of_enqueue(tmp_path: Path) 
     assert said(row) == fields | {"stop": ("x", "y"), "stop_token_ids": (3, 4)}
 
 
+def test_a_prompt_may_be_token_ids(tmp_path: Path) -> None:
+    row = only(tmp_path, {"prompt": [3, 1, 4]})
+    assert (row.error, row.prompt) == (None, [3, 1, 4])
+
+
 def test_messages_may_stand_in_place_of_a_prompt(tmp_path: Path) -> None:
     messages = [{"role": "user", "content": "hi"}]
     assert only(tmp_path, {"messages": messages}).prompt == messages

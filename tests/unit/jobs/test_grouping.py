@@ -36,10 +36,11 @@ def test_no_row_is_read_before_the_group_that_is_full_is_used() -> None:
     [
         ("four", 4),
         ([{"role": "user", "content": "four"}], 8),
-        ({"messages": [{"content": [{"type": "text", "text": "12345"}]}], "max_tokens": 5}, 9),
+        ({"messages": [{"content": [{"type": "text", "text": "12345"}]}], "max_tokens": 5}, 15),
         ({"prompt": "four", "stop": ("a", "b")}, 6),
         (None, 0),
-        (7, 0),
+        (7, 6),
+        ([1, 2, 3], 18),
     ],
 )
 def test_all_text_is_counted_wherever_it_is(value: object, expected: int) -> None:

@@ -41,7 +41,7 @@ def row(**changes: Any) -> Any:
             "batch", "row", "custom_id", "model", "messages", "stop_reason", "text", "prompt_tokens",
             "completion_tokens", "arithmetic", "error", "errors", "worker", "idempotency_key", "metadata",
             "owner", "cancel_requested_at", "scheduled_at", "deadline_at", "started_at", "finished_at",
-            "constrained",
+            "constrained", "prompt_ids",
         ]
     )  # fmt: skip
     columns |= {"id": "0" * 32, "state": "queued", "prompt": "hello", "params": {"max_tokens": 3}, "seed": 5}
@@ -89,3 +89,9 @@ def test_a_row_that_is_half_understood_is_shown(changes: dict[str, Any], field: 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert json.loads(to_json(job_values(job)))["prompt"] == prompt_line(job) == "hello"
+
+
+def test_token_ids_are_shown_by_their_first_ones() -> None:
+    assert prompt_line(job_from_row(row(prompt=None, prompt_ids=[5, 7]))) == "token ids 5 7"
+    assert len(prompt_line(job_from_row(row(prompt=None, prompt_ids=[5] * 10**6)))) < 400
+    assert prompt_line(job_from_row(row(prompt=None, prompt_ids={"a": 1}))) == ""

@@ -39,6 +39,13 @@ def nested(depth: int) -> Any:
     return value
 
 
+def test_token_ids_stay_as_they_are(model: LoadedModel) -> None:
+    ids = Claim("id", 1, None, None, GenerationParams(seed=1), 5, None, prompt_ids=[7, 7, 2, 10**9])
+    assert model.tokenize_all([claim("hello"), ids, claim("hello")]) == [
+        model.encode("hello"), (7, 7, 2, 10**9), model.encode("hello"),
+    ]  # fmt: skip
+
+
 def test_claims_are_answered_in_order_and_each_for_itself(model: LoadedModel) -> None:
     chat = [{"role": "user", "content": "hello"}]
     claims = [

@@ -95,7 +95,7 @@ def _tokenise(row: InputRow, encode: Encode) -> tuple[tuple[int, ...], BadRow | 
     try:
         return encode(row.prompt), None
     except NightmillError as refused:
-        name = "prompt" if isinstance(row.prompt, str) else "messages"
+        name = "messages" if row.spec is not None and row.spec.messages is not None else "prompt"
         return (), BadRow(row.number, row.custom_id, "chat_template", name, str(refused))
 
 
