@@ -57,7 +57,9 @@ _NO_LOGPROBS = "is not supported yet: answers come without probabilities; remove
 _NO_PENALTY = "is not supported yet; remove it, or give repetition_penalty in its place"
 _REFUSALS = {
     "n": _A_ROW_EACH,
-    "best_of": _A_ROW_EACH,
+    "best_of": f"{_A_ROW_EACH}, and choose among them: answers come without probabilities",
+    "suffix": "is not supported: models here continue a prompt, and do not fill in what stands before a "
+    "suffix; remove it, or describe it in the prompt",
     "stream": "is not supported; results are written as they finish",
     "logprobs": _NO_LOGPROBS,
     "top_logprobs": _NO_LOGPROBS,
@@ -79,10 +81,10 @@ GUIDED = {
 """vLLM's keys of a body that say what the answer must be, and ours."""
 _STRUCTURED = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "grammar"}
 _FRAME = frozenset({"custom_id", "method", "url", "body"})
-_LIMIT = "max_completion_tokens"  # OpenAI's later name for max_tokens of a chat
+_LIMIT = "max_completion_tokens"  # OpenAI's later name for max_tokens
 _BODY = {
     CHAT: _TAKEN | IGNORED | NEUTRAL.keys() | GUIDED.keys() | {"messages", "structured_outputs", _LIMIT},
-    COMPLETIONS: _TAKEN | IGNORED | NEUTRAL.keys() | GUIDED.keys() | {"prompt", "structured_outputs"},
+    COMPLETIONS: _TAKEN | IGNORED | NEUTRAL.keys() | GUIDED.keys() | {"prompt", "structured_outputs", _LIMIT},
 }
 
 

@@ -33,6 +33,33 @@ def test_a_completions_row_becomes_a_plain_prompt(tmp_path: Path) -> None:
     assert (row.error, row.prompt, said(row)) == (None, "Once", {"max_tokens": 9, "stop": (".",)})
 
 
+@pytest.mark.parametrize("row", [chat, completion])
+def test_either_name_of_the_limit_is_taken_and_two_that_differ_are_not(tmp_path: Path, row: Any) -> None:
+    assert said(only(tmp_path, row(max_completion_tokens=9))) == {"max_tokens": 9}
+    assert said(only(tmp_path, row(max_completion_tokens=9, max_tokens=9))) == {"max_tokens": 9}
+    error = only(tmp_path, row(max_completion_tokens=9, max_tokens=8)).error
+    assert error is not None
+    assert error.message == "body.max_completion_tokens: contradicts max_tokens; give one of them"
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        ({"suffix": "the end"}, 'body.suffix: "the end" is not supported: models here continue a prompt'),
+        (
+            {"best_of": 3},
+            "body.best_of: 3 is not supported; give a row for each answer, with seeds of their own, and",
+        ),
+        ({"n": 3}, "body.n: 3 is not supported; give a row for each answer, with seeds of their own"),
+    ],
+)
+def test_what_models_here_cannot_do_is_refused_with_the_reason(
+    tmp_path: Path, body: dict[str, Any], reason: str
+) -> None:
+    error = only(tmp_path, completion(**body)).error
+    assert error is not None and error.message.startswith(reason)
+
+
 def test_our_own_parameters_are_taken_from_the_body(tmp_path: Path) -> None:
     own = {"top_k": 5, "min_p": 0.1, "repetition_penalty": 1.2, "ignore_eos": True}
     assert said(only(tmp_path, chat(**own))) == own
