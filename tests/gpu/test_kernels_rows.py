@@ -25,6 +25,7 @@ from tests.gpu.oracles import ATTENTION, EXACT, PAGE, assert_close
 from tests.specs import VARIANTS, dense_spec
 
 ROWS = (1, 7, 63, 65, 1000)
+CONTEXT = 40_000
 Array = npt.NDArray[Any]
 
 
@@ -234,7 +235,6 @@ def test_qkv_is_normed_rotated_and_written(
     device: Device, kind: str, style: RopeStyle, heads: int, kv_heads: int, head_dim: int, normed: bool
 ) -> None:
     """Elements of heads are in the order in which weights are loaded (`HeadOrder`)."""
-    context = 40_000
     changes = dict(KINDS[kind])
     rotated = int(head_dim * changes.pop("rotated", 1.0)) // 2 * 2
     spec = dense_spec(heads=heads, kv_heads=kv_heads, head_dim=head_dim, style=style, qk_norm=normed)
@@ -255,7 +255,7 @@ def test_qkv_is_normed_rotated_and_written(
     held = [ABSENT if norm is None else buffer(device, ordered(attention, gain)) for gain in gains]
     layer = weights_of(buffer(device, ordered(attention, bias)) if biased else ABSENT, held)
     statistics = poisoned(device, (max(ROWS), 2, 2), np.float32)
-    rotation = Rotation(device, attention, max_context=context, statistics=statistics)
+    rotation = Rotation(device, attention, max_context=CONTEXT, statistics=statistics)
 
     def normalised(x: Array, gain: Array) -> Array:
         if norm is None:
@@ -266,8 +266,8 @@ def test_qkv_is_normed_rotated_and_written(
 
     for count in ROWS:
         qkv = rounded(rng.standard_normal((count, all_heads, head_dim)), device.element)
-        positions = rng.integers(0, context, count, dtype=np.int32)
-        positions[0] = context - 1
+        positions = rng.integers(0, CONTEXT, count, dtype=np.int32)
+        positions[0] = CONTEXT - 1
         pages = count // PAGE + 3
         rows = rng.permutation(pages * PAGE)[:count].astype(np.int32)
         rows[count // 2] = -1 if count > 1 else rows[0]

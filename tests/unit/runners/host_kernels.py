@@ -11,6 +11,7 @@ import struct
 import subprocess
 from functools import cache
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from nightmill.worker.runners.gpu.attention import decode, general, prefill
 from nightmill.worker.runners.gpu.device.compiler import kernel_directory
 from nightmill.worker.runners.gpu.device.element import Element
 from nightmill.worker.runners.gpu.device.sources import Source, for_element
+from nightmill.worker.runners.gpu.rows import activate, embedding, logits, norms, rotation
 
 HERE = Path(__file__).parent / "cuda_on_host"
 _DYNAMIC = re.compile(r"extern __shared__[^;]*?(\w+)\[\];")
@@ -45,7 +47,7 @@ void launch_all(void (*kernel)(Arguments...), void* const* values, int threads) 
 }}
 
 extern "C" void launch(unsigned x, unsigned y, unsigned z, int threads, void* const* values) {{
-    gridDim = {{x, y, z}};
+    gridDim = {{x, y, z}}, blockDim = {{unsigned(threads), 1, 1}};
     launch_all({kernel}, values, threads);
 }}
 """
@@ -78,13 +80,20 @@ class HostDevice:
 
     def download(self, address: int, shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
         size = int(np.prod(shape)) * np.dtype(dtype).itemsize
-        return np.frombuffer(ctypes.string_at(address, size), dtype=dtype).reshape(shape)
+        return np.frombuffer(ctypes.string_at(address, size), dtype=dtype).reshape(shape).copy()
+
+    def free(self, address: int) -> None:
+        del self._held[address]
+
+    def synchronize(self) -> None:
+        """All is done when it is launched."""
 
 
 class HostModule:
     """In place of `Module` and `KernelPairs`: a file, compiled for a kernel when that is first launched."""
 
     folder: Path
+    stands: str
     launched: set[str]
 
     def __init__(self, device: HostDevice, source: Source) -> None:
@@ -119,7 +128,7 @@ class HostFunction:
         **options: Any,
     ) -> None:
         path, wanted = self._module.source
-        library = _compiled(path, wanted, self._name, self._module.folder)
+        library = _compiled(path, wanted, self._name, self._module.folder, self._module.stands)
         packed = [
             ctypes.create_string_buffer(struct.pack(f"@{letter}", value), 128)
             for letter, value in zip(self._letters, arguments, strict=True)
@@ -147,7 +156,7 @@ class HostMaps:
 
 
 @cache
-def _compiled(path: Path, options: tuple[str, ...], kernel: str, folder: Path) -> ctypes.CDLL:
+def _compiled(path: Path, options: tuple[str, ...], kernel: str, folder: Path, stands: str) -> ctypes.CDLL:
     compiler = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
     assert compiler is not None
     place = folder / f"{kernel}{''.join(options)}"
@@ -157,7 +166,7 @@ def _compiled(path: Path, options: tuple[str, ...], kernel: str, folder: Path) -
     source.write_text(_DYNAMIC.sub(r"unsigned char* const \1 = host::dynamic_shared;", text))
     launch = place / "launch.cpp"
     launch.write_text(_LAUNCH.format(path=source, kernel=kernel))
-    includes = [f"-I{one}" for one in (HERE / "warps", HERE, kernel_directory())]
+    includes = [f"-I{one}" for one in (HERE / stands, HERE, kernel_directory())]
     flags = ["-std=c++17", "-O1", "-ffp-contract=off", "-fPIC", "-shared", "-w"]
     flags.append("-D__CUDA_ARCH_FEAT_SM90_ALL")
     subprocess.run([compiler, *flags, *options, *includes, launch, "-o", library], check=True)
@@ -166,13 +175,26 @@ def _compiled(path: Path, options: tuple[str, ...], kernel: str, folder: Path) -
 
 def run_on_host(patch: pytest.MonkeyPatch, folder: Path) -> set[str]:
     """Launchers of attention launch on the host from now on; which kernels they did."""
+    launched = _launch_on_host(patch, folder, "warps", (decode, prefill, general))
+    patch.setattr(prefill, "Module", HostModule)
+    patch.setattr(prefill, "TensorMaps", HostMaps)
+    return launched
+
+
+def run_rows_on_host(patch: pytest.MonkeyPatch, folder: Path) -> set[str]:
+    """The same of launchers of rows."""
+    return _launch_on_host(patch, folder, "rows", (activate, embedding, logits, norms, rotation))
+
+
+def _launch_on_host(
+    patch: pytest.MonkeyPatch, folder: Path, stands: str, launchers: tuple[ModuleType, ...]
+) -> set[str]:
+    """stands: the folder with what stands for headers of ours."""
     if not any(map(shutil.which, ("c++", "g++", "clang++"))):
         pytest.skip("no C++ compiler")
     launched: set[str] = set()
-    patch.setattr(HostModule, "folder", folder, raising=False)
-    patch.setattr(HostModule, "launched", launched, raising=False)
-    for launchers in (decode, prefill, general):
-        patch.setattr(launchers, "KernelPairs", HostModule)
-    patch.setattr(prefill, "Module", HostModule)
-    patch.setattr(prefill, "TensorMaps", HostMaps)
+    for name, value in (("folder", folder), ("launched", launched), ("stands", stands)):
+        patch.setattr(HostModule, name, value, raising=False)
+    for module in launchers:
+        patch.setattr(module, "KernelPairs", HostModule)
     return launched

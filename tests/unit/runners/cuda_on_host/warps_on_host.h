@@ -32,6 +32,7 @@ struct float4 {
     float x, y, z, w;
 };
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+inline float2 make_float2(float x, float y) { return {x, y}; }
 inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }
 
 inline float __int_as_float(uint32_t bits) { return bits_as<float>(bits); }
@@ -53,6 +54,7 @@ inline Value __ldcg(const Value* source) {
 }
 inline unsigned atomicAdd(unsigned* target, int value) { return std::exchange(*target, *target + value); }
 inline void __threadfence() {}
+inline size_t __cvta_generic_to_shared(const void* pointer) { return reinterpret_cast<size_t>(pointer); }
 
 static Index gridDim;
 
@@ -63,6 +65,9 @@ static Index gridDim;
 
 namespace host {
 static constexpr int MOST_THREADS = 1024, STACK = 1 << 18, MOST_IDLE_TURNS = 200;
+
+// Addresses in shared memory count from here.
+alignas(1 << 18) static unsigned char dynamic_shared[1 << 18];
 
 struct Thread {
     ucontext_t context;

@@ -1,8 +1,12 @@
-// `common/basics.cuh` on the host, as far as attention needs it. There is no launch to wait for.
+// `common/basics.cuh` on the host, as far as attention and rows need it. There is no launch to wait for.
 #pragma once
 
 #include "warps_on_host.h"
 
+static constexpr float LOG2_E = 1.4426950408889634f;
+
+inline void load8(const float* source, float (&values)[8]) { std::copy(source, source + 8, values); }
+inline void store8(float* target, const float (&values)[8]) { std::copy(values, values + 8, target); }
 inline float negative_infinity() { return -INFINITY; }
 inline float exp2_fast(float x) { return exp2f(x); }
 inline float reciprocal_fast(float x) { return 1.0f / x; }

@@ -11,9 +11,6 @@ struct alignas(16) Element8 {
 inline uint32_t pack(float low, float high) { return bits_as<uint32_t>(to_elements(low, high)); }
 
 namespace host {
-// Addresses in shared memory count from here.
-alignas(1 << 18) static unsigned char dynamic_shared[1 << 18];
-
 inline float element_of(uint32_t word, int which) { return to_float(bits_as<Element>(uint16_t(word >> 16 * which))); }
 
 inline unsigned char* at(uint32_t address, int alignment) {

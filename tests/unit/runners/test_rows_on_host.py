@@ -1,0 +1,71 @@
+"""The kernels of rows, compiled for the host, by the tests that hold them on a GPU, with a few rows.
+
+So what they compute is known without a GPU; `tests/gpu` holds what nvcc makes of them.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nightmill.worker.model.rope import RopeStyle
+from nightmill.worker.model.spec import Activation
+from nightmill.worker.runners.gpu.device.element import Element
+from tests.gpu import test_kernels_rows as on_gpu
+from tests.unit.runners.host_kernels import HostDevice, run_rows_on_host
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("kernels")
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch, folder: Path) -> set[str]:
+    monkeypatch.setattr(on_gpu, "ROWS", (1, 7))
+    monkeypatch.setattr(on_gpu, "WIDTHS", (8, 2056, 4104))
+    monkeypatch.setattr(on_gpu, "CONTEXT", 100)
+    return run_rows_on_host(monkeypatch, folder)
+
+
+@pytest.fixture(params=Element, ids=lambda element: element.value)
+def device(request: pytest.FixtureRequest) -> Any:
+    return HostDevice(request.param)
+
+
+def test_embedding_scaled_and_not_and_logits(launched: set[str], device: Any) -> None:
+    on_gpu.test_embedding_rows_are_the_tables(device)
+    on_gpu.test_embeddings_are_scaled(device)
+    on_gpu.test_logits_are_scaled_and_capped(device, 0.25, 2.0)
+    assert launched == {"embed", "scale_logits"}
+
+
+@pytest.mark.parametrize(("width", "pieces"), [(8, 1), (2056, 2), (4104, 4)])
+@pytest.mark.parametrize("kind", ["none", "RMS", "centred, bias"])
+def test_norms_and_sums_between_products(launched: set[str], kind: str, width: int, pieces: int) -> None:
+    device: Any = HostDevice()
+    on_gpu.test_norms(device, kind, width)
+    other = "nothing" if kind == "RMS" else "centred, bias"
+    on_gpu.test_what_a_product_gives_is_normed_scaled_added_and_normed_again(device, kind, other, width)
+    assert f"residual_{pieces}" in launched
+
+
+def test_either_kernel_gives_the_bits_of_an_rms_norm(launched: set[str], device: Any) -> None:
+    on_gpu.test_either_kernel_gives_the_bits_of_an_rms_norm(device)
+    assert launched == {f"{name}_{pieces}" for name in ("rms_norm", "residual") for pieces in (1, 2, 4)}
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+def test_activations(launched: set[str], device: Any, bias: bool) -> None:
+    for activation in Activation:
+        for gated in (True, False):
+            on_gpu.test_activations(device, 1000, activation, gated, bias)
+    assert launched == {"swiglu", "geglu", "silu", "gelu"}
+
+
+@pytest.mark.parametrize("style", RopeStyle)
+@pytest.mark.parametrize("kind", on_gpu.KINDS)
+def test_what_is_done_to_heads(launched: set[str], kind: str, style: RopeStyle) -> None:
+    device: Any = HostDevice()
+    on_gpu.test_qkv_is_normed_rotated_and_written(device, kind, style, 3, 1, 40, normed=True)
+    assert launched - {"qk_statistics"} == {"qkv_rope_write", "rope_table"}
