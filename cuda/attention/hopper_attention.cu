@@ -4,16 +4,17 @@
 //   keys, values  half [pages, G, 16, D], through tensor maps of rows of D, with boxes of a page: 64 columns, 16 rows
 // Other arguments as in `prefill_attention.cu`, but that `tiles` has `tile_count` pieces of ROWS / (H / G) tokens.
 //
-// An item of work is a tile of tokens and a KV head. Three warpgroups compute (for D over 128: two, whose results fill the
-// registers), 64 rows each, a row being a (token, query head) pair, and a warp loads. Blocks stay and go through the items, forth and back so that all get as
-// many keys; the warp that loads runs ahead into the next item: its queries, then keys and values, 64 at a time, STAGES
-// deep. Tiles in shared memory are 64 halves wide with wgmma's 128-byte swizzle, SIDES of them side by side, a page
-// being 16 rows of one; columns past D are zeros, by the maps. There are as many blocks as the device holds, or items if those are fewer.
+// An item of work is a tile of tokens and a KV head. Three warpgroups compute (for D over 128 two, whose results fill
+// the registers), 64 rows each, a row being a (token, query head) pair, and a warp loads. Blocks stay and go through the
+// items, forth and back so that all get as many keys; the warp that loads runs ahead into the next item: its queries (for
+// D over 128 once those before are done with), then keys and values, 64 at a time, STAGES deep. Tiles in shared memory
+// are 64 elements wide with wgmma's 128-byte swizzle, SIDES of them side by side, a page being 16 rows of one; columns past
+// D are zeros, by the maps. There are as many blocks as the device holds, or items if those are fewer.
 //
 // Scores S = Q K^T are FP32 in registers, and, rounded to half, are the left side of O += P V. While a warpgroup takes
 // the exponentials of one tile of keys, the product with the values before them runs, and so do products of the others.
 //
-// Exponentials are 2^(score - m). m is the largest score of a row among the first 64 keys, and stays until a lane's
+// Exponentials are 2^(score - m). m is the largest score of a row in the first 64 keys of which it sees any, and stays until a lane's
 // part of the sum over 64 keys is above LIMIT: then it becomes the largest of those, and what was summed shrinks. So
 // hardly any tile needs the maximum, on which the exponentials would wait, and P stays far within half. A row decides
 // by itself: its bits do not depend on the rows beside it, nor on how a prompt was cut into chunks.

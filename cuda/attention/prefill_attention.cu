@@ -8,9 +8,9 @@
 // A block takes one tile and one KV head: up to 128 rows, a row being a (token, query head) pair, so that the heads
 // that share keys share their loads. The grid is (G, tiles). Keys and values come 64 at a time (for D over 128: 32)
 // through shared memory, two stages deep, by cp.async; keys past the last visible one arrive as zeros, whatever the page
-// holds. In shared memory, rows of 64 and 128 halves have their 16-byte chunks exchanged by row, others a chunk more than
-// they need, so that ldmatrix meets no bank conflicts. A warp has 32 rows for D = 64 (4 warps: each fragment of K and V read
-// from shared memory serves two products) and 16 for others (8 warps), where the registers do not suffice for more.
+// holds. In shared memory, rows of 64 and 128 elements have their 16-byte chunks exchanged by row, others a chunk more
+// than they need, so that ldmatrix meets no bank conflicts. A warp has 32 rows for D = 64 (4 warps: each fragment of K and V
+// read from shared memory serves two products) and 16 for others (8 warps), where the registers do not suffice for more.
 // Products m16n8k16, scores and sums FP32.
 //
 // Key tiles count from the sequence's first key, so that a row's result does not depend on how the prompt was cut into
