@@ -23,7 +23,14 @@ from nightmill.jobs.settings import Settings
     show_default=True,
     help="Longest time for an answer that somebody waits for.",
 )
-def serve(host: str, port: int, max_requests: int, request_seconds: float) -> None:
+@click.option(
+    "--max-queued",
+    type=click.IntRange(1),
+    default=10_000,
+    show_default=True,
+    help="Jobs that one key may have queued at once.",
+)
+def serve(host: str, port: int, max_requests: int, request_seconds: float, max_queued: int) -> None:
     """Answer HTTP requests with OpenAI's endpoints; every request is a job.
 
     On an address that other machines reach, NIGHTMILL_API_KEYS must name who may use it.
@@ -35,4 +42,4 @@ def serve(host: str, port: int, max_requests: int, request_seconds: float) -> No
         raise MissingExtraError(
             f"HTTP needs the package {error.name!r}: pip install 'nightmill[server]'"
         ) from None
-    run(Settings.from_env(), host, port, Limits(max_requests, request_seconds))
+    run(Settings.from_env(), host, port, Limits(max_requests, max_queued, request_seconds))

@@ -15,6 +15,7 @@ from nightmill.jobs.server.guards import LocalOnly, OpenRequests
 from nightmill.jobs.server.health import Health
 from nightmill.jobs.server.keys import Keys
 from nightmill.jobs.server.models import Models
+from nightmill.jobs.server.native import Native
 
 
 def make_app(client: Client, keys: Keys, limits: Limits | None = None) -> Starlette:
@@ -22,6 +23,7 @@ def make_app(client: Client, keys: Keys, limits: Limits | None = None) -> Starle
     limits = limits or Limits()
     desk = Desk(client, keys, limits)
     completions, models, health = Completions(desk), Models(desk), Health(desk)
+    native = Native(desk)
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -35,6 +37,13 @@ def make_app(client: Client, keys: Keys, limits: Limits | None = None) -> Starle
             Route("/v1/embeddings", models.embeddings, methods=["POST"]),
             Route("/v1/models", models.all),
             Route("/v1/models/{name:path}", models.one),
+            Route("/execute", native.execute, methods=["POST"]),
+            Route("/v1/generate", native.generate, methods=["POST"]),
+            Route("/v1/jobs", native.submit, methods=["POST"]),
+            Route("/v1/jobs", native.listed),
+            Route("/v1/jobs/{job_id}", native.shown),
+            Route("/v1/jobs/{job_id}", native.cancelled, methods=["DELETE"]),
+            Route("/v1/jobs/{job_id}/events", native.events),
             Route("/health", health.health),
             Route("/ready", health.ready),
         ],

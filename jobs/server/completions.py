@@ -82,6 +82,7 @@ class Completions:
         if delivery.stream:
             chunks = _Chunks(job_id, url == CHAT, spec, delivery)
             return EventStream(
+                job_id,
                 self._events(job_id, chunks),
                 # Whoever has given a key may come again for the same answer.
                 on_close=lambda: None if chunks.over or key else desk.cancel_later(job_id),

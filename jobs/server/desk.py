@@ -16,7 +16,8 @@ from starlette.requests import Request
 
 from nightmill.jobs.client import Client
 from nightmill.jobs.contract import Job, JobState
-from nightmill.jobs.errors import NightmillError
+from nightmill.jobs.errors import JobNotFoundError, NightmillError, WaitTimeoutError
+from nightmill.jobs.ids import is_job_id
 from nightmill.jobs.pieces import START, Piece, Place
 from nightmill.jobs.server.errors import HttpError
 from nightmill.jobs.server.keys import Caller, Keys
@@ -36,6 +37,7 @@ class Limits:
     """What one server takes on."""
 
     requests: int = 1024  # open at once
+    queued: int = 10_000  # jobs of one key
     request_seconds: float = 600.0  # for an answer that somebody waits for
 
 
@@ -68,14 +70,33 @@ class Desk:
                 await self.run(self.client.check_model, spec.model)  # that it is not known says more
             which = "" if spec.model is None else f" that serves {spec.model!r}"
             raise HttpError(503, f"there is no live worker{which}; try again later", code="not_served")
-        return await self.run(self.client.enqueue_spec, spec, owner=caller.name)
+        return await self.queue(caller, spec)
+
+    async def queue(self, caller: Caller, spec: JobSpec) -> str:
+        """Hand in a job, whenever it may be run; raises HttpError where its owner has too many queued."""
+        caller.need_to_submit()
+        return await self.run(self._queue, caller.name, spec)
+
+    def _queue(self, owner: str | None, spec: JobSpec) -> str:
+        most = self.limits.queued
+        if owner is not None and self.client.store.count_queued(owner) >= most:
+            said = f"{most:,} jobs of this key are queued already; try again later"
+            raise HttpError(429, said, code="queue_full")
+        return self.client.enqueue_spec(spec, owner=owner)
 
     async def job(self, caller: Caller, job_id: str) -> Job:
         """A caller's job; raises JobNotFoundError also for another's."""
-        job = await self.run(self.client.get, job_id)
-        if not caller.sees(job.owner):
-            raise HttpError(404, f"there is no job {job_id!r}", code="job_not_found")
+        job = await self.run(self.client.get, job_id) if is_job_id(job_id) else None
+        if job is None or not caller.sees(job.owner):
+            raise JobNotFoundError(f"there is no job {job_id!r}")
         return job
+
+    async def cancel(self, caller: Caller, job_id: str) -> Job:
+        """Cancel a caller's job; returns it as it stands then."""
+        job = await self.job(caller, job_id)
+        caller.need_to_change(job.owner)
+        await self.run(self.client.cancel, job_id)
+        return await self.run(self.client.get, job_id)
 
     def pieces(self, job_id: str, place: Place = START) -> AsyncIterator[Piece]:
         """The text of a job as it comes."""
@@ -108,8 +129,13 @@ class Desk:
         return None
 
     async def _end_of(self, job_id: str) -> Job:
-        async for _ in self.pieces(job_id):
-            pass
+        try:
+            async for _ in self.pieces(job_id):
+                pass
+        except WaitTimeoutError:
+            raise HttpError(
+                504, f"job {job_id} is not finished in time; it goes on", code="timeout"
+            ) from None
         return await self.run(self.client.get, job_id)
 
 

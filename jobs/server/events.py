@@ -25,11 +25,11 @@ def event(data: object, *, place: object = None) -> str:
 class EventStream(StreamingResponse):
     """The answer whose events `events` makes; `on_close` is called when it is over, however that comes."""
 
-    def __init__(self, events: AsyncIterator[str], on_close: Callable[[], None]) -> None:
+    def __init__(self, job_id: str, events: AsyncIterator[str], on_close: Callable[[], object]) -> None:
         super().__init__(
             events,
             media_type="text/event-stream",
-            headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"},
+            headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no", "X-Request-ID": job_id},
         )
         self._on_close = on_close
 

@@ -40,6 +40,11 @@ class Caller:
         """Whether a job of this owner is there for it."""
         return self.right is not Right.SUBMIT or owner == self.name
 
+    def need_to_change(self, owner: str | None) -> None:
+        """Raise HttpError unless it may change a job of this owner."""
+        if self.right is not Right.ADMIN and owner != self.name:
+            raise HttpError(403, "this key may only read", code="insufficient_rights")
+
     def need_to_submit(self) -> None:
         """Raise HttpError unless it may hand in jobs."""
         if self.right is Right.READ:

@@ -32,7 +32,7 @@ from nightmill.jobs.sql import partials
 from nightmill.jobs.sql.database import Database
 from nightmill.jobs.sql.locks import hold_batches, lock_ids, refuse_deleting
 from nightmill.jobs.sql.retrying import retried
-from nightmill.jobs.sql.tables import JobRow
+from nightmill.jobs.sql.tables import QUEUED, JobRow
 
 JOBS = cast(Table, JobRow.__table__)
 CHUNK = 500  # ids in one IN list: well under every database's limit of bound parameters
@@ -74,6 +74,8 @@ class Selection:
     states: Sequence[JobState] | None = None
     model: str | None = None
     after_id: str | None = None
+    before_id: str | None = None
+    owner: str | None = None
 
     def conditions(self) -> list[Any]:
         """The criteria as SQL expressions over `jobs`."""
@@ -88,6 +90,10 @@ class Selection:
             wanted.append(JobRow.model == self.model)
         if self.after_id is not None:
             wanted.append(JobRow.id > self.after_id)
+        if self.before_id is not None:
+            wanted.append(JobRow.id < self.before_id)
+        if self.owner is not None:
+            wanted.append(JobRow.owner == self.owner)
         return wanted
 
 
@@ -211,6 +217,12 @@ class Store:
     def count(self, selection: Selection) -> int:
         """How many jobs are selected."""
         query = select(func.count()).select_from(JobRow).where(*selection.conditions())
+        with self.database.read() as connection:
+            return connection.execute(query).scalar_one()
+
+    def count_queued(self, owner: str) -> int:
+        """How many jobs of this owner are queued."""
+        query = select(func.count()).select_from(JobRow).where(JobRow.owner == owner, QUEUED)
         with self.database.read() as connection:
             return connection.execute(query).scalar_one()
 

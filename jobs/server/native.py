@@ -1,0 +1,196 @@
+"""Our own endpoints: POST /execute, POST /v1/generate, and /v1/jobs.
+
+A body may say what `enqueue` may be told, under the same names, and is read by the same parser.
+"""
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from nightmill.jobs.contract import Job, JobState, JsonObject
+from nightmill.jobs.errors import NightmillError
+from nightmill.jobs.pieces import START, Place
+from nightmill.jobs.prompts import json_type
+from nightmill.jobs.server.bodies import read_object
+from nightmill.jobs.server.desk import Desk
+from nightmill.jobs.server.errors import HttpError, http_error_of
+from nightmill.jobs.server.events import COMMENT, EventStream, event, with_pauses
+from nightmill.jobs.spec import FIELDS, JobSpec, unknown_field
+from nightmill.jobs.sql.jobs import Selection
+from nightmill.jobs.when import parse_moment
+
+_NOT_HERE = {
+    "batch": "a batch is submitted as a whole, with `nightmill batch submit`",
+    "idempotency_key": "call it job_id",
+}
+_FIELDS = FIELDS.keys() - _NOT_HERE.keys() | {"prompt", "messages"}
+_DELIVERY = frozenset({"job_id", "stream", "cancel_on_close"})
+_TIMES = ("scheduled_at", "deadline")
+_LONGEST_ID = 128
+_MOST_LISTED = 100
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a body says: the job, and how its answer is to come."""
+
+    spec: JobSpec
+    stream: bool
+    cancel_on_close: bool
+
+    @classmethod
+    def read(cls, body: JsonObject, defaults: JobSpec) -> "Asked":
+        """Raises HttpError and InvalidRequestError, which name the field."""
+        flags = [_flag(body, name) for name in ("stream", "cancel_on_close")]
+        key = body.pop("job_id", None)
+        if key is not None and (not isinstance(key, str) or not 0 < len(key) <= _LONGEST_ID):
+            raise _bad("job_id", f"must be a text of 1 to {_LONGEST_ID} characters")
+        for name in body:
+            if name not in _FIELDS:
+                raise unknown_field(name, _FIELDS | _DELIVERY, _NOT_HERE.get(name))
+        now = datetime.now(UTC)
+        for name in _TIMES:
+            if isinstance(value := body.get(name), str):
+                now = body[name] = parse_moment(name, value, now)
+        return cls(JobSpec.parse(body | {"idempotency_key": key}, defaults), *flags)
+
+
+class Native:
+    """The endpoints."""
+
+    def __init__(self, desk: Desk) -> None:
+        self._desk = desk
+        self._waited_for = JobSpec.defaults({"priority": desk.waited_for.priority})
+
+    async def execute(self, request: Request) -> Response:
+        """POST /execute: the text as a stream of events."""
+        return await self._generate(request, stream=True)
+
+    async def generate(self, request: Request) -> Response:
+        """POST /v1/generate: the job once it has ended, or with `stream` the text as events."""
+        return await self._generate(request, stream=False)
+
+    async def submit(self, request: Request) -> Response:
+        """POST /v1/jobs: the job as it was queued."""
+        desk = self._desk
+        caller = desk.keys.caller(request)
+        asked = Asked.read(await read_object(request), JobSpec())
+        if asked.stream or asked.cancel_on_close:
+            raise _bad("stream", "is for /v1/generate; read GET /v1/jobs/ID/events")
+        job_id = await desk.queue(caller, asked.spec)
+        return JSONResponse(job_object(await desk.job(caller, job_id)), 202)
+
+    async def listed(self, request: Request) -> Response:
+        """GET /v1/jobs: the caller's own, newest first; `after` is the last id of the page before."""
+        desk, query = self._desk, request.query_params
+        caller = desk.keys.caller(request)
+        limit, state = query.get("limit", "20"), query.get("state")
+        if not limit.isdecimal() or not 1 <= int(limit) <= _MOST_LISTED:
+            raise _bad("limit", f"must be a number from 1 to {_MOST_LISTED}")
+        if state is not None and state not in set(JobState):
+            raise _bad("state", f"must be one of {', '.join(JobState)}")
+        selection = Selection(
+            before_id=query.get("after"),
+            owner=None if caller.sees(None) else caller.name,
+            states=None if state is None else [JobState(state)],
+        )
+        found = await desk.run(desk.client.store.find, selection, int(limit) + 1, newest_first=True)
+        page = [job_object(job) for job in found[: int(limit)]]
+        return JSONResponse({"object": "list", "data": page, "has_more": len(found) > len(page)})
+
+    async def shown(self, request: Request) -> Response:
+        """GET /v1/jobs/ID."""
+        caller = self._desk.keys.caller(request)
+        return JSONResponse(job_object(await self._desk.job(caller, request.path_params["job_id"])))
+
+    async def cancelled(self, request: Request) -> Response:
+        """DELETE /v1/jobs/ID: cancel it."""
+        caller = self._desk.keys.caller(request)
+        return JSONResponse(job_object(await self._desk.cancel(caller, request.path_params["job_id"])))
+
+    async def events(self, request: Request) -> Response:
+        """GET /v1/jobs/ID/events: its text as it comes, after the piece that Last-Event-ID names."""
+        caller = self._desk.keys.caller(request)
+        job = await self._desk.job(caller, request.path_params["job_id"])
+        last = request.headers.get("last-event-id")
+        place = Place.parse(last) if last else START
+        return EventStream(job.id, self._events(job.id, place), on_close=lambda: None)
+
+    async def _generate(self, request: Request, *, stream: bool) -> Response:
+        desk = self._desk
+        caller = desk.keys.caller(request)
+        asked = Asked.read(await read_object(request), self._waited_for)
+        job_id = await desk.enqueue(caller, asked.spec)
+        if not stream and not asked.stream:
+            job = await desk.finished(request, job_id, cancel=asked.cancel_on_close)
+            return JSONResponse(job_object(job), headers={"X-Request-ID": job_id})
+        over: list[bool] = []
+        return EventStream(
+            job_id,
+            self._events(job_id, START, over),
+            on_close=lambda: desk.cancel_later(job_id) if asked.cancel_on_close and not over else None,
+        )
+
+    async def _events(self, job_id: str, place: Place, over: list[bool] | None = None) -> AsyncIterator[str]:
+        """Pieces, and at the end what became of the job; `over` gets an item once that is known."""
+        try:
+            async for piece in with_pauses(self._desk.pieces(job_id, place)):
+                if piece is None:
+                    yield COMMENT
+                else:
+                    yield event({"t": piece, "i": piece.start}, place=piece.place)
+            job = await self._desk.run(self._desk.client.get, job_id)
+            if over is not None:
+                over.append(True)
+            yield event({"job_id": job.id} | _outcome(job))
+        except (NightmillError, HttpError) as error:  # the status was sent long ago
+            yield event(http_error_of(error).body)
+
+
+def job_object(job: Job) -> JsonObject:
+    """A job for its owner: what was asked but for the prompt, where it stands, and what came out."""
+    return {
+        "id": job.id,
+        "object": "job",
+        "owner": job.owner,
+        "model": job.model,
+        "custom_id": job.custom_id,
+        "metadata": job.metadata,
+        "params": job.params.model_dump(mode="json", warnings=False),
+        "priority": job.priority,
+        "scheduled_at": _time(job.scheduled_at),
+        "deadline_at": _time(job.deadline_at),
+        "text": job.text,
+    } | _outcome(job)
+
+
+def _outcome(job: Job) -> JsonObject:
+    """What became of a job, and when."""
+    return {
+        "state": str(job.state),
+        "stop_reason": None if job.stop_reason is None else str(job.stop_reason),
+        "error": job.error,
+        "tokens_in": job.prompt_tokens,
+        "tokens_out": job.completion_tokens,
+        "created_at": _time(job.created_at),
+        "started_at": _time(job.started_at),
+        "finished_at": _time(job.finished_at),
+    }
+
+
+def _time(moment: datetime | None) -> str | None:
+    return None if moment is None else moment.isoformat()
+
+
+def _flag(body: JsonObject, name: str) -> bool:
+    value = body.pop(name, None)
+    if value is not None and not isinstance(value, bool):
+        raise _bad(name, f"must be true or false, not {json_type(value)}")
+    return bool(value)
+
+
+def _bad(field: str, said: str) -> HttpError:
+    return HttpError(400, f"{field}: {said}", param=field, code="invalid_value")
