@@ -58,6 +58,10 @@ class Limits:
     parser: ParserLimits = field(default_factory=ParserLimits)
 
 
+class UncheckedError(ConstraintError):
+    """Nobody knows whether the grammar was to blame: who asks for it again may have more luck."""
+
+
 class Checker:
     """A process of its own, started when it is first asked; one thread asks at a time."""
 
@@ -70,7 +74,8 @@ class Checker:
     def check(self, asked: Constrained) -> str:
         """The grammar as it can be compiled.
 
-        Raises ConstraintError, which says why it cannot; RunnerError if the process cannot be started.
+        Raises ConstraintError, which says why it cannot, UncheckedError if that is not known, and RunnerError
+        if the process cannot be started.
         """
         try:
             lark = lark_of(asked)
@@ -85,8 +90,10 @@ class Checker:
                 break
             except _LostError as lost:
                 self._drop()
-                if last or lost.convicts:
+                if lost.convicts:
                     raise ConstraintError(f"{asked.kind}: {lost}; simplify it") from lost
+                if last:
+                    raise UncheckedError(f"{asked.kind}: {lost}; retry the job, or simplify it") from lost
         if "lark" in said:
             return said["lark"]
         raise ConstraintError(f"{asked.kind}: {_plain(said.get('refused', ''), asked.kind)}")

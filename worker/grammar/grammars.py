@@ -8,7 +8,7 @@ from queue import LifoQueue
 from nightmill.jobs.contract import Constrained
 from nightmill.jobs.errors import ConstraintError
 from nightmill.worker.engine.constraints import Begin
-from nightmill.worker.grammar.checker import Checker, Limits
+from nightmill.worker.grammar.checker import Checker, Limits, UncheckedError
 from nightmill.worker.grammar.matching import Grammar, Matchings
 from nightmill.worker.grammar.tokens import grammar_tokens
 from nightmill.worker.model.tokenizer.vocabulary import Vocabulary
@@ -43,7 +43,7 @@ class Grammars(Matchings):
     def compile(self, asked: Constrained) -> Future[Begin]:
         """See `nightmill.worker.engine.constraints`. Called on the engine's thread alone."""
         known = self._known.get(asked)
-        if known is not None:
+        if known is not None and not _unchecked(known):
             self._known.move_to_end(asked)
             return known
         self.compiled += 1
@@ -76,3 +76,7 @@ class Grammars(Matchings):
         size = sum(len(asked.text) for asked in self._known)
         while len(self._known) > 1 and (len(self._known) > _KEPT or size > _KEPT_BYTES):
             size -= len(self._known.popitem(last=False)[0].text)
+
+
+def _unchecked(compiled: Future[Begin]) -> bool:
+    return compiled.done() and isinstance(compiled.exception(), UncheckedError)

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import signal
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -17,7 +18,7 @@ from nightmill.jobs.errors import ConstraintError, InvalidParameterError, Runner
 from nightmill.jobs.schemas import REFUSED
 from nightmill.worker.engine.constraints import STUCK
 from nightmill.worker.grammar import Limits
-from nightmill.worker.grammar.checker import Checker, ParserLimits
+from nightmill.worker.grammar.checker import Checker, ParserLimits, _Child
 from tests.constrained import QUICK, Constrained
 from tests.ggufs import write_model
 from tests.schemas import hostile
@@ -122,6 +123,32 @@ def test_what_nobody_expected_of_the_compiler_fails_one_row(
     done = model.run([model.request("j", 1, {"choice": ["never before"]}), *free(model, 1)])
     assert "could not be followed: ZeroDivisionError: of its own" in (done["j"].error or "")
     assert done["free 0"].error is None
+
+
+@pytest.mark.parametrize("kills", [1, 2])
+def test_a_process_that_others_end_convicts_no_grammar(
+    kills: int, model: Constrained, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the kernel does if memory is short: two tries, and the next row with the same words has its own."""
+    ask, left = Checker._ask, kills
+
+    def killed(self: Checker, question: bytes) -> dict[str, str]:
+        nonlocal left
+        if left:
+            left -= 1
+            self._child = self._child or _Child(self._limits)
+            os.kill(self._child._process.pid, signal.SIGKILL)
+        return ask(self, question)
+
+    monkeypatch.setattr(Checker, "_ask", killed)
+    with Constrained(model.file.path) as fresh:
+        (first,) = fresh.run([fresh.request("first", 1, {"choice": ["a"]})]).values()
+        (second,) = fresh.run([fresh.request("second", 1, {"choice": ["a"]})]).values()
+    if kills == 1:
+        assert (first.text, first.error) == ("a", None)
+    else:
+        assert "was ended (signal 9); retry the job, or simplify it" in (first.error or "")
+    assert (second.text, second.error) == ("a", None)
 
 
 def test_without_a_process_that_checks_the_worker_ends(
