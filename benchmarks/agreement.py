@@ -15,13 +15,19 @@ from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.model.spec import ModelSpec
 from tests.gpu.driving import BLOCK, Chunk, HasLogits, Logits, Pages, Reference, logits_of
 
-__all__ = ["CLEAR", "CONTEXT", "Agreement", "agreement", "compared"]
+__all__ = ["CLEAR", "CONTEXT", "MEAN_KL", "Agreement", "agreement", "compared"]
 
 PROMPT, DECODED = 320, 32
 CHUNKS = (100, 24, 196)
 CONTEXT = PROMPT + DECODED
-CLEAR = 0.01
-"""The distance of the best two logits of a row from which on its best token has to be the same, in half."""
+MEAN_KL = 1e-4
+"""The bar of the mean divergence, in half."""
+CLEAR = 4 * (4 * MEAN_KL) ** 0.5
+"""How far apart the best two logits of a row are if its best token has to be the same, in half: 0.08.
+
+Errors of logits with variance s^2 make a divergence of about s^2 / 2, and the distance of two of them has the
+variance 2 s^2: so these are four standard deviations of what the bar allows.
+"""
 
 ENTROPY = 0.4, 0.9  # of the largest there can be: bounds of the mean of a model that shows faults
 

@@ -4,7 +4,7 @@ import os
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from threadpoolctl import threadpool_limits
 from benchmarks.agreement import CLEAR, CONTEXT, Agreement, agreement
 from benchmarks.apart import Apart, ApartError
 from benchmarks.engine import WORKLOADS, play
-from benchmarks.family_models import MODELS, QWEN, FamilyModel, Size, full_size, small_size, write
+from benchmarks.family_models import MODELS, QWEN, FamilyModel, Heads, Size, full_size, small_size, write
 from nightmill.jobs.errors import RunnerError
 from nightmill.worker.model.families import read_spec
 from nightmill.worker.model.gguf.file import GgufFile
@@ -45,6 +45,7 @@ class Row:
     agreement: Agreement | None = None
     rate: float | None = None  # output tokens per second
     of_qwen: float | None = None
+    of_alike: float | None = None  # of a Qwen2 with the model's heads, where those are others
     refused: str = ""
     error: str = ""
 
@@ -182,6 +183,34 @@ def race(
             except ApartError as error:
                 row.error = "; ".join(filter(None, (row.error, str(error))))
                 progress(f"{row.model}: {error}")
+    _race_alike([row for row in entered if row.rate is not None], folder, dtype, progress, racer, size)
+
+
+def _race_alike(
+    rows: Sequence[Row], folder: Path, dtype: str, progress: Progress,
+    racer: Callable[[Path, str], Any], size: Callable[[str], Size],
+) -> None:  # fmt: skip
+    """Measure Qwen2s with the heads of these models: attention costs them the same, all else tells."""
+    qwen = MODELS[QWEN]
+    by_heads: dict[Heads, list[Row]] = {}
+    for row in rows:
+        by_heads.setdefault(size(row.family).heads, []).append(row)
+    by_heads.pop(size(qwen.family).heads, None)
+    for heads, alike in by_heads.items():
+        path = write(folder / "alike.gguf", qwen, replace(size(qwen.family), heads=heads), dtype)
+        try:
+            with Apart(racer, path, dtype) as other:
+                other.call("ready", limit_s=LOAD_S)
+                turns = [other.call("rate", seed, limit_s=TURN_S) for seed in range(1, 1 + TURNS)]
+            rate = statistics.median(turns)
+        except ApartError as error:
+            progress(f"a Qwen2 with {heads}: {error}")
+            continue
+        finally:
+            path.unlink()
+        progress(f"a Qwen2 with {heads}: {rate:,.0f} tokens/s")
+        for row in alike:
+            row.of_alike = (row.rate or 0.0) / rate
 
 
 def _written(
