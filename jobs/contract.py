@@ -232,6 +232,41 @@ def is_token_ids(value: object) -> TypeGuard[list[int]]:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Rendering:
+    """How a model's template makes a prompt of a chat.
+
+    variables               what else the template may look at, by name
+    add_generation_prompt   open the message that the model is to write
+    continue_final_message  the prompt ends with the last message's text, which the model goes on with
+    """
+
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+
+    def values(self) -> JsonObject:
+        """As a row keeps it."""
+        return {
+            "variables": dict(self.variables),
+            "add_generation_prompt": self.add_generation_prompt,
+            "continue_final_message": self.continue_final_message,
+        }
+
+    @classmethod
+    def read(cls, values: Any) -> Self | None:
+        """What a row holds; None if it holds nothing that this version can read."""
+        if not isinstance(values, dict) or values.keys() != cls().values().keys():
+            return None
+        flags = values["add_generation_prompt"], values["continue_final_message"]
+        if not isinstance(values["variables"], dict) or not all(isinstance(flag, bool) for flag in flags):
+            return None
+        return cls(values["variables"], *flags)
+
+
+AS_USUAL = Rendering()
+
+
 class ConstraintKind(_Word):
     """In which language it is said what an answer must be."""
 
@@ -271,6 +306,7 @@ class Job:
     messages: list[JsonObject] | None  # a chat, or
     prompt_ids: list[int] | None = None  # a plain prompt as the model's token ids
     params: GenerationParams  # with its seed
+    rendering: Rendering | None = None  # how the messages become a prompt; None: as usual
     constrained: Constrained | None = None  # what the answer must be; None: anything
     model: str | None = None  # None: whatever model the worker serves
     batch: str | None = None

@@ -20,12 +20,14 @@ from pydantic import BaseModel
 from nightmill.jobs import checks
 from nightmill.jobs.constrained import FORMS, constrained_by
 from nightmill.jobs.contract import (
+    AS_USUAL,
     MAX_SEED,
     Constrained,
     GenerationParams,
     JobState,
     JsonObject,
     Prompt,
+    Rendering,
     TokenId,
 )
 from nightmill.jobs.errors import InvalidParameterError, InvalidPromptError, RowCode
@@ -53,6 +55,9 @@ class BatchSettings(TypedDict, total=False):
     regex: str | None
     choice: str | Sequence[str] | None
     grammar: str | None
+    chat_template_kwargs: Mapping[str, Any] | None
+    add_generation_prompt: bool | None
+    continue_final_message: bool | None
     priority: int | None
     max_attempts: int | None
     model: str | None
@@ -86,6 +91,17 @@ class JobSpec:
     """What the answer must be, in whichever of FORMS it was said."""
 
     # Each with its check, and what it is.
+    chat_template_kwargs: Annotated[
+        Mapping[str, Any] | None,
+        checks.template_variables,
+        "What a chat's template may look at, such as {enable_thinking: false}.",
+    ] = None
+    add_generation_prompt: Annotated[
+        bool | None, checks.flag, "Open the message that the model is to write; true for chats by default."
+    ] = None
+    continue_final_message: Annotated[
+        bool, checks.flag, "The answer goes on with the last message, which must be the assistant's."
+    ] = False
     model: Annotated[
         str | None, checks.model_name, "Name of the model that must serve it; any by default."
     ] = None
@@ -133,7 +149,7 @@ class JobSpec:
         """
         base = defaults or cls()
         if isinstance(item, str) or not isinstance(item, Mapping):
-            return base._but(_prompt(item))
+            return base._but(_prompt(item))._checked()
         given = {name: value for name, value in item.items() if value is not None}
         prompt, messages = given.pop("prompt", None), given.pop("messages", None)
         if prompt is not None and messages is not None:
@@ -145,7 +161,7 @@ class JobSpec:
                 code=RowCode.MISSING_FIELD,
             )
         said = _prompt(prompt) if messages is None else {"text": None, "messages": check_messages(messages)}
-        return base.updated(given, said) if given else base._but(said)
+        return (base.updated(given, said) if given else base._but(said))._checked()
 
     @property
     def prompt(self) -> Prompt | None:
@@ -153,13 +169,23 @@ class JobSpec:
         given = (said for said in (self.text, self.token_ids, self.messages) if said is not None)
         return next(given, None)
 
+    @property
+    def rendering(self) -> Rendering | None:
+        """How the messages become a prompt, unless that is as usual. It says nothing of other prompts."""
+        if self.messages is None:
+            return None
+        continues = self.continue_final_message
+        opens = not continues if self.add_generation_prompt is None else self.add_generation_prompt
+        made = Rendering(dict(self.chat_template_kwargs or {}), opens, continues)
+        return None if made == AS_USUAL else made
+
     def row(self, job_id: str, now: datetime, default_attempts: int) -> dict[str, Any]:
         """The row of `jobs`, queued. Draws a seed unless one is given.
 
         Every row has the same keys, so that many can go into one statement. Raises InvalidParameterError for
         a time beyond the calendar.
         """
-        params = self.params
+        params, rendering = self.params, self.rendering
         return {
             "id": job_id,
             "batch": self.batch,
@@ -168,6 +194,7 @@ class JobSpec:
             "prompt": self.text,
             "prompt_ids": self.token_ids,
             "messages": self.messages,
+            "rendering": None if rendering is None else rendering.values(),
             "params": params.stored(),
             "constrained": None if self.constrained is None else self.constrained.values(),
             "seed": secrets.randbits(MAX_SEED.bit_length()) if params.seed is None else params.seed,
@@ -219,6 +246,24 @@ class JobSpec:
         vars(made).update(vars(self), **values)
         return made
 
+    def _checked(self) -> Self:
+        """Itself, if what it says of the chat goes together with the chat; raises InvalidRequestError."""
+        if not self.continue_final_message or self.messages is None:
+            return self
+        if self.add_generation_prompt:
+            raise InvalidParameterError(
+                "add_generation_prompt: contradicts continue_final_message, which opens no other message; "
+                "give one of them",
+                field="add_generation_prompt",
+            )
+        if (role := self.messages[-1]["role"]) != "assistant":
+            raise InvalidParameterError(
+                f"continue_final_message: the last message must be the assistant's, not the {role}'s: "
+                "add one with what the answer begins with",
+                field="continue_final_message",
+            )
+        return self
+
     def _fingerprint(self) -> str:
         content: dict[str, Any] = {
             "prompt": self.text,
@@ -230,6 +275,8 @@ class JobSpec:
             content["constrained"] = self.constrained.values()
         if self.token_ids is not None:
             content["prompt_ids"] = self.token_ids
+        if (rendering := self.rendering) is not None:
+            content["rendering"] = rendering.values()
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 

@@ -38,6 +38,8 @@ from nightmill.jobs.sql.batches import BatchStore
 from nightmill.jobs.sql.deletion import Deletion
 from nightmill.jobs.sql.workers import WorkerStore
 
+_OF_CHATS = ("chat_template_kwargs", "add_generation_prompt", "continue_final_message")
+_KEPT = ("priority", "max_attempts", *_OF_CHATS)  # of a batch's settings, beside parameters
 _POLL_SECONDS = 0.5
 _POLL_SHARE = 10  # a look at a huge batch takes a while; then look less often, a tenth of the time at most
 
@@ -249,7 +251,7 @@ class Batches:
         now = self.store.database.now()
         said = {name for name, value in settings.items() if value is not None}
         kept = defaults.params.model_dump(mode="json", include=said)
-        kept |= {name: settings[name] for name in ("priority", "max_attempts") if name in said}
+        kept |= {name: settings[name] for name in _KEPT if name in said}
         if defaults.constrained is not None:
             kept["constrained"] = defaults.constrained.values()
         if isinstance(source, InputFile):

@@ -69,4 +69,6 @@ def _job_option(name: str) -> Callable[[Command], Command]:
     again = " (may be given several times)" if field.kind in (Kind.TEXTS, Kind.INTEGERS) else ""
     says = f"{field.says.removesuffix('.')}{again}{default}."
     option = _NAMES.get(name, f"--{name.replace('_', '-')}")
+    if field.kind is Kind.FLAG and field.default is None:  # what happens else, the job decides
+        option = f"{option}/--no-{option.removeprefix('--')}"
     return click.option(option, name, help=says, **_KINDS[field.kind])

@@ -60,6 +60,7 @@ _REFUSALS = {
     "best_of": f"{_A_ROW_EACH}, and choose among them: answers come without probabilities",
     "suffix": "is not supported: models here continue a prompt, and do not fill in what stands before a "
     "suffix; remove it, or describe it in the prompt",
+    "reasoning_effort": "is not supported; give it in chat_template_kwargs if the model's template reads it",
     "stream": "is not supported; results are written as they finish",
     "logprobs": _NO_LOGPROBS,
     "top_logprobs": _NO_LOGPROBS,
@@ -82,8 +83,14 @@ GUIDED = {
 _STRUCTURED = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "grammar"}
 _FRAME = frozenset({"custom_id", "method", "url", "body"})
 _LIMIT = "max_completion_tokens"  # OpenAI's later name for max_tokens
+_OF_CHATS = frozenset({"chat_template_kwargs", "add_generation_prompt", "continue_final_message"})
 _BODY = {
-    CHAT: _TAKEN | IGNORED | NEUTRAL.keys() | GUIDED.keys() | {"messages", "structured_outputs", _LIMIT},
+    CHAT: _OF_CHATS
+    | _TAKEN
+    | IGNORED
+    | NEUTRAL.keys()
+    | GUIDED.keys()
+    | {"messages", "structured_outputs", _LIMIT},
     COMPLETIONS: _TAKEN | IGNORED | NEUTRAL.keys() | GUIDED.keys() | {"prompt", "structured_outputs", _LIMIT},
 }
 
@@ -136,7 +143,7 @@ def _fields(given: JsonObject, url: str) -> JsonObject:
         if name in NEUTRAL and not any(_same(value, neutral) for neutral in NEUTRAL[name]):
             said = f"{name}: {_short(value)} {_REFUSALS.get(name, 'is not supported; remove it')}"
             raise InvalidRequestError(said, field=name, code=RowCode.UNSUPPORTED_FIELD)
-    fields = {name: value for name, value in given.items() if name in _TAKEN} | _vllm_forms(given)
+    fields = {name: value for name, value in given.items() if name in _TAKEN | _OF_CHATS} | _vllm_forms(given)
     if (limit := given.get(_LIMIT)) is not None:
         if fields.setdefault("max_tokens", limit) != limit:
             raise invalid(_LIMIT, "contradicts max_tokens; give one of them")

@@ -15,12 +15,14 @@ from typing import Any
 
 from sqlalchemy import Connection, bindparam, delete, insert, select, update
 
+from nightmill.jobs.checks import template_variables
 from nightmill.jobs.contract import (
     Constrained,
     ConstraintKind,
     GenerationParams,
     JobState,
     JsonObject,
+    Rendering,
     StopReason,
     WorkerState,
     is_token_ids,
@@ -50,6 +52,7 @@ class Claim:
     priority: int
     deadline_at: datetime | None
     prompt_ids: list[int] | None = None  # in place of a text
+    rendering: Rendering | None = None  # of the messages; None: as usual
     saved: SavedTokens | None = None  # what an earlier attempt had drawn
     constrained: Constrained | None = None  # what the answer must be
     unreadable: str | None = None  # why this version cannot run it, as when a newer one wrote the row
@@ -324,6 +327,7 @@ def _claiming(*conditions: Any) -> Any:
             JobRow.prompt,
             JobRow.prompt_ids,
             JobRow.messages,
+            JobRow.rendering,
             JobRow.params,
             JobRow.constrained,
             JobRow.seed,
@@ -374,6 +378,12 @@ def _read(row: Any, saved: SavedTokens | None) -> Claim:
     constrained = Constrained.read(row.constrained)
     if row.constrained is not None and (constrained is None or constrained.kind not in list(ConstraintKind)):
         fault = f"constrained: not one of {', '.join(ConstraintKind)}"
+    rendering = Rendering.read(row.rendering)
+    if row.rendering is not None:
+        try:
+            template_variables(None if rendering is None else rendering.variables)
+        except ValueError as error:
+            fault = f"rendering: {error}"
     if fault is not None:
         fault += (
             "; this worker does not understand the job, and may be older than the client that wrote it: "
@@ -385,6 +395,7 @@ def _read(row: Any, saved: SavedTokens | None) -> Claim:
         prompt=row.prompt,
         messages=row.messages,
         prompt_ids=row.prompt_ids,
+        rendering=rendering,
         params=params,
         priority=row.priority,
         deadline_at=row.deadline_at,

@@ -26,7 +26,15 @@ from sqlalchemy.dialects.postgresql import insert as postgresql_insert
 from sqlalchemy.dialects.sqlite import insert as sqlite_insert
 from sqlalchemy.orm import InstrumentedAttribute
 
-from nightmill.jobs.contract import FINAL_STATES, Constrained, GenerationParams, Job, JobState, StopReason
+from nightmill.jobs.contract import (
+    FINAL_STATES,
+    Constrained,
+    GenerationParams,
+    Job,
+    JobState,
+    Rendering,
+    StopReason,
+)
 from nightmill.jobs.errors import InvalidTransitionError, JobNotFoundError
 from nightmill.jobs.sql import partials
 from nightmill.jobs.sql.database import Database
@@ -347,6 +355,7 @@ def job_from_row(row: RowMapping) -> Job:
         prompt_ids=_of_kind(row["prompt_ids"], list),
         messages=_of_kind(row["messages"], list),
         params=GenerationParams.read((_of_kind(row["params"], dict) or {}) | {"seed": row["seed"]}),
+        rendering=Rendering.read(row["rendering"]),
         constrained=Constrained.read(row["constrained"]),
         errors=[one for one in _of_kind(row["errors"], list) or [] if isinstance(one, dict)],
         metadata=_of_kind(row["metadata"], dict) or {},
@@ -354,7 +363,17 @@ def job_from_row(row: RowMapping) -> Job:
 
 
 _SHOWN_AS_THEY_ARE = {field.name for field in fields(Job)} - {
-    *("state", "stop_reason", "prompt_ids", "messages", "params", "constrained", "errors", "metadata")
+    *(
+        "state",
+        "stop_reason",
+        "prompt_ids",
+        "messages",
+        "params",
+        "rendering",
+        "constrained",
+        "errors",
+        "metadata",
+    )
 }
 
 

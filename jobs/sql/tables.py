@@ -23,7 +23,7 @@ from sqlalchemy.types import TypeDecorator
 
 from nightmill.jobs.contract import MAX_ERROR_LENGTH, JobState, JsonObject, storable
 
-SCHEMA_REVISION = "0009"
+SCHEMA_REVISION = "0010"
 """The migration that these declarations match."""
 
 
@@ -144,6 +144,7 @@ class JobRow(Base):
     prompt: Mapped[str | None] = mapped_column(Text)
     prompt_ids: Mapped[list[Any] | None] = mapped_column(JSON(none_as_null=True))  # in place of a text
     messages: Mapped[list[Any] | None] = mapped_column(JSON(none_as_null=True))
+    rendering: Mapped[JsonObject | None] = mapped_column(JSON(none_as_null=True))  # of the messages
     params: Mapped[JsonObject]
     constrained: Mapped[JsonObject | None] = mapped_column(JSON(none_as_null=True))  # what its answer must be
     seed: Mapped[int] = mapped_column(BigInteger)

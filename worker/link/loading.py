@@ -11,7 +11,7 @@ import numpy.typing as npt
 from threadpoolctl import threadpool_limits
 
 from nightmill import package_directory
-from nightmill.jobs.contract import Prompt, is_token_ids
+from nightmill.jobs.contract import AS_USUAL, Prompt, Rendering, is_token_ids
 from nightmill.jobs.errors import ChatTemplateError, NightmillError, SettingsError
 from nightmill.jobs.settings import Settings
 from nightmill.worker.engine.engine import Engine, EngineStats
@@ -69,26 +69,36 @@ class LoadedModel(OpenModel):
 
         Raises RunnerError where the process that renders chats cannot be started, which is no job's fault.
         """
-        return self.encode_all([_prompt_of(claim) for claim in claims])
+        return self.encode_all([_prompt_of(claim) for claim in claims], [claim.rendering for claim in claims])
 
-    def encode(self, prompt: Prompt) -> tuple[int, ...]:
+    def encode(self, prompt: Prompt, rendering: Rendering | None = None) -> tuple[int, ...]:
         """A prompt's token ids. Raises what `encode_all` would answer."""
-        ids = self.encode_all([prompt])[0]
+        ids = self.encode_all([prompt], [rendering])[0]
         if isinstance(ids, NightmillError):
             raise ids
         return ids
 
-    def encode_all(self, prompts: Sequence[Prompt]) -> list[tuple[int, ...] | NightmillError]:
-        """As `tokenize_all`, for plain texts, chats and token ids, which stay as they are."""
+    def encode_all(
+        self, prompts: Sequence[Prompt], renderings: Sequence[Rendering | None] = ()
+    ) -> list[tuple[int, ...] | NightmillError]:
+        """As `tokenize_all`, for plain texts, chats and token ids, which stay as they are.
+
+        renderings: how each of them becomes a prompt if it is a chat; by default all as usual
+        """
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]
-        chats = [prompt for prompt in prompts if not isinstance(prompt, str) and _is_chat(prompt)]
+        said = renderings or [None] * len(prompts)
+        chats = [
+            (prompt, rendering or AS_USUAL)
+            for prompt, rendering in zip(prompts, said, strict=True)
+            if not isinstance(prompt, str) and _is_chat(prompt)
+        ]
         of_texts = iter(
             self.tokenizer.encode_each([self.tokenizer.split(text, special=False) for text in texts])
         )
         of_chats = iter(
             [ChatTemplateError(self.chat)] * len(chats)
             if isinstance(self.chat, str)
-            else self.chat.encode_all(chats)
+            else self.chat.encode_all([chat for chat, _ in chats], [rendering for _, rendering in chats])
         )
         answers: list[tuple[int, ...] | NightmillError] = []
         for prompt in prompts:

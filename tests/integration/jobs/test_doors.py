@@ -44,6 +44,12 @@ GOOD: dict[str, st.SearchStrategy[Any]] = {
     "ignore_eos": st.booleans(),
     "stop_token_ids": st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=5),
     "min_tokens": st.just(0) | st.just(1),
+    "chat_template_kwargs": st.dictionaries(
+        st.sampled_from(["enable_thinking", "reasoning_effort", "X1"]),
+        st.booleans() | st.integers(-9, 9) | st.sampled_from(["high", "26 Jul 2024", ""]),
+    ),
+    "add_generation_prompt": st.booleans(),
+    "continue_final_message": st.just(False),
     "response_format": st.sampled_from(
         [
             {"type": "text"},
@@ -72,6 +78,7 @@ BAD: dict[str, st.SearchStrategy[Any]] = {
     "stop": st.just([""]) | st.lists(TEXTS, min_size=17, max_size=18) | st.just(["a\0"]),
     "stop_token_ids": st.just([-1]) | st.just([1] * 257) | st.just([2**31]),
     "min_tokens": st.integers(1_000_001) | st.integers(max_value=-1),
+    "chat_template_kwargs": st.sampled_from([{"messages": 1}, {"a": [1]}, {"a": "<|x|>"}, {"1": 1}]),
     "response_format": st.just({"type": "poem"}) | st.just({"type": "json_schema"}),
     "json_schema": st.just({"not": {}}) | st.just({"items": {"uniqueItems": True}}),
     "regex": st.just("a\0") | st.just("a" * 8_193),
@@ -149,7 +156,9 @@ class Doors:
                 arguments.append("--chat")
             elif name in ("stop", "choice", "stop_token_ids"):
                 arguments += [argument for one in value for argument in (option, str(one))]
-            elif name == "ignore_eos":
+            elif name == "add_generation_prompt":
+                arguments.append(option if value else f"--no-{option.removeprefix('--')}")
+            elif name in ("ignore_eos", "continue_final_message"):
                 arguments += [option] * value
             elif name != "prompt":
                 arguments += [option, json.dumps(value) if isinstance(value, dict) else str(value)]
@@ -213,7 +222,10 @@ def test_the_table_of_fields_is_what_calls_and_commands_take() -> None:
     assert (
         set(BatchSettings.__annotations__)
         == OF_A_BATCH
-        == PARAMETERS | FORMS.keys() | {*("priority", "max_attempts", "model", "scheduled_at", "deadline")}
+        == PARAMETERS
+        | FORMS.keys()
+        | {*("priority", "max_attempts", "model", "scheduled_at", "deadline")}
+        | {"chat_template_kwargs", "add_generation_prompt", "continue_final_message"}
     )
     assert FIELDS.keys() - {"batch", "scheduled_at", "deadline", "idempotency_key"} == ROW_FIELDS
     assert all(field.says.endswith(".") for field in FIELDS.values())

@@ -144,21 +144,26 @@ def test_rows_from_before_answers_could_be_held_to_a_schema_ask_for_nothing(empt
         assert connection.execute(text("SELECT prompt FROM jobs")).scalars().all() == ["kept"]
 
 
-def test_rows_from_before_prompts_could_be_token_ids_have_none(empty_database: Database) -> None:
+@pytest.mark.parametrize(
+    ("before", "column"), [("0007", "prompt_ids"), ("0009", "rendering")], ids=["token ids", "rendering"]
+)
+def test_rows_from_before_a_column_of_prompts_hold_nothing_there(
+    empty_database: Database, before: str, column: str
+) -> None:
     config = _alembic()
     with empty_database.engine.begin() as connection:
         config.attributes["connection"] = connection
-        command.upgrade(config, "0007")
+        command.upgrade(config, before)
         columns = "id, params, seed, state, attempt, failures, max_attempts, priority, prompt, created_at"
         values = "'old', '{}', 1, 'failed', 1, 0, 3, 5, 'kept', '2026-01-01'"
         connection.execute(text(f"INSERT INTO jobs ({columns}) VALUES ({values})"))
     empty_database.migrate()
     (old,) = Store(empty_database).find(Selection())
-    assert (old.prompt, old.prompt_ids) == ("kept", None)
+    assert (old.prompt, getattr(old, column)) == ("kept", None)
     assert Store(empty_database).retry("old").state == "queued"
     with empty_database.engine.begin() as connection:
         config.attributes["connection"] = connection
-        command.downgrade(config, "0007")
+        command.downgrade(config, before)
         assert connection.execute(text("SELECT prompt FROM jobs")).scalars().all() == ["kept"]
 
 

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nightmill.jobs.contract import Rendering
 from nightmill.jobs.errors import ChatTemplateError, InvalidPromptError
 from nightmill.worker.model.chat import ChatTemplate
 from nightmill.worker.model.chat.shield import Prefixes
@@ -67,7 +68,10 @@ def test_template_comes_from_the_file(tiny: Path) -> None:
     with GgufFile.open(tiny) as file:
         template = ChatTemplate.from_gguf(file, Tokenizer.from_gguf(file))
     assert template.render(user("hi")) == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
-    assert template.render(user("hi"), add_generation_prompt=False) == "<|im_start|>user\nhi<|im_end|>\n"
+    assert (
+        template.render(user("hi"), Rendering(add_generation_prompt=False))
+        == "<|im_start|>user\nhi<|im_end|>\n"
+    )
 
 
 def test_model_without_template_is_refused_with_a_remedy(tmp_path: Path) -> None:
@@ -251,3 +255,66 @@ def test_real_template_renders_and_shields(vocab_dir: Path) -> None:
     assert text.startswith("<|im_start|>system\nYou are a helpful assistant<|im_end|>\n<|im_start|>user\nhi")
     assert template.encode(messages) == tokenizer.encode(text, special=True)
     assert template.encode(user("<|im_end|>")).count(151645) == 2
+
+
+THINKING = (
+    "{%- for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content | trim }}<|im_end|>\n{%- endfor %}"
+    "{%- if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% if enable_thinking is defined and enable_thinking is false %}<tool_call>{% endif %}{% endif %}"
+    "{%- if effort %}{{ effort }}{% endif %}"
+)
+
+
+def test_a_template_sees_the_variables_of_the_chat(tokenizer: Tokenizer) -> None:
+    template = chat(THINKING, tokenizer)
+    usual = template.render(user("hi"))
+    assert template.render(user("hi"), Rendering({"enable_thinking": True})) == usual
+    assert template.render(user("hi"), Rendering({"enable_thinking": False})) == f"{usual}<tool_call>"
+    assert template.render(user("hi"), Rendering({"effort": "high"})) == f"{usual}high"
+    both = template.encode_all([user("hi")] * 2, [Rendering({"effort": "high"}), Rendering()])
+    assert both == [template.encode(user("hi"), Rendering({"effort": "high"})), template.encode(user("hi"))]
+
+
+def test_no_variable_takes_the_place_of_messages(tokenizer: Tokenizer) -> None:
+    template = chat(THINKING, tokenizer)
+    forged = Rendering({"messages": user("forged"), "add_generation_prompt": False})
+    assert template.render(user("hi"), forged) == template.render(user("hi"))
+
+
+def test_a_variable_cannot_write_special_tokens(tokenizer: Tokenizer) -> None:
+    template = chat(THINKING, tokenizer)
+    answers = template.encode_all([user("hi")] * 2, [Rendering({"effort": "a<|im_end|>b"}), Rendering()])
+    assert isinstance(answers[0], ChatTemplateError) and "'<|im_end|>'" in str(answers[0])
+    assert answers[1] == template.encode(user("hi"))
+
+
+@pytest.mark.parametrize(
+    "begun", ["The answer is", "ends in space ", "  twice twice", "<tool_call>", "", "a<|im_end|>"]
+)
+@pytest.mark.parametrize("source", [CHATML, THINKING], ids=["chatml", "trimming"])
+def test_a_last_message_that_is_continued_ends_the_prompt(
+    tokenizer: Tokenizer, source: str, begun: str
+) -> None:
+    template = chat(source, tokenizer)
+    messages = [*user("hello"), {"role": "assistant", "content": begun}]
+    going_on = Rendering(add_generation_prompt=False, continue_final_message=True)
+    opened = template.render(user("hello"))
+    text = template.render(messages, going_on)
+    kept = begun.lstrip() if source == THINKING else begun
+    assert text == opened + kept
+    ids = template.encode(messages, going_on)
+    assert tokenizer.decode(ids, special=True).endswith(f"assistant\n{kept}")
+    assert special(tokenizer, ids) == special(tokenizer, template.encode(user("hello")))
+
+
+def test_a_template_that_hides_the_last_message_cannot_continue_it(tokenizer: Tokenizer) -> None:
+    template = chat("{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}", tokenizer)
+    messages = [*user("hello"), {"role": "assistant", "content": "So"}]
+    with pytest.raises(ChatTemplateError, match="does not show the end of the last message"):
+        template.render(messages, Rendering(add_generation_prompt=False, continue_final_message=True))
+
+
+@pytest.mark.parametrize("messages", [[], [{"role": "assistant"}], [{"role": "assistant", "content": [1]}]])
+def test_a_last_message_without_a_text_cannot_be_continued(tokenizer: Tokenizer, messages: Any) -> None:
+    with pytest.raises(ChatTemplateError, match="no text to continue"):
+        chat(CHATML, tokenizer).encode(messages, Rendering(continue_final_message=True))

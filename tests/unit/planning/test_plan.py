@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from nightmill.jobs.contract import Prompt
+from nightmill.jobs.contract import Prompt, Rendering
 from nightmill.jobs.formats import InputFile
 from nightmill.worker.commands.planning.plan import Plan, make_plan
 from nightmill.worker.commands.planning.report import describe_plan
@@ -18,7 +18,7 @@ from tests.unit.planning.night import LIMITS, SLOTS, timed_engine
 NOW = datetime(2026, 3, 1, 20, 0, tzinfo=UTC)
 
 
-def encode(prompt: Prompt) -> tuple[int, ...]:
+def encode(prompt: Prompt, rendering: Rendering | None = None) -> tuple[int, ...]:
     assert isinstance(prompt, str)
     return tuple(byte % 12 for byte in prompt.encode())
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from nightmill.jobs.contract import Prompt
+from nightmill.jobs.contract import Prompt, Rendering
 from nightmill.jobs.errors import ChatTemplateError
 from nightmill.jobs.formats import FileFormat, InputFile
 from nightmill.jobs.spec import JobSpec
@@ -19,7 +19,7 @@ from tests.unit.formats.files import chat, completion, write_lines
 LIMITS = Limits(vocab=256, context=40, block_size=4)
 
 
-def encode(prompt: Prompt) -> tuple[int, ...]:
+def encode(prompt: Prompt, rendering: Rendering | None = None) -> tuple[int, ...]:
     """A token for each byte; a template that wants the user to speak first."""
     if isinstance(prompt, str):
         return tuple(prompt.encode())

@@ -6,15 +6,15 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from nightmill.jobs.contract import MAX_SEED, Prompt
+from nightmill.jobs.contract import MAX_SEED, Prompt, Rendering
 from nightmill.jobs.errors import NightmillError
 from nightmill.jobs.formats import InputFile, InputRow
 from nightmill.jobs.spec import JobSpec
 from nightmill.worker.engine.limits import Limits
 from nightmill.worker.engine.request import Request
 
-Encode = Callable[[Prompt], tuple[int, ...]]
-"""A prompt's token ids; raises NightmillError if a chat cannot be rendered."""
+Encode = Callable[[Prompt, Rendering | None], tuple[int, ...]]
+"""A prompt's token ids, if it is a chat rendered so; raises NightmillError if it cannot be rendered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,11 +91,12 @@ def _tokenise(row: InputRow, encode: Encode) -> tuple[tuple[int, ...], BadRow | 
     if row.error is not None:
         error = row.error
         return (), BadRow(row.number, row.custom_id, error.code, error.field, error.message)
-    assert row.prompt is not None
+    spec = row.spec
+    assert spec is not None and spec.prompt is not None
     try:
-        return encode(row.prompt), None
+        return encode(spec.prompt, spec.rendering), None
     except NightmillError as refused:
-        name = "messages" if row.spec is not None and row.spec.messages is not None else "prompt"
+        name = "prompt" if spec.messages is None else "messages"
         return (), BadRow(row.number, row.custom_id, "chat_template", name, str(refused))
 
 

@@ -13,8 +13,10 @@ the template too.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Self
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
+from nightmill.jobs.contract import AS_USUAL, Rendering
 from nightmill.jobs.errors import ChatTemplateError, NightmillError
 from nightmill.worker.model.chat.renderer import Limits, Renderer
 from nightmill.worker.model.chat.shield import Messages, Shield, strings, unused_character
@@ -24,6 +26,36 @@ from nightmill.worker.model.tokenizer.tokenizer import Piece, Tokenizer
 _KEY = "tokenizer.chat_template"
 
 Rendered = str | ChatTemplateError
+
+
+@dataclass(frozen=True)
+class _Chat:
+    """Messages and how to render them. `end`: a character of its own behind a last message to go on with."""
+
+    messages: Messages
+    rendering: Rendering
+    end: str
+
+    def variables(self) -> dict[str, Any]:
+        """What the template sees; nothing that a caller names takes the place of ours."""
+        messages = list(self.messages)
+        if self.end:
+            last = messages[-1]
+            messages[-1] = {**last, "content": last["content"] + self.end}
+        opens = self.rendering.add_generation_prompt
+        return {**self.rendering.variables, "messages": messages, "add_generation_prompt": opens}
+
+    def cut(self, text: Rendered) -> Rendered:
+        """The rendered text up to where the model is to go on."""
+        if not self.end or isinstance(text, ChatTemplateError):
+            return text
+        before, found, _ = text.rpartition(self.end)
+        if found:
+            return before
+        return ChatTemplateError(
+            "continue_final_message: the model's chat template does not show the end of the last message, so "
+            "that it cannot be continued"
+        )
 
 
 class ChatTemplate:
@@ -51,31 +83,32 @@ class ChatTemplate:
             )
         return cls(source, tokenizer, str(file.path), limits)
 
-    def render(self, messages: Messages, *, add_generation_prompt: bool = True) -> str:
+    def render(self, messages: Messages, rendering: Rendering = AS_USUAL) -> str:
         """The prompt as text. Raises ChatTemplateError where the template is broken or refuses."""
-        text = self._render_all([messages], add_generation_prompt)[0]
+        text = self._render_all([self._chat(messages, rendering)])[0]
         if isinstance(text, ChatTemplateError):
             raise text
         return text
 
-    def encode(self, messages: Messages, *, add_generation_prompt: bool = True) -> list[int]:
+    def encode(self, messages: Messages, rendering: Rendering = AS_USUAL) -> list[int]:
         """The prompt as token ids; starts with BOS exactly once where the model wants one.
 
         Raises ChatTemplateError as `render` does, InvalidPromptError for text that is not valid Unicode.
         """
-        ids = self.encode_all([messages], add_generation_prompt=add_generation_prompt)[0]
+        ids = self.encode_all([messages], [rendering])[0]
         if isinstance(ids, NightmillError):
             raise ids
         return ids
 
     def encode_all(
-        self, chats: Sequence[Messages], *, add_generation_prompt: bool = True
+        self, chats: Sequence[Messages], renderings: Sequence[Rendering] | None = None
     ) -> list[list[int] | NightmillError]:
         """`encode` for many chats at once; what it raises for one of them is the answer to that one."""
         answers: list[list[int] | NightmillError] = []
+        said = renderings or [AS_USUAL] * len(chats)
         prompts = [
             rendered if isinstance(rendered, ChatTemplateError) else list(self._pieces(*rendered))
-            for rendered in self._marked(chats, add_generation_prompt)
+            for rendered in self._marked([self._chat(*one) for one in zip(chats, said, strict=True)])
         ]
         encoded = iter(
             self._tokenizer.encode_each(
@@ -102,36 +135,58 @@ class ChatTemplate:
             ids.insert(0, bos_id)
         return ids
 
-    def _render_all(self, chats: Sequence[Messages], add_generation_prompt: bool) -> list[Rendered]:
-        return self._renderer.render_all(
-            [{"messages": chat, "add_generation_prompt": add_generation_prompt} for chat in chats]
+    def _chat(self, messages: Messages, rendering: Rendering) -> "_Chat":
+        last = messages[-1].get("content") if messages else None
+        end = (
+            unused_character([self._source, last if isinstance(last, str) else ""])
+            if rendering.continue_final_message
+            else ""
         )
+        return _Chat(messages, rendering, end)
 
-    def _marked(
-        self, chats: Sequence[Messages], add_generation_prompt: bool
-    ) -> list[tuple[str, str] | ChatTemplateError]:
+    def _render_all(self, chats: Sequence["_Chat"]) -> list[Rendered]:
+        faults = [self._fault(chat) for chat in chats]
+        fit = [chat.variables() for chat, fault in zip(chats, faults, strict=True) if fault is None]
+        texts = iter(self._renderer.render_all(fit))
+        return [fault or chat.cut(next(texts)) for chat, fault in zip(chats, faults, strict=True)]
+
+    def _fault(self, chat: "_Chat") -> ChatTemplateError | None:
+        """Why a chat cannot be given to the template."""
+        for name, value in chat.rendering.variables.items():
+            if isinstance(value, str) and (found := self._tokenizer.next_marker(value, 0)):
+                return ChatTemplateError(
+                    f"chat_template_kwargs: {name} holds {found[0]!r}, a special token of the model; "
+                    "remove it"
+                )
+        if chat.end and not (chat.messages and isinstance(chat.messages[-1].get("content"), str)):
+            return ChatTemplateError("continue_final_message: the last message has no text to continue")
+        return None
+
+    def _marked(self, chats: Sequence["_Chat"]) -> list[tuple[str, str] | ChatTemplateError]:
         """Each rendered text with a mark before each special token that a message wrote, and the mark."""
-        plain = self._render_all(chats, add_generation_prompt)
+        plain = self._render_all(chats)
         marked: list[Rendered] = list(plain)
         marks: dict[int, str] = {}
 
         def again(indexes: Iterable[int], *, broken: bool) -> list[int]:
             """Render those that marks change; returns those of which more than the marks has changed."""
-            shielded: dict[int, Messages] = {}
+            shielded: dict[int, _Chat] = {}
             for index in indexes:
+                chat = chats[index]
                 try:
-                    marks[index] = unused_character([str(plain[index]), self._source, *strings(chats[index])])
-                    messages = self._shield.mark(chats[index], marks[index], broken=broken)
-                    if messages != list(chats[index]):
-                        shielded[index] = messages
+                    texts = [str(plain[index]), self._source, chat.end, *strings(chat.messages)]
+                    marks[index] = unused_character(texts)
+                    messages = self._shield.mark(chat.messages, marks[index], broken=broken)
+                    if messages != list(chat.messages):
+                        shielded[index] = replace(chat, messages=messages)
                 except RecursionError:
                     marked[index] = ChatTemplateError("the messages are nested too deep")
-            texts = self._render_all(list(shielded.values()), add_generation_prompt)
-            for index, text in zip(shielded, texts, strict=True):
+            changed = self._render_all(list(shielded.values()))
+            for index, text in zip(shielded, changed, strict=True):
                 marked[index] = text
             return [
                 index
-                for index, text in zip(shielded, texts, strict=True)
+                for index, text in zip(shielded, changed, strict=True)
                 if isinstance(text, str) and text.replace(marks[index], "") != plain[index]
             ]
 
