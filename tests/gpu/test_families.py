@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from nightmill.worker.model.families import read_spec
+from tests.ggufs import spec_tensors
 from tests.gpu.comparing import compare_logits
 from tests.gpu.driving import BLOCK, Chunk, Cuda, Pages, Reference, logits_of
 from tests.unit.model.test_family_keys import FILES, file_of
@@ -20,14 +21,15 @@ CHUNKS = {"whole": [100], "in chunks": [60, 40], "with rows that do not draw": [
 @pytest.mark.parametrize("prompt", CHUNKS)
 @pytest.mark.parametrize("name", FILES)
 def test_logits_agree_with_the_reference_runner(name: str, prompt: str, tmp_path: Path) -> None:
-    """A prompt, then a few tokens one by one."""
+    """A prompt, then a few tokens one by one. Weights are half: what the GPU has of them is all there is."""
     keys, like = FILES[name]
-    file = file_of(tmp_path, keys, like)
+    halves = {name: array.astype(np.float16).astype(np.float32) for name, array in spec_tensors(like).items()}
+    file = file_of(tmp_path, keys, like, **halves)
     spec = read_spec(file)
     text = np.random.default_rng(5).integers(0, spec.vocab, PROMPT + DECODED).tolist()
     chunks, start = [], 0
     for length in CHUNKS[prompt]:
-        chunks.append(Chunk(0, text, start, length, 7 if "do not draw" in prompt else length))
+        chunks.append(Chunk(0, text, start, length, 25 if "do not draw" in prompt else length))
         start += length
     chunks += [Chunk(0, text, PROMPT + index, 1, drawn=True) for index in range(DECODED)]
     blocks = 128 // BLOCK
