@@ -95,6 +95,11 @@ _BODY = {
 }
 
 
+def body_keys(url: str) -> frozenset[str]:
+    """What a body that is posted to this URL may have."""
+    return frozenset(_BODY[url])
+
+
 def openai_job(values: JsonObject, defaults: JobSpec) -> JobSpec:
     """The job of an OpenAI row; raises InvalidRequestError."""
     body, url = _frame(values)

@@ -26,8 +26,8 @@ _NOT_HERE = {
     "batch": "a batch is submitted as a whole, with `nightmill batch submit`",
     "idempotency_key": "call it job_id",
 }
-_FIELDS = FIELDS.keys() - _NOT_HERE.keys() | {"prompt", "messages"}
-_DELIVERY = frozenset({"job_id", "stream", "cancel_on_close"})
+JOB_FIELDS = FIELDS.keys() - _NOT_HERE.keys() | {"prompt", "messages"}
+DELIVERY = frozenset({"job_id", "stream", "cancel_on_close"})
 _TIMES = ("scheduled_at", "deadline")
 _LONGEST_ID = 128
 _MOST_LISTED = 100
@@ -49,8 +49,8 @@ class Asked:
         if key is not None and (not isinstance(key, str) or not 0 < len(key) <= _LONGEST_ID):
             raise _bad("job_id", f"must be a text of 1 to {_LONGEST_ID} characters")
         for name in body:
-            if name not in _FIELDS:
-                raise unknown_field(name, _FIELDS | _DELIVERY, _NOT_HERE.get(name))
+            if name not in JOB_FIELDS:
+                raise unknown_field(name, JOB_FIELDS | DELIVERY, _NOT_HERE.get(name))
         now = datetime.now(UTC)
         for name in _TIMES:
             if isinstance(value := body.get(name), str):

@@ -1,0 +1,109 @@
+"""/openapi.json says what the server does: its endpoints, what they take, what they answer."""
+
+from typing import Any
+
+import pytest
+from jsonschema import Draft202012Validator
+from starlette.routing import Route
+
+from nightmill.jobs.server.app import make_app
+from nightmill.jobs.server.keys import Keys
+from nightmill.jobs.server.openapi import ENDPOINTS, document
+from tests.unit.server.conftest import Server
+
+CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "Hello"}]}
+PLAIN: dict[str, Any] = {"prompt": "Once"}
+
+
+def validator(name: str) -> Draft202012Validator:
+    """Of one schema of the document."""
+    return Draft202012Validator(
+        {"$ref": f"#/components/schemas/{name}", "components": document()["components"]}
+    )
+
+
+def test_it_names_the_endpoints_that_there_are(server: Server) -> None:
+    routes = make_app(server.client, Keys.parse(None)).routes
+    there = {
+        (method, route.path.replace(":path", ""))
+        for route in routes
+        if isinstance(route, Route)
+        for method in (route.methods or set()) - {"HEAD"}
+    }
+    assert set(ENDPOINTS) == there
+    with server.http(None) as http:
+        assert http.get("/openapi.json").json() == document()
+
+
+def test_its_schemas_are_schemas_and_all_that_are_named_are_there() -> None:
+    said = document()
+    for name, schema in said["components"]["schemas"].items():
+        Draft202012Validator.check_schema(schema)
+        assert validator(name).is_valid({}) in (True, False)  # every reference leads somewhere
+    used = {name for _, *names in ENDPOINTS.values() for name in names if name}
+    assert used <= said["components"]["schemas"].keys()
+
+
+def test_answers_are_as_it_says(server: Server) -> None:
+    with server.http() as http:
+        short, later = {"max_tokens": 3}, {"scheduled_at": "8h"}
+        job = http.post("/v1/jobs", json=PLAIN | short).json()
+        cancelled = http.post("/v1/jobs", json=PLAIN | later).json()["id"]
+        server.client.wait(job["id"], timeout=60)
+        answers = {
+            ("POST", "/v1/chat/completions"): http.post(
+                "/v1/chat/completions", json=CHAT | {"max_tokens": 3}
+            ),
+            ("POST", "/v1/completions"): http.post("/v1/completions", json=PLAIN | {"max_tokens": 3}),
+            ("GET", "/v1/models"): http.get("/v1/models"),
+            ("GET", "/v1/models/{name}"): http.get("/v1/models/model"),
+            ("POST", "/v1/generate"): http.post("/v1/generate", json=PLAIN | short),
+            ("GET", "/v1/jobs"): http.get("/v1/jobs"),
+            ("GET", "/v1/jobs/{job_id}"): http.get(f"/v1/jobs/{job['id']}"),
+            ("POST", "/v1/jobs"): http.post("/v1/jobs", json=PLAIN | later),
+            ("DELETE", "/v1/jobs/{job_id}"): http.delete(f"/v1/jobs/{cancelled}"),
+            ("GET", "/health"): http.get("/health"),
+            ("GET", "/ready"): http.get("/ready"),
+        }
+        assert set(answers) == {endpoint for endpoint, (_, _, schema) in ENDPOINTS.items() if schema}
+        for endpoint, answer in answers.items():
+            assert answer.status_code < 300, (endpoint, answer.text)
+            validator(ENDPOINTS[endpoint][2] or "").validate(answer.json())
+        for answer in (http.post("/v1/embeddings", json={}), http.get("/v1/jobs/x"), http.get("/nothing")):
+            validator("Error").validate(answer.json())
+
+
+BODIES: list[tuple[dict[str, Any], bool]] = [
+    ({}, True),
+    ({"max_tokens": 1, "temperature": 0, "top_p": 1, "seed": 0, "stop": "x"}, True),
+    ({"stop": ["x", "y"], "ignore_eos": False, "top_k": None}, True),
+    ({"seed": -1}, False),
+    ({"max_tokens": 0}, False),
+    ({"max_tokens": 1.5}, False),
+    ({"max_tokens": 1_000_001}, False),
+    ({"temperature": -0.1}, False),
+    ({"temperature": "warm"}, False),
+    ({"top_p": 0}, False),
+    ({"min_p": 1.1}, False),
+    ({"ignore_eos": 1}, False),
+    ({"stop": [1]}, False),
+    ({"stream": "yes"}, False),
+    ({"unknown": 1}, False),
+]
+
+
+@pytest.mark.parametrize(("more", "good"), BODIES)
+def test_bodies_that_it_allows_are_taken_and_others_refused(
+    server: Server, more: dict[str, Any], good: bool
+) -> None:
+    short = {"max_tokens": 2}
+    with server.http() as http:
+        for path, body in (
+            ("/v1/chat/completions", CHAT | short | more),
+            ("/v1/completions", PLAIN | short | more),
+            ("/v1/generate", PLAIN | short | more),
+            ("/v1/generate", CHAT | short | more),
+        ):
+            schema = validator(ENDPOINTS["POST", path][1] or "")
+            assert schema.is_valid(body) is good, (path, body)
+            assert (http.post(path, json=body).status_code == 200) is good, (path, body)
