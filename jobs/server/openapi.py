@@ -58,6 +58,7 @@ _STREAM_OPTIONS = _object(
     {"include_usage": _FLAG, "include_obfuscation": _FLAG}, optional=("include_usage", "include_obfuscation")
 )
 _BOUNDS = GenerationParams.model_json_schema()["properties"]
+_BOUND_KEYS = ("minimum", "maximum", "exclusiveMinimum", "default")
 
 
 def _field(name: str) -> JsonObject:
@@ -68,18 +69,13 @@ def _field(name: str) -> JsonObject:
     return ({} if name in FORMS else _KINDS[field.kind]) | bounds | {"description": field.says}
 
 
-_BOUND_KEYS = ("minimum", "maximum", "exclusiveMinimum", "default")
-
-
 def _openai_body(url: str) -> JsonObject:
     """A body that is for one of OpenAI's endpoints; keys without a schema are taken and have no effect."""
     known = _PROMPTS | {"max_completion_tokens": _field("max_tokens"), "stream": _FLAG}
     known |= {"stream_options": _STREAM_OPTIONS}
+    ours = FIELDS.keys() - {"metadata"}  # OpenAI's own has no effect
     properties = {
-        name: _field(name)
-        if name in FIELDS and name not in ("metadata", "custom_id")
-        else known.get(name, {})
-        for name in sorted(body_keys(url))
+        name: _field(name) if name in ours else known.get(name, {}) for name in sorted(body_keys(url))
     }
     return {
         "type": "object",
