@@ -16,7 +16,7 @@ from nightmill.jobs.arithmetic import Arithmetic
 from nightmill.jobs.contract import StopReason
 from nightmill.jobs.errors import RunnerError
 from nightmill.worker.engine.batch import BatchBuilder
-from nightmill.worker.engine.constraints import Constraints, OneByOne, everything, spare
+from nightmill.worker.engine.constraints import Constraints, Faults, OneByOne, everything, spare
 from nightmill.worker.engine.kv_cache import BlockPool, CacheIntegrityError
 from nightmill.worker.engine.limits import Limits
 from nightmill.worker.engine.request import (
@@ -355,13 +355,13 @@ class Engine:
     def _draw(self, masked: list[Sequence]) -> None:
         """Make the masks while the forward pass runs. A text that nothing can follow ends."""
         held = [place for place, one in enumerate(masked) if one.constraint is not None]
-        masks, faults = self.constraints.masks(
-            [masked[place].constraint for place in held], self._runner.vocab
-        )
-        if len(held) < len(masked):
-            every = np.tile(self._everything, (len(masked), 1))
-            every[held] = masks
-            masks = every
+        constraints = [masked[place].constraint for place in held]
+        if len(held) == len(masked):
+            masks, faults = self.constraints.masks(constraints, self._runner.vocab)
+        else:
+            masks, faults = np.tile(self._everything, (len(masked), 1)), Faults()
+            if held:
+                masks[held], faults = self.constraints.masks(constraints, self._runner.vocab)
         for sequence, mask in zip(masked, masks, strict=True):
             if sequence.must_go_on:
                 spare(mask, sequence.ends)
@@ -371,12 +371,13 @@ class Engine:
 
     def _obey(self, sequences: list[Sequence]) -> None:
         """Move the constraints of these past the tokens that were added last, so that they draw again."""
-        held = [one for one in sequences if one.constraint is not None]
-        faults = self.constraints.accept([one.constraint for one in held], [one.tokens[-1] for one in held])
         for sequence in sequences:
             sequence.let_run()
-        for place, fault in faults.items():
-            self._finish(held[place], StopReason.ERROR, error=fault)
+        if held := [one for one in sequences if one.constraint is not None]:
+            constraints = [one.constraint for one in held]
+            faults = self.constraints.accept(constraints, [one.tokens[-1] for one in held])
+            for place, fault in faults.items():
+                self._finish(held[place], StopReason.ERROR, error=fault)
 
     def _collect(self) -> Drawn:
         self._failed = True  # unless the runner returns what it should
