@@ -28,7 +28,7 @@ _KINDS: dict[Kind, JsonObject] = {
     Kind.FLAG: {"type": ["boolean", "null"]},
     Kind.TEXT: {"type": ["string", "null"]},
     Kind.TEXTS: {"type": ["string", "array", "null"], "items": _TEXT},
-    Kind.INTEGERS: {"type": ["array", "null"], "items": _NUMBER},
+    Kind.INTEGERS: {"type": ["integer", "array", "null"], "items": _NUMBER},
     Kind.MOMENT: {"type": ["string", "null"], "examples": ["8h", "2026-11-22T06:00+01:00"]},
     Kind.OBJECT: {"type": ["object", "null"]},
 }
