@@ -27,7 +27,6 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 DATABASE_THREADS = 8  # fewer than the pool has connections
-_GRACE_SECONDS = 30.0  # past its deadline a job is ended by a worker, if there is one
 PRIORITY = 8
 """Of jobs that somebody waits for: above batches, whose rows have 5 unless they say otherwise."""
 
@@ -39,6 +38,7 @@ class Limits:
     requests: int = 1024  # open at once
     queued: int = 10_000  # jobs of one key
     request_seconds: float = 600.0  # for an answer that somebody waits for
+    grace_seconds: float = 30.0  # past its deadline a job is ended by a worker, if there is one
 
 
 class Desk:
@@ -100,7 +100,7 @@ class Desk:
 
     def pieces(self, job_id: str, place: Place = START) -> AsyncIterator[Piece]:
         """The text of a job as it comes."""
-        patience = self.limits.request_seconds + _GRACE_SECONDS
+        patience = self.limits.request_seconds + self.limits.grace_seconds
         return self.client.stream_async(job_id, after=place, timeout=patience)
 
     async def finished(self, request: Request, job_id: str, *, cancel: bool) -> Job:
