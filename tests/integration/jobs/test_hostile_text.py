@@ -116,6 +116,7 @@ def test_every_command_prints_hostile_text_harmlessly(
         ]
         commands += [["check", "--model", short], ["check", "--model", f"hf:{short}"]]
         commands += [["pull", short], ["pull", f"hf:{short}"], ["models", "--gpu", text]]
+        commands += [["serve", "--host", short], ["serve", "--port", text]]
     for command in commands:
         result = run(*command)
         assert result.exception is None or isinstance(result.exception, SystemExit), (command, result)
@@ -194,5 +195,5 @@ def test_every_command_was_tried() -> None:
     """A new command belongs into the test above."""
     assert set(main.list_commands(click.Context(main))) == {
         *("batch", "cancel", "check", "demo", "enqueue", "list", "migrate", "models", "plan", "prune"),
-        *("pull", "retry", "run", "show", "stats", "stop", "verify", "worker"),
+        *("pull", "retry", "run", "serve", "show", "stats", "stop", "verify", "worker"),
     }
