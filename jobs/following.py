@@ -38,6 +38,7 @@ PATIENCE_SECONDS = 30.0  # with a database that does not answer
 _BROKER_PAUSE = 0.5
 _END_SECONDS = 1.0
 _ASK_AGAIN_SECONDS = 1.0
+_CLOSED = "the client is closed: follow the text with another, which goes on at the last piece's place"
 
 
 class Reader:
@@ -135,11 +136,13 @@ class Following(Forkable):
         self._closed = False
 
     def close(self) -> None:
-        """End the threads; readers that are still there get nothing more."""
+        """End the threads. Readers that are still there, and those that come, are told that it is closed."""
         with self._changed:
             self._closed = True
-            threads = list(self._threads.values())
+            threads, readers = list(self._threads.values()), list(self._readers.values())
             self._changed.notify_all()
+        for reader in readers:
+            reader.fail(NightmillError(_CLOSED))
         for thread in threads:
             thread.join(_END_SECONDS)
 
@@ -184,11 +187,13 @@ class Following(Forkable):
 
     @contextmanager
     def reading(self, job_id: str, place: Place, wake: Callable[[], None]) -> Iterator[Reader]:
-        """A reader of a job's text, from `place` on."""
+        """A reader of a job's text, from `place` on; raises NightmillError if it is closed."""
         if not is_job_id(job_id):
             raise JobNotFoundError(f"there is no job {job_id!r}")
         reader = Reader(job_id, place, wake)
         with self._changed:
+            if self._closed:
+                raise NightmillError(_CLOSED)
             self._enter(reader)
             self._due.add(job_id)
             for name, work in (("streams", self._listen), ("ends of streams", self._look)):

@@ -11,7 +11,7 @@ import pytest
 
 from nightmill.jobs.client import Client
 from nightmill.jobs.contract import JobState
-from nightmill.jobs.errors import JobNotFoundError, StreamChangedError, WaitTimeoutError
+from nightmill.jobs.errors import JobNotFoundError, NightmillError, StreamChangedError, WaitTimeoutError
 from nightmill.jobs.pieces import Piece
 from nightmill.jobs.settings import Settings
 from nightmill.jobs.sql.sweep import Sweep
@@ -201,6 +201,17 @@ def test_jobs_that_nobody_follows_are_not_told(
     bench.service.run_shard(ids)
     assert {bench.client.get(job_id).state for job_id in ids} == {JobState.SUCCEEDED}
     assert sent == []
+
+
+def test_a_reader_of_a_client_that_is_closed_is_told(sqlite_settings: Settings) -> None:
+    client = Client(sqlite_settings)
+    job_id = client.enqueue("prompt")
+    reading = Reading(client.stream(job_id))
+    wait_until(lambda: bool(client.following._readers))
+    client.close()
+    for text in (reading.text, Reading(client.stream(job_id)).text):
+        with pytest.raises(NightmillError, match="the client is closed"):
+            text()
 
 
 def test_a_stream_ends_in_time_and_for_no_unknown_job(sqlite_client: Client) -> None:
