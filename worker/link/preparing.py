@@ -10,6 +10,7 @@ from nightmill.worker.engine.engine import Engine
 from nightmill.worker.engine.request import Progress, Request
 
 _NEWER = "a newer attempt of this job was started"
+_OLDER = "a newer attempt of this job is running"
 
 
 class Preparing:
@@ -26,7 +27,10 @@ class Preparing:
     def submit(self, request: Request) -> None:
         """Give a request to the engine, at once or when its grammar is compiled."""
         if (known := self._waiting.get(request.job_id)) is not None:
-            if request.attempt <= known[0].attempt:
+            if request.attempt == known[0].attempt:
+                return
+            if request.attempt < known[0].attempt:
+                self._engine.reject(request, StopReason.CANCELLED, _OLDER)
                 return
             self._waiting.pop(request.job_id)
             self._engine.reject(known[0], StopReason.CANCELLED, _NEWER)
@@ -60,10 +64,10 @@ class Preparing:
 
     def _begin(self, request: Request, compiled: Future[Begin]) -> None:
         try:
-            begin = compiled.result()
+            constraint = compiled.result()()
         except RunnerError:
             raise  # what compiles cannot be had: no job's fault
         except Exception as error:  # noqa: BLE001 - whatever it is, it is what this job asks for
             self._engine.reject(request, StopReason.ERROR, reason_of(error))
             return
-        self._engine.submit(replace(request, constraint=begin()))
+        self._engine.submit(replace(request, constraint=constraint))

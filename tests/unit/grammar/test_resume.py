@@ -103,11 +103,13 @@ def test_cancelling_and_newer_attempts_reach_a_request_that_is_being_compiled(mo
     preparing.submit(first)  # the same attempt is one request
     preparing.submit(model.request("b", 1, slow))
     assert len(preparing) == 2
-    preparing.submit(replace(first, attempt=2))
+    preparing.submit(replace(first, attempt=3))
+    preparing.submit(replace(first, attempt=2))  # which comes late
     preparing.cancel("b")
     assert {(one.job_id, one.attempt, one.stop_reason) for one in engine.step()} == {
         ("a", 1, StopReason.CANCELLED),
+        ("a", 2, StopReason.CANCELLED),
         ("b", 1, StopReason.CANCELLED),
     }
-    assert [(one.job_id, one.attempt) for one in preparing.abandon()] == [("a", 2)]
+    assert [(one.job_id, one.attempt) for one in preparing.abandon()] == [("a", 3)]
     assert not len(preparing)
