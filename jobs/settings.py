@@ -50,8 +50,8 @@ def make_data_dir(path: Path) -> None:
 class Settings(BaseModel):
     """All that an environment can say. Field `x_y` is read from `NIGHTMILL_X_Y`.
 
-    URLs are kept out of the representation, since they hold passwords: print `safe_database_url` and
-    `safe_broker_url` instead.
+    URLs and keys are kept out of the representation and of errors, since they are secret: print
+    `safe_database_url` and `safe_broker_url` instead.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
@@ -140,7 +140,7 @@ class Settings(BaseModel):
             first = error.errors(include_url=False)[0]
             name = str(first["loc"][0])
             raise SettingsError(
-                f"{PREFIX}{name.upper()}: {sentence(first, value=not name.endswith('_url'))}"
+                f"{PREFIX}{name.upper()}: {sentence(first, value=cls.model_fields[name].repr)}"
             ) from None
 
     @cached_property
