@@ -121,7 +121,8 @@ class Desk:
 
     def cancel_later(self, job_id: str) -> None:
         """Cancel a job for which nobody waits any more, without waiting for that."""
-        self._threads.submit(self._cancel, job_id)
+        with suppress(RuntimeError):  # the server ends and takes no more statements
+            self._threads.submit(self._cancel, job_id)
 
     def _cancel(self, job_id: str) -> JobState | None:
         with suppress(NightmillError):  # it has ended by now, or meets its deadline

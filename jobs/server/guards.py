@@ -66,8 +66,12 @@ def is_loopback(host: str) -> bool:
 
 def _foreign(headers: Headers) -> str | None:
     host, origin = headers.get("host", ""), headers.get("origin")
-    if not is_loopback(urlsplit(f"//{host}").hostname or ""):
+    try:
+        named, from_page = urlsplit(f"//{host}").hostname, urlsplit(origin or "").netloc
+    except ValueError:  # as for an IPv6 address without its end
+        named, from_page = None, ""
+    if not is_loopback(named or ""):
         return "without keys this server answers to localhost alone: set NIGHTMILL_API_KEYS"
-    if origin is not None and urlsplit(origin).netloc != host:
+    if origin is not None and from_page != host:
         return "without keys this server answers to no page of another host: set NIGHTMILL_API_KEYS"
     return None

@@ -3,6 +3,7 @@
 A body may say what `enqueue` may be told, under the same names, and is read by the same parser.
 """
 
+import re
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -12,6 +13,7 @@ from starlette.responses import JSONResponse, Response
 
 from nightmill.jobs.contract import Job, JobState, JsonObject
 from nightmill.jobs.errors import NightmillError
+from nightmill.jobs.ids import is_job_id
 from nightmill.jobs.pieces import START, Place
 from nightmill.jobs.prompts import json_type
 from nightmill.jobs.server.bodies import read_object
@@ -31,6 +33,7 @@ DELIVERY = frozenset({"job_id", "stream", "cancel_on_close"})
 _TIMES = ("scheduled_at", "deadline")
 _LONGEST_ID = 128
 _MOST_LISTED = 100
+_NUMBER = re.compile(r"[0-9]{1,9}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,12 +91,15 @@ class Native:
         desk, query = self._desk, request.query_params
         caller = desk.keys.caller(request)
         limit, state = query.get("limit", "20"), query.get("state")
-        if not limit.isdecimal() or not 1 <= int(limit) <= _MOST_LISTED:
+        if not _NUMBER.fullmatch(limit) or not 1 <= int(limit) <= _MOST_LISTED:
             raise _bad("limit", f"must be a number from 1 to {_MOST_LISTED}")
         if state is not None and state not in set(JobState):
             raise _bad("state", f"must be one of {', '.join(JobState)}")
+        after = query.get("after")
+        if after is not None and not is_job_id(after):
+            raise _bad("after", "must be the id of a job")
         selection = Selection(
-            before_id=query.get("after"),
+            before_id=after,
             owner=None if caller.sees(None) else caller.name,
             states=None if state is None else [JobState(state)],
         )

@@ -9,6 +9,8 @@ from typing import Any
 import openai
 import pytest
 
+from nightmill import jobs
+from nightmill.jobs import server as package
 from nightmill.jobs.commands.serve import serve as command
 from nightmill.jobs.errors import DatabaseUnreachableError, NightmillError, SettingsError
 from nightmill.jobs.server import bodies, health
@@ -100,6 +102,8 @@ def test_without_keys_everybody_on_this_machine_may_ask_and_no_page_of_another(
             {"Origin": "https://evil.example"},
             {"Origin": "null"},
             {"Host": ""},
+            {"Host": "[::1"},
+            {"Origin": "http://[::1"},
         ):
             answer = http.post("/v1/completions", json=ASKED, headers=headers)
             assert (answer.status_code, error_of(answer)["code"]) == (403, "foreign_origin"), headers
@@ -117,6 +121,7 @@ def test_other_machines_are_served_with_keys_only(sqlite_settings: Settings) -> 
 
 
 def test_without_its_extra_the_command_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jobs, "server", package)  # which the import binds anew, for all tests after this one
     for name in [name for name in sys.modules if name.startswith("nightmill.jobs.server")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "starlette.requests", None)

@@ -169,7 +169,9 @@ def test_a_key_sees_and_changes_its_own_jobs_and_pages_through_them(start: Calla
             assert http.delete(f"/v1/jobs/{ids[0]}").status_code == 200
             cancelled = http.get("/v1/jobs", params={"state": "cancelled"}).json()["data"]
             assert [job["id"] for job in cancelled] == ids[:1]
-            for query in ({"limit": "0"}, {"limit": "x"}, {"limit": "101"}, {"state": "lost"}):
+            for limit in ("0", "x", "101", "-1", "9" * 5_000):
+                assert http.get("/v1/jobs", params={"limit": limit}).status_code == 400
+            for query in ({"state": "lost"}, {"after": "x"}, {"after": "\x00"}):
                 assert http.get("/v1/jobs", params=query).status_code == 400
             local = server.client.enqueue("of this machine")
             for job_id in (local, "0" * 32, "x", "%00", "\udc80".encode("utf-8", "surrogatepass").hex()):
