@@ -1,8 +1,8 @@
 // Attention of sequences that decode: one query each, over the paged cache.
 //
-//   q        the queries inside qkv (T, (H + 2 G) D) half, rotated
-//   caches   [pages, G, 16, D] half;  tables (S, stride): the pages of each sequence
-//   out      (T, H D) half
+//   q        the queries inside qkv (T, (H + 2 G) D) elements, rotated
+//   caches   [pages, G, 16, D] elements;  tables (S, stride): the pages of each sequence
+//   out      (T, H D) elements
 //
 // starts: null where sequence s has row s of q and out; else (sequences + 1,), and it has row starts[s + 1] - 1.
 // pieces   (N, 4) what blocks compute, longest first (`decode_pieces` in the launcher): of a sequence (-1: nothing) the

@@ -1,7 +1,7 @@
 // Prefill attention on Hopper, by wgmma and bulk tensor copies.
 //
-//   queries  half (T, H + 2 G, D), through a tensor map with boxes of 64 columns, H / G heads and a tile's tokens
-//   keys, values  half [pages, G, 16, D], through tensor maps of rows of D, with boxes of a page: 64 columns, 16 rows
+//   queries  elements (T, H + 2 G, D), through a tensor map with boxes of 64 columns, H / G heads and a tile's tokens
+//   keys, values  elements [pages, G, 16, D], through tensor maps of rows of D, with boxes of a page: 64 columns, 16 rows
 // Other arguments as in `prefill_attention.cu`, but that `tiles` has `tile_count` pieces of ROWS / (H / G) tokens.
 //
 // An item of work is a tile of tokens and a KV head. Three warpgroups compute (for D over 128 two, whose results fill
@@ -11,12 +11,12 @@
 // are 64 elements wide with wgmma's 128-byte swizzle, SIDES of them side by side, a page being 16 rows of one; columns past
 // D are zeros, by the maps. There are as many blocks as the device holds, or items if those are fewer.
 //
-// Scores S = Q K^T are FP32 in registers, and, rounded to half, are the left side of O += P V. While a warpgroup takes
+// Scores S = Q K^T are FP32 in registers, and, rounded to elements, are the left side of O += P V. While a warpgroup takes
 // the exponentials of one tile of keys, the product with the values before them runs, and so do products of the others.
 //
 // Exponentials are 2^(score - m). m is the largest score of a row in the first 64 keys of which it sees any, and stays until a lane's
 // part of the sum over 64 keys is above LIMIT: then it becomes the largest of those, and what was summed shrinks. So
-// hardly any tile needs the maximum, on which the exponentials would wait, and P stays far within half. A row decides
+// hardly any tile needs the maximum, on which the exponentials would wait, and P stays far within half's range. A row decides
 // by itself: its bits do not depend on the rows beside it, nor on how a prompt was cut into chunks.
 //
 // Keys behind the last visible one may hold anything, NaN too, or be those of an earlier tile: scores are masked, and
@@ -26,7 +26,7 @@
 //
 // FLOPs 4 D for each visible (query head, key) pair; memory traffic is small beside it.
 // Options: -DHEAD_DIM, a multiple of 16 from 64 to 256; -DWINDOW, -DSOFTCAP. Dynamic shared memory: (SLOTS * ROWS +
-// STAGES * 2 * KEYS) * WIDTH halves, and 1,024 bytes.
+// STAGES * 2 * KEYS) * WIDTH elements, and 1,024 bytes.
 #include "attention/attention.cuh"
 #include "common/hopper.cuh"
 
@@ -192,7 +192,7 @@ struct Queries {
 // keys that is being taken into it.
 struct Running {
     float o[SPANS][SPAN / 2] = {}, s[KEYS / 2], weights[KEYS / 2];
-    uint32_t p[KEYS / 16][4];                            // the weights, rounded to half
+    uint32_t p[KEYS / 16][4];                            // the weights, rounded to elements
     float m[2], l[2], sum[2], shrink[2] = {1.0f, 1.0f};  // m in units of log2
     bool raised = false;                                 // m of a row of the warp
 

@@ -1,7 +1,7 @@
 // Causal attention of chunks of sequences over the paged cache, which already holds the chunks' own keys and values.
 //
-//   q        the queries inside qkv (T, (H + 2 G) D) half, rotated;  out (T, H D) half
-//   caches   [pages, G, 16, D] half;  tables (sequences, stride)
+//   q        the queries inside qkv (T, (H + 2 G) D) elements, rotated;  out (T, H D) elements
+//   caches   [pages, G, 16, D] elements;  tables (sequences, stride)
 //   starts   (sequences + 1,): sequence s has the rows starts[s] .. starts[s + 1] - 1, the last of lengths[s] tokens
 //   tiles    (n, 2): pairs (sequence, i): the i-th group of 128 / (H / G) tokens of its chunk; negative: skipped
 //
