@@ -24,6 +24,22 @@ class Limits:
         """Most tokens a sequence can have: fewer than `context` where the KV cache is smaller."""
         return self.context if self.pages is None else min(self.context, self.pages * self.block_size)
 
+    def unknown_id(self, prompt: Sequence[int], params: GenerationParams) -> tuple[str, str] | None:
+        """Which field holds a token id that the model lacks, and the fault in words; None where none does."""
+        lowest, highest = min(prompt, default=0), max(prompt, default=0)
+        if lowest < 0 or highest >= self.vocab:
+            wrong = lowest if lowest < 0 else highest
+            return "prompt", (
+                f"the prompt holds token id {wrong}, but this model's ids go from 0 to {self.vocab - 1}: "
+                "tokenize it with this model's own vocabulary"
+            )
+        if (highest := max(params.stop_token_ids, default=0)) >= self.vocab:
+            return "stop_token_ids", (
+                f"stop_token_ids: holds {highest}, but this model's ids go from 0 to {self.vocab - 1}: take "
+                "them from this model's own vocabulary"
+            )
+        return None
+
     def fault(self, prompt: Sequence[int], params: GenerationParams, begun: Sequence[int] = ()) -> str | None:
         """Why a prompt of these token ids can never run, with the remedy; None where it can.
 
@@ -31,17 +47,8 @@ class Limits:
         """
         if not prompt:
             return "the prompt has no tokens: give it some text"
-        if (lowest := min(prompt)) < 0 or (highest := max(prompt)) >= self.vocab:
-            wrong = lowest if lowest < 0 else highest
-            return (
-                f"the prompt holds token id {wrong}, but this model's ids go from 0 to {self.vocab - 1}: "
-                "tokenize it with this model's own vocabulary"
-            )
-        if (highest := max(params.stop_token_ids, default=0)) >= self.vocab:
-            return (
-                f"stop_token_ids: holds {highest}, but this model's ids go from 0 to {self.vocab - 1}: take "
-                "them from this model's own vocabulary"
-            )
+        if (unknown := self.unknown_id(prompt, params)) is not None:
+            return unknown[1]
         if not all(0 <= token < self.vocab for token in begun):
             return (
                 "the answer that an earlier attempt began has token ids that this model lacks: retry the job"

@@ -23,6 +23,8 @@ def encode(prompt: Prompt, rendering: Rendering | None = None) -> tuple[int, ...
     """A token for each byte; a template that wants the user to speak first."""
     if isinstance(prompt, str):
         return tuple(prompt.encode())
+    if isinstance(prompt[0], int):
+        return tuple(prompt)
     if prompt[0]["role"] == "assistant":
         raise ChatTemplateError("the model's chat template refuses these messages: the user speaks first")
     return tuple(b"".join(message["content"].encode() for message in prompt))
@@ -46,6 +48,8 @@ BAD: list[tuple[str, Any]] = [
     ),
     ("invalid_value", chat("bad-5", temperature="hot")),
     ("invalid_value", completion("bad-6", prompt="a\0b")),
+    ("invalid_value", completion("bad-9", prompt=[1, 256])),
+    ("invalid_value", completion("bad-10", prompt="a", stop_token_ids=[256])),
     ("duplicate_custom_id", chat("good-0")),
     ("over_context", completion("bad-7", prompt="x" * 40)),
     ("chat_template", chat("bad-8", messages=[{"role": "assistant", "content": "x"}])),

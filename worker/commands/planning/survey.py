@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from nightmill.jobs.contract import MAX_SEED, Prompt, Rendering
-from nightmill.jobs.errors import NightmillError
+from nightmill.jobs.errors import NightmillError, RowCode
 from nightmill.jobs.formats import InputFile, InputRow
 from nightmill.jobs.spec import JobSpec
 from nightmill.worker.engine.limits import Limits
@@ -74,8 +74,9 @@ def survey(
         prompt_ids, bad = _tokenise(row, encode)
         if bad is None and row.spec is not None:
             params = row.spec.params
-            fault = limits.fault(prompt_ids, params)
-            if fault is not None:
+            if (unknown := limits.unknown_id(prompt_ids, params)) is not None:
+                bad = BadRow(row.number, row.custom_id, RowCode.INVALID_VALUE, *unknown)
+            elif (fault := limits.fault(prompt_ids, params)) is not None:
                 bad = BadRow(row.number, row.custom_id, "over_context", "prompt", fault)
             else:
                 _count(found, row.spec, prompt_ids, limits)
