@@ -118,7 +118,7 @@ def _choice(name: str, value: Any) -> Constrained:
 FORMS: dict[str, Form] = {
     "response_format": Form(
         Mapping[str, Any],
-        "What the answer must be, as OpenAI says it: {type: json_object}.",
+        'What the answer must be, as OpenAI says it: \'{"type": "json_object"}\'.',
         _response_format,
     ),
     "json_schema": Form(Mapping[str, Any], "The answer must be JSON that obeys this schema.", _json_schema),

@@ -31,7 +31,7 @@ from nightmill.jobs.contract import (
     TokenId,
 )
 from nightmill.jobs.errors import InvalidParameterError, InvalidPromptError, RowCode
-from nightmill.jobs.prompts import check_messages, check_text, check_token_ids, is_id
+from nightmill.jobs.prompts import check_messages, check_text, check_token_ids, is_id, json_type
 
 HIGHEST_PRIORITY = 9
 

@@ -1,5 +1,7 @@
 """The table of commands, which `nightmill --help` shows without importing them."""
 
+import json
+import re
 import subprocess
 import sys
 
@@ -8,6 +10,7 @@ import pytest
 
 from nightmill.jobs.commands.main import main
 from nightmill.jobs.commands.options import first_sentence
+from nightmill.jobs.spec import JobSpec
 from tests.servers import clean_environment
 
 HEAVY = {"sqlalchemy", "celery", "redis", "pydantic", "rich", "alembic", "numpy", "tokenizers"}
@@ -22,6 +25,20 @@ def test_each_command_is_where_the_table_says_and_does_what_it_says() -> None:
         assert command is not None
         assert command.name == name
         assert first_sentence(command) == says
+
+
+def test_what_help_shows_as_json_is_json_that_the_option_takes() -> None:
+    enqueue = main.get_command(click.Context(main), "enqueue")
+    assert enqueue is not None
+    shown = {
+        option.opts[0]: json.loads(example)
+        for option in enqueue.params
+        if isinstance(option, click.Option)
+        for example in re.findall(r"'({.*})'", option.help or "")
+    }
+    assert shown.keys() == {"--response-format", "--chat-template-kwargs"}
+    for name, example in shown.items():
+        JobSpec.defaults({name.strip("-").replace("-", "_"): example})
 
 
 def test_an_unknown_command_is_none() -> None:
