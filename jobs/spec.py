@@ -94,7 +94,7 @@ class JobSpec:
     chat_template_kwargs: Annotated[
         Mapping[str, Any] | None,
         checks.template_variables,
-        "What a chat's template may look at, such as {enable_thinking: false}.",
+        "What a chat's template may look at, such as '{\"enable_thinking\": false}'.",
     ] = None
     add_generation_prompt: Annotated[
         bool | None, checks.flag, "Open the message that the model is to write; true for chats by default."
@@ -289,8 +289,13 @@ def _prompt(prompt: Any) -> dict[str, Any]:
             field="prompt",
         )
     items = list(prompt)
-    if items and is_id(items[0]):
+    if not items:
+        raise InvalidPromptError("prompt: is empty", field="prompt")
+    if is_id(items[0]):
         return {"text": None, "token_ids": check_token_ids(items)}
+    if not isinstance(items[0], Mapping):
+        said = f"prompt[0]: must be a token id (a whole number) or a message, not {json_type(items[0])}"
+        raise InvalidPromptError(said, field="prompt[0]")
     return {"text": None, "messages": check_messages(items)}
 
 

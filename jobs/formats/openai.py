@@ -157,6 +157,8 @@ def _fields(given: JsonObject, url: str) -> JsonObject:
     if prompt not in given:
         raise missing(prompt, f"{url} needs it")
     value = given[prompt]
+    if value == []:
+        raise invalid(prompt, "is empty")
     if url == COMPLETIONS and not (isinstance(value, str) or (isinstance(value, list) and _is_ids(value))):
         said = f"must be a text or a list of token ids, not {json_type(value)}"
         several = isinstance(value, list) and value and isinstance(value[0], str | list)

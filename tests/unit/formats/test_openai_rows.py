@@ -250,7 +250,7 @@ def test_a_prompt_may_be_token_ids(tmp_path: Path) -> None:
             [[1, 2]],
             "must be a text or a list of token ids, not a list of prompts; give each prompt a row of its own",
         ),
-        ([], "must be a text or a list of token ids, not a list"),
+        ([], "is empty"),
         ([True], "must be a text or a list of token ids, not a list"),
         (5, "must be a text or a list of token ids, not a number"),
     ],

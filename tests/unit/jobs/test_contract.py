@@ -125,7 +125,7 @@ def test_the_defaults_of_generation_are_those_of_the_contract() -> None:
         (
             {"xyzzy": 1},
             "xyzzy",
-            "is not supported: remove it; known are batch, choice, custom_id, deadline, ",
+            "is not supported: remove it; known are add_generation_prompt, batch, chat_template_kwargs, ",
         ),
     ],
 )
@@ -156,8 +156,11 @@ def test_a_bad_value_fails_with_the_name_of_its_field(
             "prompt",
             "must be a text, a list of messages or of token ids, not dict",
         ),
-        ([], "messages", "the list is empty"),
-        (["hello"], "messages[0]", "must be an object"),
+        ([], "prompt", "is empty"),
+        (["hello"], "prompt[0]", "must be a token id (a whole number) or a message, not a text"),
+        ([1.5], "prompt[0]", "must be a token id (a whole number) or a message, not a number"),
+        ({"messages": []}, "messages", "the list is empty"),
+        ({"messages": ["hello"]}, "messages[0]", "must be an object"),
         ([{"role": "user"}], "messages[0].content", "is missing"),
         ([{"content": "x"}], "messages[0].role", "is missing"),
         ([{"role": "robot", "content": "x"}], "messages[0].role", "must be 'system', 'user', "),
