@@ -5,7 +5,7 @@ so a sequence that has one draws no further token until the host has seen that o
 """
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol
 
@@ -114,22 +114,3 @@ def reason_of(error: Exception) -> str:
         return str(error)
     log.error("a constraint failed", exc_info=error)
     return f"what the answer must be could not be followed: {type(error).__name__}: {error}"
-
-
-def everything(vocab: int) -> IntArray:
-    """The mask (words,) that allows every token."""
-    bits = np.zeros(mask_words(vocab) * 32, dtype=np.uint8)
-    bits[:vocab] = 1
-    return np.packbits(bits, bitorder="little").view(np.int32)
-
-
-def spare(mask: IntArray, token_ids: Iterable[int]) -> None:
-    """Take these tokens out of a mask (words,), unless nothing would be left of it.
-
-    So a text whose constraint lets it only end does end, however few tokens it has.
-    """
-    left = mask.view(np.uint32).copy()
-    for token in token_ids:
-        left[token // 32] &= np.uint32(~(1 << token % 32) & 0xFFFFFFFF)
-    if left.any():
-        mask[:] = left.view(np.int32)

@@ -10,15 +10,14 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-import numpy as np
-
 from nightmill.jobs.arithmetic import Arithmetic
 from nightmill.jobs.contract import StopReason
 from nightmill.jobs.errors import RunnerError
 from nightmill.worker.engine.batch import BatchBuilder
-from nightmill.worker.engine.constraints import Constraints, Faults, OneByOne, everything, spare
+from nightmill.worker.engine.constraints import Constraints, OneByOne
 from nightmill.worker.engine.kv_cache import BlockPool, CacheIntegrityError
 from nightmill.worker.engine.limits import Limits
+from nightmill.worker.engine.masking import Failed, Masking
 from nightmill.worker.engine.request import (
     Completion,
     Growth,
@@ -31,7 +30,7 @@ from nightmill.worker.engine.request import (
 from nightmill.worker.engine.scheduler import Scheduler, StepPlan
 from nightmill.worker.engine.sharing import PrefixGroups
 from nightmill.worker.engine.stops import NewTextStream, TextWatch, reason_to_stop, streamed
-from nightmill.worker.engine.telling import Telling
+from nightmill.worker.engine.telling import Tellings
 from nightmill.worker.runners.base import NOT_A_NUMBER, Drawn, Runner, masked_draws
 
 _NO_NUMBERS = (
@@ -102,7 +101,7 @@ class Engine:
         self._limits = Limits(
             runner.vocab, context_length, runner.block_size, runner.kv_blocks, model_context
         )
-        self._everything = everything(runner.vocab)
+        self._masking = Masking(self.constraints, runner.vocab)
         self._clock = clock
         self._pool = BlockPool(runner.kv_blocks, runner.block_size)
         self._scheduler = Scheduler(
@@ -116,7 +115,7 @@ class Engine:
         self._deadlines: list[tuple[float, int, Sequence]] = []  # a heap; may hold finished sequences
         self._outstanding: deque[_Launch] = deque()
         self._done: list[Completion] = []
-        self._followed: dict[str, Telling | None] = {}  # None: not looked at yet
+        self._tellings = Tellings(text_stream)
         self._failed = False
         self._submitted = self._steps = self._prompt_tokens = self._generated = self._resumed = 0
 
@@ -239,31 +238,19 @@ class Engine:
 
     def follow(self, job_ids: Iterable[str]) -> None:
         """From now on `growths` tells the texts of these jobs, and of no others, each from its beginning."""
-        before = self._followed
-        self._followed = {job_id: before.get(job_id) for job_id in job_ids}
+        self._tellings.follow(job_ids)
 
     @property
     def followed(self) -> bool:
         """Whether anybody follows a job."""
-        return bool(self._followed)
+        return bool(self._tellings)
 
     def growths(self) -> list[Growth]:
         """What the texts of followed jobs have grown by since the last call.
 
         A text begins again at character 0 with another attempt. What a job ends with is in its completion.
         """
-        grown = []
-        for job_id, telling in self._followed.items():
-            sequence = self._sequences.get(job_id)
-            if sequence is None:
-                continue
-            request = sequence.request
-            if telling is None or telling.attempt != request.attempt:
-                telling = Telling(request.attempt, request.params.stop, self._text_stream())
-                self._followed[job_id] = telling
-            if (growth := telling.more(sequence)) is not None:
-                grown.append(growth)
-        return grown
+        return self._tellings.growths(self._sequences)
 
     def abandon(self) -> list[Partial]:
         """Drop all work and free its pages; returns what each unfinished request had.
@@ -319,7 +306,7 @@ class Engine:
             sequence.tokens.append(token)
             self._finish_if_over(sequence)
             if sequence.state is not SequenceState.FINISHED and sequence.masked_until:
-                self._obey([sequence])
+                self._fail(self._masking.accept([sequence]))
             if sequence.state is SequenceState.FINISHED:
                 return
 
@@ -354,30 +341,13 @@ class Engine:
 
     def _draw(self, masked: list[Sequence]) -> None:
         """Make the masks while the forward pass runs. A text that nothing can follow ends."""
-        held = [place for place, one in enumerate(masked) if one.constraint is not None]
-        constraints = [masked[place].constraint for place in held]
-        if len(held) == len(masked):
-            masks, faults = self.constraints.masks(constraints, self._runner.vocab)
-        else:
-            masks, faults = np.tile(self._everything, (len(masked), 1)), Faults()
-            if held:
-                masks[held], faults = self.constraints.masks(constraints, self._runner.vocab)
-        for sequence, mask in zip(masked, masks, strict=True):
-            if sequence.must_go_on:
-                spare(mask, sequence.ends)
+        masks, failed = self._masking.masks(masked)
         self._runner.draw(masks)
-        for place, fault in faults.items():
-            self._finish(masked[held[place]], StopReason.ERROR, error=fault)
+        self._fail(failed)
 
-    def _obey(self, sequences: list[Sequence]) -> None:
-        """Move the constraints of these past the tokens that were added last, so that they draw again."""
-        for sequence in sequences:
-            sequence.let_run()
-        if held := [one for one in sequences if one.constraint is not None]:
-            constraints = [one.constraint for one in held]
-            faults = self.constraints.accept(constraints, [one.tokens[-1] for one in held])
-            for place, fault in faults.items():
-                self._finish(held[place], StopReason.ERROR, error=fault)
+    def _fail(self, failed: Failed) -> None:
+        for sequence, fault in failed:
+            self._finish(sequence, StopReason.ERROR, error=fault)
 
     def _collect(self) -> Drawn:
         self._failed = True  # unless the runner returns what it should
@@ -411,7 +381,7 @@ class Engine:
                 if sequence.state is not finished and ids[place] != not_a_number
             ]
             if obeying:
-                self._obey(obeying)
+                self._fail(self._masking.accept(obeying))
 
     def _blame(self, sequence: Sequence) -> None:
         """A sequence's logits are not numbers: it fails, or is computed again without pages of others."""

@@ -1,12 +1,45 @@
-"""Tells the text of a request as it grows, up to where no later token can change it.
+"""Tells the texts of requests as they grow, up to where no later token can change it.
 
 What is told is cut where the final text is: never inside a character, never in an end that may turn out to
 begin a stop string. So the pieces of a text, joined, are the beginning of what its completion will say.
 """
 
+from collections.abc import Iterable, Mapping
+
 from nightmill.jobs.contract import storable
 from nightmill.worker.engine.request import Growth, Sequence
-from nightmill.worker.engine.stops import TextStream, undecided_from
+from nightmill.worker.engine.stops import NewTextStream, TextStream, undecided_from
+
+
+class Tellings:
+    """The texts that somebody follows; false if there are none."""
+
+    def __init__(self, text_stream: NewTextStream) -> None:
+        self._text_stream = text_stream
+        self._known: dict[str, Telling | None] = {}  # by job; None: not looked at yet
+
+    def __bool__(self) -> bool:
+        return bool(self._known)
+
+    def follow(self, job_ids: Iterable[str]) -> None:
+        """See `Engine.follow`."""
+        before = self._known
+        self._known = {job_id: before.get(job_id) for job_id in job_ids}
+
+    def growths(self, sequences: Mapping[str, Sequence]) -> list[Growth]:
+        """See `Engine.growths`; `sequences` are the unfinished ones by job."""
+        grown = []
+        for job_id, telling in self._known.items():
+            sequence = sequences.get(job_id)
+            if sequence is None:
+                continue
+            request = sequence.request
+            if telling is None or telling.attempt != request.attempt:
+                telling = Telling(request.attempt, request.params.stop, self._text_stream())
+                self._known[job_id] = telling
+            if (growth := telling.more(sequence)) is not None:
+                grown.append(growth)
+        return grown
 
 
 class Telling:

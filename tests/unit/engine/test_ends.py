@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from nightmill.jobs.contract import StopReason
-from nightmill.worker.engine.constraints import everything, spare
+from nightmill.worker.engine.masking import everything, spare
 from nightmill.worker.engine.request import Completion, Request
 from nightmill.worker.runners.base import mask_words
 from tests.unit.engine.scripted import EOS, VOCAB, ScriptedRunner, make_engine, make_request, run

@@ -1,0 +1,66 @@
+"""The masks of a step: what constraints allow its sequences to draw, and no end before `min_tokens`."""
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from nightmill.worker.engine.constraints import Constraints, Faults
+from nightmill.worker.engine.request import Sequence
+from nightmill.worker.runners.base import IntArray, mask_words
+
+Failed = list[tuple[Sequence, str]]
+"""Sequences that cannot go on under their constraints, and why."""
+
+
+class Masking:
+    """Makes the masks of steps, and has constraints follow what was drawn. `vocab` is the runner's."""
+
+    def __init__(self, constraints: Constraints, vocab: int) -> None:
+        self._constraints = constraints
+        self._vocab = vocab
+        self._everything = everything(vocab)
+
+    def masks(self, masked: list[Sequence]) -> tuple[IntArray, Failed]:
+        """What `Runner.draw` takes for these sequences, and those that nothing can follow."""
+        held = [place for place, one in enumerate(masked) if one.constraint is not None]
+        constraints = [masked[place].constraint for place in held]
+        if len(held) == len(masked):
+            masks, faults = self._constraints.masks(constraints, self._vocab)
+        else:
+            masks, faults = np.tile(self._everything, (len(masked), 1)), Faults()
+            if held:
+                masks[held], faults = self._constraints.masks(constraints, self._vocab)
+        for sequence, mask in zip(masked, masks, strict=True):
+            if sequence.must_go_on:
+                spare(mask, sequence.ends)
+        return masks, [(masked[held[place]], fault) for place, fault in faults.items()]
+
+    def accept(self, sequences: list[Sequence]) -> Failed:
+        """Move these past the tokens that were added last, so that they draw again; returns which cannot."""
+        for sequence in sequences:
+            sequence.let_run()
+        held = [one for one in sequences if one.constraint is not None]
+        if not held:
+            return []
+        constraints = [one.constraint for one in held]
+        faults = self._constraints.accept(constraints, [one.tokens[-1] for one in held])
+        return [(held[place], fault) for place, fault in faults.items()]
+
+
+def everything(vocab: int) -> IntArray:
+    """The mask (words,) that allows every token."""
+    bits = np.zeros(mask_words(vocab) * 32, dtype=np.uint8)
+    bits[:vocab] = 1
+    return np.packbits(bits, bitorder="little").view(np.int32)
+
+
+def spare(mask: IntArray, token_ids: Iterable[int]) -> None:
+    """Take these tokens out of a mask (words,), unless nothing would be left of it.
+
+    So a text whose constraint lets it only end does end, however few tokens it has.
+    """
+    left = mask.view(np.uint32).copy()
+    for token in token_ids:
+        left[token // 32] &= np.uint32(~(1 << token % 32) & 0xFFFFFFFF)
+    if left.any():
+        mask[:] = left.view(np.int32)
