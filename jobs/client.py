@@ -2,6 +2,7 @@
 
 import difflib
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from datetime import datetime, timedelta
 from itertools import count
 from typing import TYPE_CHECKING, Any, Self, Unpack
@@ -89,9 +90,9 @@ class Client:
         """
         if self.settings.embedded_broker:
             _ = self.broker.app  # a missing embedded broker is an error before anything is kept
-        row = self._row_of(spec, self.database.now(), set()) | {"owner": owner}
         if owner is not None and spec.idempotency_key is not None:
-            row["idempotency_key"] = f"{owner}/{spec.idempotency_key}"
+            spec = replace(spec, idempotency_key=f"{owner}/{spec.idempotency_key}")
+        row = self._row_of(spec, self.database.now(), set()) | {"owner": owner}
         return self._keep([row], None)[0]
 
     def enqueue_many(

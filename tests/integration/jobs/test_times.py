@@ -9,6 +9,7 @@ from nightmill.jobs.errors import (
     InvalidParameterError,
     UnknownModelError,
 )
+from nightmill.jobs.spec import JobSpec
 from nightmill.jobs.sql.claims import Claims
 from nightmill.jobs.sql.sweep import Sweep
 from tests.servers import Clock
@@ -33,6 +34,21 @@ def test_a_deadline_that_has_passed_is_refused(sqlite_client: Client, clock: Clo
         sqlite_client.enqueue_many(["a", {"prompt": "b", "deadline": dawn}])
     # a second enqueue with the key of a job that was in time returns that
     assert sqlite_client.enqueue("prompt", deadline=dawn, idempotency_key="k") == kept
+
+
+def test_an_owners_second_enqueue_after_the_deadline_is_the_job_that_was_in_time(
+    sqlite_client: Client, clock: Clock
+) -> None:
+    dawn = clock() + timedelta(hours=8)
+    spec = JobSpec.parse({"prompt": "prompt", "deadline": dawn, "idempotency_key": "k"})
+    kept = sqlite_client.enqueue_spec(spec, owner="alice")
+    assert sqlite_client.enqueue_spec(spec, owner="alice") == kept
+    assert sqlite_client.enqueue_spec(spec, owner="bob") != kept
+    clock.advance(9 * 3600)
+    assert sqlite_client.enqueue_spec(spec, owner="alice") == kept
+    for owner in ("carol", None):  # whose key is another, though it reads alike
+        with pytest.raises(InvalidParameterError, match=r"^deadline: .* has passed"):
+            sqlite_client.enqueue_spec(spec, owner=owner)
 
 
 def test_a_model_nobody_serves_is_refused_with_a_suggestion(client: Client) -> None:
