@@ -59,14 +59,14 @@ class Publisher:
     """Sends followed texts. What it is told, it is told on any thread and at once.
 
     in_flight  the jobs that this worker has
-    follow     has the engine tell the texts of these jobs, from now on, to `grown`
+    follow     has the engine tell the texts of these jobs, from now on, to `grown`; false if it was not told
     """
 
     def __init__(
         self,
         followers: Followers,
         in_flight: InFlight,
-        follow: Callable[[Sequence[str]], object],
+        follow: Callable[[Sequence[str]], bool],
         on_failure: Callable[[str], None],
     ) -> None:
         self._followers = followers
@@ -155,9 +155,8 @@ class Publisher:
         ours = {job_id for job_id, _ in held}
         wanted = {job_id for own in lines.values() for job_id in own.values() if job_id in ours}
         wanted = set(sorted(wanted)[:MOST_TEXTS])
-        if wanted != self._texts.keys():
+        if wanted != self._texts.keys() and self._follow(sorted(wanted)):  # else it is tried at the next look
             self._texts = {job_id: self._texts.get(job_id) or _Text() for job_id in wanted}
-            self._follow(sorted(wanted))
 
     def _send(self, ended: set[str]) -> None:
         letters: dict[str, list[Part]] = {}

@@ -2,20 +2,24 @@
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from nightmill.jobs.client import Client
 from nightmill.jobs.contract import JobState
 from nightmill.jobs.errors import JobNotFoundError, NightmillError, StreamChangedError, WaitTimeoutError
+from nightmill.jobs.messages.streams import Followers, Part
 from nightmill.jobs.pieces import Piece
 from nightmill.jobs.settings import Settings
 from nightmill.jobs.sql.sweep import Sweep
 from nightmill.worker.engine.engine import Engine
+from nightmill.worker.engine.request import Growth
+from nightmill.worker.service.in_flight import InFlight
+from nightmill.worker.service.publishing import Publisher
 from tests.servers import Clock, RedisServer, wait_until
 from tests.unit.engine.scripted import ScriptedRunner
 from tests.unit.worker.bench import Bench, Pausing, stop
@@ -201,6 +205,44 @@ def test_jobs_that_nobody_follows_are_not_told(
     bench.service.run_shard(ids)
     assert {bench.client.get(job_id).state for job_id in ids} == {JobState.SUCCEEDED}
     assert sent == []
+
+
+def test_an_engine_that_was_not_told_what_is_followed_is_told_at_the_next_look() -> None:
+    class Held:
+        idle = False
+
+        def keys(self) -> list[tuple[str, int]]:
+            return [("j", 1)]
+
+    class Watching(Followers):
+        def __init__(self) -> None:
+            self.sent: list[Part] = []
+
+        def look(self) -> Mapping[str, Mapping[str, str]]:
+            return {"f": {"j:1": "j"}}
+
+        def send(self, parts: Mapping[str, Iterable[Part]]) -> None:
+            self.sent += parts["f"]
+
+        def close(self) -> None:
+            pass
+
+    told: list[list[str]] = []
+
+    def follow(job_ids: Sequence[str]) -> bool:
+        told.append(list(job_ids))
+        if len(told) > 1:
+            publisher.grown([Growth("j", 1, 0, "once")])
+        return len(told) > 1
+
+    followers = Watching()
+    publisher = Publisher(followers, cast(InFlight, Held()), follow, pytest.fail)
+    publisher.start()
+    publisher.began()
+    wait_until(lambda: bool(followers.sent))
+    publisher.close()
+    assert told == [["j"], ["j"]]
+    assert followers.sent == [Part("j:1", 0, "once")]
 
 
 def test_a_reader_of_a_client_that_is_closed_is_told(sqlite_settings: Settings) -> None:
