@@ -1,31 +1,26 @@
 """What programs call: enqueue, look, wait, cancel, retry. Thin: checks, one transaction, one message."""
 
-import difflib
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from datetime import datetime, timedelta
-from itertools import count
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
 from nightmill.jobs.batches.batch import Batch, Batches, BatchSource
-from nightmill.jobs.batches.grouping import characters, grouped
 from nightmill.jobs.batches.submission import OnRows
 from nightmill.jobs.batches.verifying import Verification, Verifier
 from nightmill.jobs.contract import Job, JobState, Prompt, Worker
-from nightmill.jobs.errors import InvalidParameterError, InvalidRequestError, UnknownModelError
+from nightmill.jobs.enqueueing import Enqueueing
+from nightmill.jobs.errors import InvalidParameterError
 from nightmill.jobs.following import Following
 from nightmill.jobs.formats.frames import Prompts, items_of
-from nightmill.jobs.ids import IdSource, JobIds
+from nightmill.jobs.ids import JobIds
 from nightmill.jobs.messages.announcing import Announcer
 from nightmill.jobs.messages.broker import Broker
 from nightmill.jobs.pieces import START, Piece, Place
 from nightmill.jobs.settings import Settings
 from nightmill.jobs.spec import FIELDS, BatchSettings, JobSettings, JobSpec, deadline_moment
-from nightmill.jobs.sql import inserting
 from nightmill.jobs.sql.batches import BatchStore
 from nightmill.jobs.sql.database import Clock, Database
-from nightmill.jobs.sql.jobs import Selection, Store, by_queue
-from nightmill.jobs.sql.outbox import after_commit
+from nightmill.jobs.sql.jobs import Selection, Store
 from nightmill.jobs.sql.prune import Prune, Pruned
 from nightmill.jobs.sql.workers import WorkerStore
 from nightmill.jobs.waiting import Order, Waiting
@@ -48,7 +43,7 @@ class Client:
         self.broker = Broker(self.settings)
         self.following = Following(self.store, self.broker)
         self._announcer = Announcer(self.database, self.broker)
-        self._ids = IdSource()
+        self.enqueueing = Enqueueing(self.store, self._workers, self.broker, self._announcer)
         self.batches = Batches(BatchStore(self.database), self._announcer, self.settings)
 
     def __enter__(self) -> Self:
@@ -81,19 +76,14 @@ class Client:
         Raises InvalidRequestError (naming the field) and DatabaseError. A broker that does not answer is
         a DeliveryDelayedWarning: the job is kept, and a worker will find it.
         """
-        return self._enqueue([prompt], settings, session)[0]
+        return self.enqueueing.enqueue([prompt], settings, session)[0]
 
     def enqueue_spec(self, spec: JobSpec, *, owner: str | None) -> str:
         """Queue a job that was parsed elsewhere, for `owner`; returns its id. Raises as `enqueue` does.
 
         An idempotency key is the owner's own: another's job with the same key is another job.
         """
-        if self.settings.embedded_broker:
-            _ = self.broker.app  # a missing embedded broker is an error before anything is kept
-        if owner is not None and spec.idempotency_key is not None:
-            spec = replace(spec, idempotency_key=f"{owner}/{spec.idempotency_key}")
-        row = self._row_of(spec, self.database.now(), set()) | {"owner": owner}
-        return self._keep([row], None)[0]
+        return self.enqueueing.enqueue_spec(spec, owner)
 
     def enqueue_many(
         self,
@@ -110,7 +100,7 @@ class Client:
         queued; the InvalidRequestError says how many, and has their ids as `.enqueued`. With `session` all is
         one transaction, the caller's.
         """
-        return self._enqueue(items_of(prompts, _COLUMNS), settings, session)
+        return self.enqueueing.enqueue(items_of(prompts, _COLUMNS), settings, session)
 
     def submit_batch(
         self,
@@ -305,104 +295,9 @@ class Client:
         self._announcer.announce({(job.model, job.priority): [job.id]})
         return job
 
-    # -- enqueueing ------------------------------------------------------------------------------
-
-    def _enqueue(
-        self,
-        items: Iterable[Prompt | Mapping[str, Any]],
-        settings: Mapping[str, Any],
-        session: "Session | None",
-    ) -> JobIds:
-        defaults = JobSpec.defaults(settings)
-        if self.settings.embedded_broker:
-            _ = self.broker.app  # a missing embedded broker is an error before anything is kept
-        ids = JobIds()
-        checked_models: set[str] = set()
-        numbered = zip(count(), items, strict=False)
-        for group in grouped(numbered, lambda numbered: characters(numbered[1])):
-            now = self.database.now()
-            rows: list[dict[str, Any]] = []
-            failure: InvalidRequestError | None = None
-            for index, item in group:
-                try:
-                    rows.append(self._row(item, defaults, now, checked_models))
-                except InvalidRequestError as error:
-                    failure = _with_place(error, index, len(ids) + len(rows))
-                    break
-            if rows:
-                try:
-                    ids.extend(self._keep(rows, session))
-                except InvalidRequestError as error:
-                    kept = rows[: error.position]
-                    place = len(ids) + error.position
-                    if kept:
-                        ids.extend(self._keep(kept, session))
-                    failure = _with_place(error, place, len(ids))
-            if failure is not None:
-                failure.enqueued = ids
-                raise failure
-        return ids
-
-    def _row(
-        self,
-        item: Prompt | Mapping[str, Any],
-        defaults: JobSpec,
-        now: datetime,
-        checked_models: set[str],
-    ) -> dict[str, Any]:
-        return self._row_of(JobSpec.parse(item, defaults), now, checked_models)
-
-    def _row_of(self, spec: JobSpec, now: datetime, checked_models: set[str]) -> dict[str, Any]:
-        if spec.model is not None and spec.model not in checked_models:
-            self.check_model(spec.model)
-            checked_models.add(spec.model)
-        if spec.deadline is not None:
-            self._check_deadline(spec, now)
-        return spec.row(self._ids.draw(), now, self.settings.max_attempts)
-
-    def _check_deadline(self, spec: JobSpec, now: datetime) -> None:
-        """Refuse one that has passed, but for a job that was enqueued before it did."""
-        try:
-            deadline_moment(spec.deadline, now)
-        except InvalidParameterError:
-            if spec.idempotency_key is None or not self.store.has_key(spec.idempotency_key):
-                raise
-
-    def _keep(self, rows: list[dict[str, Any]], session: "Session | None") -> list[str]:
-        """Insert rows and see to their messages; returns the ids to hand out."""
-        if session is not None:
-            self.database.ensure_schema()
-            replaced = inserting.insert(rows, session.connection())
-            after_commit(session, lambda: self._announce_rows(rows, replaced))
-        else:
-            replaced = inserting.add(rows, self.database)
-            self._announce_rows(rows, replaced)
-        return [replaced.get(row["id"], row["id"]) for row in rows]
-
-    def _announce_rows(self, rows: list[dict[str, Any]], replaced: Mapping[str, str]) -> None:
-        self._announcer.announce(
-            by_queue(row for row in rows if row["sent_at"] and row["id"] not in replaced)
-        )
-
     def check_model(self, model: str) -> None:
-        """Refuse a name that no worker ever had, unless no worker was ever there to have one."""
-        known = self._workers.models()
-        if not known or model in known:
-            return
-        close = difflib.get_close_matches(model, known, n=1)
-        hint = f" Did you mean {close[0]!r}?" if close else ""
-        raise UnknownModelError(
-            f"model: no worker has ever served {model!r}; known are {', '.join(known)}.{hint} "
-            f"For a new model, start its worker first: nightmill worker --model FILE --name {model}",
-            field="model",
-        )
-
-
-def _with_place(error: InvalidRequestError, index: int, enqueued: int) -> InvalidRequestError:
-    if index == 0:
-        return error
-    said = f"item {index}: {error} ({enqueued} jobs before it are queued)"
-    return type(error)(said, field=error.field, code=error.code)
+        """Raise UnknownModelError for a name that no worker ever had, unless there never was a worker."""
+        self.enqueueing.check_model(model)
 
 
 def _place(after: Place | str | None) -> Place:

@@ -82,7 +82,7 @@ def test_a_lock_that_another_thread_holds_at_the_fork_does_not_stop_the_child(
         lock = {
             "database": client.database._schema_lock,
             "broker": client.broker._lock,
-            "ids": client._ids._lock,
+            "ids": client.enqueueing._ids._lock,
         }[held]
         has_it, release = threading.Event(), threading.Event()
 
@@ -138,11 +138,11 @@ def test_children_draw_other_ids_than_their_parent_also_where_its_clock_went_bac
 ) -> None:
     """Ids then count on from the last one, which parent and children have in common."""
     with Client(sqlite_settings) as client:
-        client._ids.draw()
+        client.enqueueing._ids.draw()
         monkeypatch.setattr("nightmill.jobs.ids.time.time_ns", lambda: 1)
-        drawn = [client._ids.draw, *[lambda: client._ids.draw()] * 2]
+        drawn = [client.enqueueing._ids.draw, *[lambda: client.enqueueing._ids.draw()] * 2]
         ids = [said_by(*fork(lambda draw=draw: [draw()]))[0] for draw in drawn]  # type: ignore[misc]
-        ids.append(client._ids.draw())
+        ids.append(client.enqueueing._ids.draw())
     assert len(set(ids)) == 4
 
 
