@@ -19,7 +19,7 @@ from nightmill.jobs.formats.results import completion_body, completion_id, finis
 from nightmill.jobs.prompts import json_type
 from nightmill.jobs.server.bodies import read_object
 from nightmill.jobs.server.desk import Desk
-from nightmill.jobs.server.errors import HttpError, http_error_of, http_error_of_job
+from nightmill.jobs.server.errors import HttpError, http_error_of, http_error_of_job, invalid
 from nightmill.jobs.server.events import COMMENT, DONE, EventStream, event, with_pauses
 from nightmill.jobs.spec import JobSpec
 
@@ -38,18 +38,18 @@ class Delivery:
         """What a body says about it, which is taken out of the body; raises HttpError."""
         stream, options = body.pop("stream", None), body.pop("stream_options", None)
         if stream is not None and not isinstance(stream, bool):
-            raise _bad("stream", f"must be true or false, not {json_type(stream)}")
+            raise invalid("stream", f"must be true or false, not {json_type(stream)}")
         if options is None:
             return cls(bool(stream))
         if not stream:
-            raise _bad("stream_options", "is for answers with stream: true; remove it")
+            raise invalid("stream_options", "is for answers with stream: true; remove it")
         if not isinstance(options, Mapping):
-            raise _bad("stream_options", f"must be an object, not {json_type(options)}")
+            raise invalid("stream_options", f"must be an object, not {json_type(options)}")
         for name, value in options.items():
             if name not in ("include_usage", "include_obfuscation"):
-                raise _bad(f"stream_options.{name}", "is not supported; remove it")
+                raise invalid(f"stream_options.{name}", "is not supported; remove it")
             if not isinstance(value, bool):
-                raise _bad(f"stream_options.{name}", f"must be true or false, not {json_type(value)}")
+                raise invalid(f"stream_options.{name}", f"must be true or false, not {json_type(value)}")
         return cls(True, bool(options.get("include_usage")))
 
 
@@ -76,7 +76,7 @@ class Completions:
         key = request.headers.get("idempotency-key")
         if key is not None:
             if not 0 < len(key) <= _LONGEST_KEY:
-                raise _bad("Idempotency-Key", f"must have 1 to {_LONGEST_KEY} characters")
+                raise invalid("Idempotency-Key", f"must have 1 to {_LONGEST_KEY} characters")
             spec = replace(spec, idempotency_key=key)
         job_id = await desk.enqueue(caller, spec)
         if delivery.stream:
@@ -141,7 +141,3 @@ class _Chunks:
         holds = {"delta": content} if self._chat else {"text": content}
         choice = {"index": 0} | holds | {"logprobs": None, "finish_reason": reason}
         return self._frame | {"choices": [choice]} | self._usage
-
-
-def _bad(field: str, said: str) -> HttpError:
-    return HttpError(400, f"{field}: {said}", param=field, code="invalid_value")

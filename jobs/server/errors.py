@@ -71,6 +71,11 @@ class HttpError(Exception):
         return JSONResponse(self.body, self.status, self.headers)
 
 
+def invalid(field: str, said: str) -> HttpError:
+    """What a caller is told of a value that can never be taken."""
+    return HttpError(400, f"{field}: {said}", param=field, code="invalid_value")
+
+
 def http_error_of(error: Exception) -> HttpError:
     """What a caller is told of an error."""
     match error:

@@ -18,7 +18,7 @@ from nightmill.jobs.pieces import START, Place
 from nightmill.jobs.prompts import json_type
 from nightmill.jobs.server.bodies import read_object
 from nightmill.jobs.server.desk import Desk
-from nightmill.jobs.server.errors import HttpError, http_error_of
+from nightmill.jobs.server.errors import HttpError, http_error_of, invalid
 from nightmill.jobs.server.events import COMMENT, EventStream, event, with_pauses
 from nightmill.jobs.spec import FIELDS, JobSpec, unknown_field
 from nightmill.jobs.sql.jobs import Selection
@@ -50,7 +50,7 @@ class Asked:
         flags = [_flag(body, name) for name in ("stream", "cancel_on_close")]
         key = body.pop("job_id", None)
         if key is not None and (not isinstance(key, str) or not 0 < len(key) <= _LONGEST_ID):
-            raise _bad("job_id", f"must be a text of 1 to {_LONGEST_ID} characters")
+            raise invalid("job_id", f"must be a text of 1 to {_LONGEST_ID} characters")
         for name in body:
             if name not in JOB_FIELDS:
                 raise unknown_field(name, JOB_FIELDS | DELIVERY, _NOT_HERE.get(name))
@@ -82,7 +82,7 @@ class Native:
         caller = desk.keys.caller(request)
         asked = Asked.read(await read_object(request), JobSpec())
         if asked.stream or asked.cancel_on_close:
-            raise _bad("stream", "is for /v1/generate; read GET /v1/jobs/ID/events")
+            raise invalid("stream", "is for /v1/generate; read GET /v1/jobs/ID/events")
         job_id = await desk.queue(caller, asked.spec)
         return JSONResponse(job_object(await desk.job(caller, job_id)), 202)
 
@@ -92,12 +92,12 @@ class Native:
         caller = desk.keys.caller(request)
         limit, state = query.get("limit", "20"), query.get("state")
         if not _NUMBER.fullmatch(limit) or not 1 <= int(limit) <= _MOST_LISTED:
-            raise _bad("limit", f"must be a number from 1 to {_MOST_LISTED}")
+            raise invalid("limit", f"must be a number from 1 to {_MOST_LISTED}")
         if state is not None and state not in set(JobState):
-            raise _bad("state", f"must be one of {', '.join(JobState)}")
+            raise invalid("state", f"must be one of {', '.join(JobState)}")
         after = query.get("after")
         if after is not None and not is_job_id(after):
-            raise _bad("after", "must be the id of a job")
+            raise invalid("after", "must be the id of a job")
         selection = Selection(
             before_id=after,
             owner=None if caller.sees(None) else caller.name,
@@ -194,9 +194,5 @@ def _time(moment: datetime | None) -> str | None:
 def _flag(body: JsonObject, name: str) -> bool:
     value = body.pop(name, None)
     if value is not None and not isinstance(value, bool):
-        raise _bad(name, f"must be true or false, not {json_type(value)}")
+        raise invalid(name, f"must be true or false, not {json_type(value)}")
     return bool(value)
-
-
-def _bad(field: str, said: str) -> HttpError:
-    return HttpError(400, f"{field}: {said}", param=field, code="invalid_value")
