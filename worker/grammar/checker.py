@@ -139,7 +139,10 @@ class _Child:
     def __init__(self, limits: Limits) -> None:
         """Start it; raises RunnerError if that fails."""
         self._seconds = limits.seconds
-        self._connection, theirs = Pipe()
+        try:
+            self._connection, theirs = Pipe()
+        except OSError as error:  # no job's fault, as when this process has too many files open
+            raise _not_started(error) from error
         library = str(Path(str(llguidance.__file__)).parents[1])
         try:
             # Neither environment nor standard streams: there is nothing that it could tell anybody else.
@@ -155,13 +158,17 @@ class _Child:
             )
         except OSError as error:
             self._connection.close()
-            raise RunnerError(f"the process that checks grammars cannot be started: {error}") from error
+            raise _not_started(error) from error
         finally:
             theirs.close()
         begin = {
             "memory": limits.memory, "seconds": limits.seconds, "parser": asdict(limits.parser)
         }  # fmt: skip
-        self._send(json.dumps(begin).encode())
+        try:
+            self._send(json.dumps(begin).encode())
+        except _LostError:
+            self.close()
+            raise
 
     def ask(self, question: bytes, seconds: float) -> bytes:
         """The answer; raises _LostError if there is none."""
@@ -202,6 +209,10 @@ class _Child:
             return _LostError(what, convicts=True)
         how = f"signal {-code}" if code < 0 else f"exit code {code}"
         return _LostError(f"the process that checks grammars was ended ({how})", convicts=code >= 0)
+
+
+def _not_started(error: OSError) -> RunnerError:
+    return RunnerError(f"the process that checks grammars cannot be started: {error}")
 
 
 _PLACE = re.compile(r"^(at )?\d+\(\d+\): (failed to compile JSON schema: )?")

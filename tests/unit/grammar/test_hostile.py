@@ -160,6 +160,15 @@ def test_without_a_process_that_checks_the_worker_ends(
         helpless.run([helpless.request("j", 1, {"choice": ["a"]})])
 
 
+def test_without_files_left_for_that_process_no_row_is_blamed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full() -> None:
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr("nightmill.worker.grammar.checker.Pipe", full)
+    with pytest.raises(RunnerError, match=r"cannot be started: .*Too many open files"):
+        Checker(Limits()).check(Asked(ConstraintKind.REGEX, "a"))
+
+
 @pytest.mark.parametrize("keyword", sorted(REFUSED))
 def test_keywords_that_clients_refuse_are_those_that_the_parser_refuses(
     keyword: str, model: Constrained
