@@ -56,8 +56,11 @@ class Asked:
                 raise unknown_field(name, JOB_FIELDS | DELIVERY, _NOT_HERE.get(name))
         now = datetime.now(UTC)
         for name in _TIMES:
-            if isinstance(value := body.get(name), str):
-                now = body[name] = parse_moment(name, value, now)
+            if (value := body.get(name)) is None:
+                continue
+            if not isinstance(value, str):
+                raise invalid(name, f"must be a time as a text, such as 8h, not {json_type(value)}")
+            now = body[name] = parse_moment(name, value, now)
         return cls(JobSpec.parse(body | {"idempotency_key": key}, defaults), *flags)
 
 

@@ -154,6 +154,12 @@ def test_a_bad_body_is_refused_by_the_name_of_its_field(
     assert server.client.list_jobs() == []
 
 
+def test_a_time_that_is_a_number_is_refused_in_the_words_of_json(server: Server) -> None:
+    with server.http() as http:
+        said = http.post("/v1/jobs", json=ASKED | {"deadline": 5}).json()["error"]["message"]
+    assert said == "deadline: must be a time as a text, such as 8h, not a number"
+
+
 def test_a_key_sees_and_changes_its_own_jobs_and_pages_through_them(start: Callable[..., Any]) -> None:
     with start(worker=False) as server:
         with server.http() as http:
