@@ -2,9 +2,10 @@
 
 import logging
 import signal
+import socket
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import uvicorn
 
@@ -37,7 +38,10 @@ class _Server(uvicorn.Server):
 
 
 def serve(settings: Settings, host: str, port: int, limits: Limits) -> None:
-    """Answer requests until a signal; raises SettingsError where strangers could hand in work."""
+    """Answer requests until a signal.
+
+    Raises SettingsError where strangers could hand in work, and where the address cannot be had.
+    """
     keys = Keys.parse(settings.api_keys)
     if not keys and not is_loopback(host):
         raise SettingsError(
@@ -63,4 +67,25 @@ def serve(settings: Settings, host: str, port: int, limits: Limits) -> None:
                 timeout_graceful_shutdown=_END_SECONDS,
             )
         )
-        server.run()
+        server.run(_listen(host, port))
+
+
+def _listen(host: str, port: int) -> list[socket.socket]:
+    """A listening socket for each address of a host."""
+    with ExitStack() as opened:
+        try:
+            found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+            addresses = dict.fromkeys((family, address) for family, _, _, _, address in found)
+            sockets = [
+                opened.enter_context(socket.create_server(address, family=family))
+                for family, address in addresses
+            ]
+        except OSError as error:
+            said = (error.strerror or str(error)).partition(" (")[0].lower()  # Python adds the address
+            raise SettingsError(
+                f"cannot listen on {host}, port {port}: {said}; give another with --host or --port"
+            ) from None
+        opened.pop_all()
+        shown = f"[{host}]" if ":" in host else host
+        logging.info("listening on http://%s:%d; Ctrl-C ends it", shown, port)
+        return sockets

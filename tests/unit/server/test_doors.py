@@ -120,6 +120,14 @@ def test_other_machines_are_served_with_keys_only(sqlite_settings: Settings) -> 
     assert not is_loopback("") and not is_loopback("localhost.example.org")
 
 
+def test_an_address_that_cannot_be_had_is_one_sentence(sqlite_settings: Settings) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        said = f"cannot listen on 127.0.0.1, port {port}: address already in use; give another with --host or"
+        with pytest.raises(SettingsError, match=said):
+            serve(sqlite_settings, "127.0.0.1", port, Limits())
+
+
 def test_without_its_extra_the_command_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jobs, "server", package)  # which the import binds anew, for all tests after this one
     for name in [name for name in sys.modules if name.startswith("nightmill.jobs.server")]:
