@@ -35,8 +35,9 @@ def demo_hub(hub: SmallHub) -> SmallHub:
 
 
 @pytest.fixture
-def env(tmp_path: Path) -> dict[str, str]:
-    return {"NIGHTMILL_DATA_DIR": str(tmp_path / "data")}
+def env(tmp_path: Path, broker_url: str) -> dict[str, str]:
+    """Of commands that run in this process, in which a Redis of their own would outlive the test."""
+    return {"NIGHTMILL_DATA_DIR": str(tmp_path / "data"), "NIGHTMILL_BROKER_URL": broker_url}
 
 
 def test_a_setting_may_be_a_path_or_a_name() -> None:
