@@ -157,7 +157,7 @@ def plainly(source: str, variables: dict[str, Any], chats: Sequence[dict[str, An
     def text(chat: dict[str, Any]) -> str | None:
         try:
             return template.render(**variables, **chat)
-        except Exception:
+        except Exception:  # templates raise what they like; the renderer, too, then gives no text
             return None
 
     return [text(chat) for chat in chats]
