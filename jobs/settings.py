@@ -33,8 +33,11 @@ def default_data_dir() -> Path:
     return Path(base) / "nightmill"
 
 
-def make_data_dir(path: Path) -> None:
-    """Create the data directory, or one in it, unless it is there; raises SettingsError if it cannot be."""
+def make_data_dir(path: Path, setting: str = "NIGHTMILL_DATA_DIR") -> None:
+    """Create the directory that a setting names, or one in it, unless it is there.
+
+    Raises SettingsError if it cannot be.
+    """
     try:
         path.mkdir(parents=True, exist_ok=True, mode=0o700)
         if not os.access(path, os.W_OK | os.X_OK):
@@ -42,8 +45,7 @@ def make_data_dir(path: Path) -> None:
     except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) else error
         raise SettingsError(
-            f"the directory {str(path)!r} cannot be used: {why}. Set NIGHTMILL_DATA_DIR to one that you may "
-            "write to"
+            f"the directory {str(path)!r} cannot be used: {why}. Set {setting} to one that you may write to"
         ) from None
 
 
@@ -69,6 +71,8 @@ class Settings(BaseModel):
 
     api_keys: str | None = Field(default=None, repr=False)
     """Who may use `nightmill serve`: NAME=KEY or NAME:RIGHT=KEY, separated by commas."""
+    files_dir: Path | None = None
+    """Where `nightmill serve` keeps the contents of files; by default a folder in `data_dir`."""
 
     model: Path | str | None = None
     """The worker's GGUF file: a path, or as a string a name that starts with one of MODEL_SCHEMES."""
@@ -152,6 +156,11 @@ class Settings(BaseModel):
             return URL.create("sqlite", database=str(self.data_dir.absolute() / "nightmill.db"))
         url = make_url(self.database_url)
         return url.set(drivername="postgresql+psycopg") if url.drivername == "postgresql" else url
+
+    @property
+    def resolved_files_dir(self) -> Path:
+        """Where the contents of files are."""
+        return self.files_dir or self.data_dir.absolute() / "files"
 
     @property
     def embedded_database(self) -> bool:

@@ -30,7 +30,29 @@ from nightmill.jobs.settings import Settings
     show_default=True,
     help="Jobs that one key may have queued at once.",
 )
-def serve(host: str, port: int, max_requests: int, request_seconds: float, max_queued: int) -> None:
+@click.option(
+    "--max-file-mib",
+    type=click.IntRange(1),
+    default=512,
+    show_default=True,
+    help="MiB that one file may have.",
+)
+@click.option(
+    "--max-stored-mib",
+    type=click.IntRange(1),
+    default=10_240,
+    show_default=True,
+    help="MiB that the files of one key may have together, results among them.",
+)
+def serve(
+    host: str,
+    port: int,
+    max_requests: int,
+    request_seconds: float,
+    max_queued: int,
+    max_file_mib: int,
+    max_stored_mib: int,
+) -> None:
     """Answer HTTP requests with OpenAI's endpoints; every request is a job.
 
     On an address that other machines reach, NIGHTMILL_API_KEYS must name who may use it.
@@ -42,4 +64,11 @@ def serve(host: str, port: int, max_requests: int, request_seconds: float, max_q
         raise MissingExtraError(
             f"HTTP needs the package {error.name!r}: pip install 'nightmill[server]'"
         ) from None
-    run(Settings.from_env(), host, port, Limits(max_requests, max_queued, request_seconds))
+    limits = Limits(
+        requests=max_requests,
+        queued=max_queued,
+        request_seconds=request_seconds,
+        file_bytes=max_file_mib << 20,
+        stored_bytes=max_stored_mib << 20,
+    )
+    run(Settings.from_env(), host, port, limits)

@@ -12,11 +12,14 @@ from nightmill.jobs.server import openapi
 from nightmill.jobs.server.completions import Completions
 from nightmill.jobs.server.desk import Desk, Limits
 from nightmill.jobs.server.errors import handlers
+from nightmill.jobs.server.files import Files
+from nightmill.jobs.server.folder import Folder
 from nightmill.jobs.server.guards import LocalOnly, OpenRequests
 from nightmill.jobs.server.health import Health
 from nightmill.jobs.server.keys import Keys
 from nightmill.jobs.server.models import Models
 from nightmill.jobs.server.native import Native
+from nightmill.jobs.sql.files import FileStore
 
 
 def make_app(client: Client, keys: Keys, limits: Limits | None = None) -> Starlette:
@@ -25,9 +28,12 @@ def make_app(client: Client, keys: Keys, limits: Limits | None = None) -> Starle
     desk = Desk(client, keys, limits)
     completions, models, health = Completions(desk), Models(desk), Health(desk)
     native = Native(desk)
+    store, folder = FileStore(client.database), Folder(client.settings.resolved_files_dir)
+    files = Files(desk, store, folder)
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        await desk.run(folder.sweep, store.known)
         yield
         desk.close()
 
@@ -38,6 +44,11 @@ def make_app(client: Client, keys: Keys, limits: Limits | None = None) -> Starle
             Route("/v1/embeddings", models.embeddings, methods=["POST"]),
             Route("/v1/models", models.all),
             Route("/v1/models/{name:path}", models.one),
+            Route("/v1/files", files.upload, methods=["POST"]),
+            Route("/v1/files", files.listed),
+            Route("/v1/files/{file_id}", files.shown),
+            Route("/v1/files/{file_id}", files.deleted, methods=["DELETE"]),
+            Route("/v1/files/{file_id}/content", files.content),
             Route("/execute", native.execute, methods=["POST"]),
             Route("/v1/generate", native.generate, methods=["POST"]),
             Route("/v1/jobs", native.submit, methods=["POST"]),

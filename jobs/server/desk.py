@@ -38,6 +38,8 @@ class Limits:
     requests: int = 1024  # open at once
     queued: int = 10_000  # jobs of one key
     request_seconds: float = 600.0  # for an answer that somebody waits for
+    file_bytes: int = 512 << 20  # of one file
+    stored_bytes: int = 10 << 30  # of all files of one key
     grace_seconds: float = 30.0  # past its deadline a job is ended by a worker, if there is one
 
 

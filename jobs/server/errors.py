@@ -26,11 +26,13 @@ from nightmill.jobs.errors import (
     UnknownModelError,
     WaitTimeoutError,
 )
+from nightmill.jobs.printable import printable
 
 log = logging.getLogger("nightmill.server")
 
 RETRY_SECONDS = 2
 """What Retry-After says where nothing better is known."""
+_LONGEST_PATH = 200  # characters that are shown
 _TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -125,7 +127,16 @@ def http_error_of_job(job: Job) -> HttpError | None:
 
 async def answer_error(request: Request, error: Exception) -> Response:
     """For Starlette, which calls it for every error."""
-    return http_error_of(error).response()
+    found = http_error_of(error)
+    if isinstance(error, HTTPException) and error.status_code in (404, 405):
+        asked = f"{request.method} {printable(request.url.path, _LONGEST_PATH)}"
+        found = HttpError(
+            error.status_code,
+            f"there is no {asked}; GET /openapi.json lists what there is",
+            code="unknown_url",
+            headers=error.headers,
+        )
+    return found.response()
 
 
 def handlers() -> dict[Any, Any]:

@@ -24,9 +24,9 @@ _SHORTEST_KEY = 16
 class Right(StrEnum):
     """What a key allows."""
 
-    SUBMIT = "submit"  # hand in jobs, and see one's own
-    READ = "read"  # see all jobs
-    ADMIN = "admin"  # both, and change all jobs
+    SUBMIT = "submit"  # hand in jobs and files, and see one's own
+    READ = "read"  # see all of them
+    ADMIN = "admin"  # both, and change all of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +37,16 @@ class Caller:
     right: Right
 
     def sees(self, owner: str | None) -> bool:
-        """Whether a job of this owner is there for it."""
+        """Whether a job or a file of this owner is there for it."""
         return self.right is not Right.SUBMIT or owner == self.name
 
+    @property
+    def only(self) -> str | None:
+        """The owner whose jobs and files alone are there for it; None: everybody's."""
+        return self.name if self.right is Right.SUBMIT else None
+
     def need_to_change(self, owner: str | None) -> None:
-        """Raise HttpError unless it may change a job of this owner."""
+        """Raise HttpError unless it may change a job or a file of this owner."""
         if self.right is not Right.ADMIN and owner != self.name:
             raise HttpError(403, "this key may only read", code="insufficient_rights")
 

@@ -3,7 +3,6 @@
 A body may say what `enqueue` may be told, under the same names, and is read by the same parser.
 """
 
-import re
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -13,13 +12,13 @@ from starlette.responses import JSONResponse, Response
 
 from nightmill.jobs.contract import Job, JobState, JsonObject
 from nightmill.jobs.errors import NightmillError
-from nightmill.jobs.ids import is_job_id
 from nightmill.jobs.pieces import START, Place
 from nightmill.jobs.prompts import json_type
 from nightmill.jobs.server.bodies import read_object
 from nightmill.jobs.server.desk import Desk
 from nightmill.jobs.server.errors import HttpError, http_error_of, invalid
 from nightmill.jobs.server.events import COMMENT, EventStream, event, with_pauses
+from nightmill.jobs.server.listing import Page
 from nightmill.jobs.spec import FIELDS, JobSpec, unknown_field
 from nightmill.jobs.sql.jobs import Selection
 from nightmill.jobs.when import parse_moment
@@ -32,8 +31,6 @@ JOB_FIELDS = FIELDS.keys() - _NOT_HERE.keys() | {"prompt", "messages"}
 DELIVERY = frozenset({"job_id", "stream", "cancel_on_close"})
 _TIMES = ("scheduled_at", "deadline")
 _LONGEST_ID = 128
-_MOST_LISTED = 100
-_NUMBER = re.compile(r"[0-9]{1,9}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,22 +90,18 @@ class Native:
         """GET /v1/jobs: the caller's own, newest first; `after` is the last id of the page before."""
         desk, query = self._desk, request.query_params
         caller = desk.keys.caller(request)
-        limit, state = query.get("limit", "20"), query.get("state")
-        if not _NUMBER.fullmatch(limit) or not 1 <= int(limit) <= _MOST_LISTED:
-            raise invalid("limit", f"must be a number from 1 to {_MOST_LISTED}")
+        page, state = Page.read(query), query.get("state")
         if state is not None and state not in set(JobState):
             raise invalid("state", f"must be one of {', '.join(JobState)}")
-        after = query.get("after")
-        if after is not None and not is_job_id(after):
-            raise invalid("after", "must be the id of a job")
         selection = Selection(
-            before_id=after,
-            owner=None if caller.sees(None) else caller.name,
+            after_id=page.after if page.oldest_first else None,
+            before_id=None if page.oldest_first else page.after,
+            owner=caller.only,
             states=None if state is None else [JobState(state)],
         )
-        found = await desk.run(desk.client.store.find, selection, int(limit) + 1, newest_first=True)
-        page = [job_object(job) for job in found[: int(limit)]]
-        return JSONResponse({"object": "list", "data": page, "has_more": len(found) > len(page)})
+        newest_first = not page.oldest_first
+        found = await desk.run(desk.client.store.find, selection, page.limit + 1, newest_first=newest_first)
+        return JSONResponse(page.answer([job_object(job) for job in found]))
 
     async def shown(self, request: Request) -> Response:
         """GET /v1/jobs/ID."""

@@ -10,9 +10,10 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from nightmill.jobs.constrained import FORMS
+from nightmill.jobs.constrained import FORMS as ANSWER_FORMS
 from nightmill.jobs.contract import GenerationParams, JobState, JsonObject, StopReason
 from nightmill.jobs.formats.openai import CHAT, COMPLETIONS, body_keys
+from nightmill.jobs.server.files import UPLOADED, WRITTEN
 from nightmill.jobs.server.native import DELIVERY, JOB_FIELDS
 from nightmill.jobs.spec import FIELDS, Kind
 
@@ -46,6 +47,10 @@ def _list_of(item: JsonObject, **more: JsonObject) -> JsonObject:
     return _object({"object": {"const": "list"}, "data": {"type": "array", "items": item}} | more)
 
 
+def _page_of(name: str) -> JsonObject:
+    return _list_of(_named(name), first_id=_MAYBE_TEXT, last_id=_MAYBE_TEXT, has_more=_FLAG)
+
+
 def _named(name: str) -> JsonObject:
     return {"$ref": f"#/components/schemas/{name}"}
 
@@ -66,7 +71,7 @@ def _field(name: str) -> JsonObject:
     field = FIELDS[name]
     said = _BOUNDS.get(name, {})
     bounds = {key: value for key, value in said.get("anyOf", [said])[0].items() if key in _BOUND_KEYS}
-    return ({} if name in FORMS else _KINDS[field.kind]) | bounds | {"description": field.says}
+    return ({} if name in ANSWER_FORMS else _KINDS[field.kind]) | bounds | {"description": field.says}
 
 
 def _openai_body(url: str) -> JsonObject:
@@ -125,6 +130,19 @@ _JOB = _object(
     | _OUTCOME
 )
 
+_FILE = _object(
+    {
+        "id": _TEXT,
+        "object": {"const": "file"},
+        "bytes": _NUMBER,
+        "created_at": _NUMBER,
+        "filename": _TEXT,
+        "purpose": {"enum": [UPLOADED, WRITTEN]},
+        "status": {"const": "processed"},
+        "expires_at": _MAYBE_NUMBER,
+    }
+)
+
 
 def _completion(kind: str, content: JsonObject) -> JsonObject:
     choice = _object({"index": _NUMBER} | content | {"logprobs": {"type": "null"}, "finish_reason": _REASON})
@@ -157,7 +175,11 @@ _SCHEMAS: dict[str, JsonObject] = {
     "Model": _MODEL,
     "Models": _list_of(_named("Model")),
     "Job": _JOB,
-    "Jobs": _list_of(_named("Job"), has_more=_FLAG),
+    "Jobs": _page_of("Job"),
+    "FileForm": _object({"file": {"type": "string", "format": "binary"}, "purpose": {"const": UPLOADED}}),
+    "File": _FILE,
+    "Files": _page_of("File"),
+    "FileDeleted": _object({"id": _TEXT, "object": {"const": "file"}, "deleted": {"const": True}}),
     "Piece": _object({"t": _TEXT, "i": _NUMBER}),
     "End": _object({"job_id": _TEXT} | _OUTCOME),
     "Health": _object({"status": {"const": "ok"}}),
@@ -170,6 +192,11 @@ ENDPOINTS: dict[tuple[str, str], tuple[str, str | None, str | None]] = {
     ("POST", "/v1/embeddings"): ("An error: no model here computes embeddings.", None, None),
     ("GET", "/v1/models"): ("The models that live workers serve.", None, "Models"),
     ("GET", "/v1/models/{name}"): ("One of these models.", None, "Model"),
+    ("POST", "/v1/files"): ("Upload a file.", "FileForm", "File"),
+    ("GET", "/v1/files"): ("The caller's files, newest first.", None, "Files"),
+    ("GET", "/v1/files/{file_id}"): ("A file, without its content.", None, "File"),
+    ("DELETE", "/v1/files/{file_id}"): ("Delete a file.", None, "FileDeleted"),
+    ("GET", "/v1/files/{file_id}/content"): ("A file's content.", None, None),
     ("POST", "/execute"): ("Generate, as a stream of events.", "JobRequest", None),
     ("POST", "/v1/generate"): ("Generate, and answer at the end or as a stream.", "JobRequest", "Job"),
     ("POST", "/v1/jobs"): ("Queue a job.", "JobRequest", "Job"),
@@ -184,13 +211,27 @@ ENDPOINTS: dict[tuple[str, str], tuple[str, str | None, str | None]] = {
 """(method, path) -> what it does, the schema of its body, the schema of its answer."""
 STREAMING = frozenset({CHAT, COMPLETIONS, "/execute", "/v1/generate", "/v1/jobs/{job_id}/events"})
 """What may be answered by events."""
+BYTES = frozenset({"/v1/files/{file_id}/content"})
+"""What is answered by bytes as they are."""
+FORMS = frozenset({"FileForm"})
+"""Bodies that are forms with a file."""
+LISTS: dict[str, JsonObject] = {
+    "/v1/jobs": {"state": {"enum": [*map(str, JobState)]}},
+    "/v1/files": {"purpose": {"enum": [UPLOADED, WRITTEN]}},
+}
+"""What is read by pages, and by what the items may be chosen."""
+_PAGE: JsonObject = {
+    "limit": {"type": "integer", "minimum": 1},
+    "after": _TEXT,
+    "order": {"enum": ["asc", "desc"]},
+}
 
 
 def document() -> JsonObject:
     """The whole document."""
     paths: JsonObject = {}
     for (method, path), endpoint in ENDPOINTS.items():
-        paths.setdefault(path, {})[method.lower()] = _operation(path, *endpoint)
+        paths.setdefault(path, {})[method.lower()] = _operation(method, path, *endpoint)
     return {
         "openapi": "3.1.0",
         "info": {"title": "Nightmill", "version": version("nightmill")},
@@ -203,21 +244,27 @@ def document() -> JsonObject:
     }
 
 
-def _operation(path: str, says: str, body: str | None, answer: str | None) -> JsonObject:
+def _operation(method: str, path: str, says: str, body: str | None, answer: str | None) -> JsonObject:
     answers: JsonObject = {"default": {"description": "An error.", "content": _json(_named("Error"))}}
     if answer is not None:
         answers["2XX"] = {"description": says, "content": _json(_named(answer))}
     if path in STREAMING:
         content = answers.setdefault("2XX", {"description": says, "content": {}})["content"]
         content["text/event-stream"] = {"schema": _TEXT}
+    if path in BYTES:
+        content = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}
+        answers["2XX"] = {"description": says, "content": content}
     made: JsonObject = {"summary": says, "responses": answers}
-    names = re.findall(r"\{(\w+)\}", path)
-    if names:
-        made["parameters"] = [
-            {"name": name, "in": "path", "required": True, "schema": _TEXT} for name in names
-        ]
+    made["parameters"] = [
+        {"name": name, "in": "path", "required": True, "schema": _TEXT}
+        for name in re.findall(r"\{(\w+)\}", path)
+    ]
+    if method == "GET" and path in LISTS:
+        asked = _PAGE | LISTS[path]
+        made["parameters"] += [{"name": name, "in": "query", "schema": asked[name]} for name in asked]
     if body is not None:
-        made["requestBody"] = {"required": True, "content": _json(_named(body))}
+        kind = "multipart/form-data" if body in FORMS else "application/json"
+        made["requestBody"] = {"required": True, "content": {kind: {"schema": _named(body)}}}
     return made
 
 

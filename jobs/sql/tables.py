@@ -1,4 +1,4 @@
-"""The declared schema: four tables, typed. `migrations/` must lead to exactly this (a test compares)."""
+"""The declared schema: five tables, typed. `migrations/` must lead to exactly this (a test compares)."""
 
 from datetime import UTC, datetime
 from typing import Any, ClassVar
@@ -23,7 +23,7 @@ from sqlalchemy.types import TypeDecorator
 
 from nightmill.jobs.contract import MAX_ERROR_LENGTH, JobState, JsonObject, storable
 
-SCHEMA_REVISION = "0010"
+SCHEMA_REVISION = "0012"
 """The migration that these declarations match."""
 
 
@@ -223,6 +223,21 @@ class PartialRow(Base):
     fingerprint: Mapped[str] = mapped_column(String(64))
     tokens: Mapped[bytes] = mapped_column(LargeBinary)
     saved_at: Mapped[datetime]
+
+
+class FileRow(Base):
+    """A file of somebody who comes over HTTP. Its content lies in a folder of the servers, under its id."""
+
+    __tablename__ = "files"
+
+    id: Mapped[str] = mapped_column(String(32), primary_key=True)
+    owner: Mapped[str | None] = mapped_column(String(64))
+    purpose: Mapped[str] = mapped_column(String(16))
+    filename: Mapped[str] = mapped_column(StorableString(255))  # shown, and never a path
+    size: Mapped[int] = mapped_column(BigInteger)  # bytes
+    created_at: Mapped[datetime]
+
+    __table_args__ = (Index("ix_files_owner", "owner", "id"),)
 
 
 def in_state(state: JobState) -> ColumnElement[bool]:

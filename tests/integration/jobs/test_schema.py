@@ -17,6 +17,7 @@ from nightmill.jobs.client import Client
 from nightmill.jobs.errors import DatabaseError, SchemaError
 from nightmill.jobs.settings import Settings
 from nightmill.jobs.sql.database import Database, migrations_dir
+from nightmill.jobs.sql.files import FileStore, StoredFile
 from nightmill.jobs.sql.jobs import Selection, Store
 from nightmill.jobs.sql.tables import SCHEMA_REVISION, Base
 
@@ -164,6 +165,24 @@ def test_rows_from_before_a_column_of_prompts_hold_nothing_there(
     with empty_database.engine.begin() as connection:
         config.attributes["connection"] = connection
         command.downgrade(config, before)
+        assert connection.execute(text("SELECT prompt FROM jobs")).scalars().all() == ["kept"]
+
+
+def test_what_there_was_before_files_over_http_stays(empty_database: Database) -> None:
+    config = _alembic()
+    with empty_database.engine.begin() as connection:
+        config.attributes["connection"] = connection
+        command.upgrade(config, "0010")
+        columns = "id, params, seed, state, attempt, failures, max_attempts, priority, prompt, created_at"
+        values = "'old', '{}', 1, 'failed', 1, 0, 3, 5, 'kept', '2026-01-01'"
+        connection.execute(text(f"INSERT INTO jobs ({columns}) VALUES ({values})"))
+    empty_database.migrate()
+    files, job_id = FileStore(empty_database), "0" * 32
+    assert files.add(StoredFile(job_id, None, "batch", "x", 1, empty_database.now()), 1)
+    assert [job.prompt for job in Store(empty_database).find(Selection())] == ["kept"]
+    with empty_database.engine.begin() as connection:
+        config.attributes["connection"] = connection
+        command.downgrade(config, "0010")
         assert connection.execute(text("SELECT prompt FROM jobs")).scalars().all() == ["kept"]
 
 

@@ -166,8 +166,16 @@ def test_other_types_methods_and_paths(server: Server) -> None:
         for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data"):
             answer = http.post("/v1/completions", content=b"{}", headers={"Content-Type": kind})
             assert (answer.status_code, error_of(answer)["code"]) == (415, "unsupported_media_type")
-        assert (http.get("/v1/completions").status_code, http.get("/v1/nothing").status_code) == (405, 404)
-        assert error_of(http.get("/v1/nothing"))["type"] == "not_found_error"
+        for path, status, shown in (
+            ("/v1/completions", 405, "GET /v1/completions;"),
+            ("/v1/nothing?key=secret", 404, "GET /v1/nothing;"),
+            ("/%1b%5b2J%E2%80%AE" + "x" * 999, 404, "GET /\\x1b[2J\\u202exxx"),
+        ):
+            answer = http.get(path)
+            assert (answer.status_code, error_of(answer)["code"]) == (status, "unknown_url")
+            assert error_of(answer)["message"].startswith(f"there is no {shown}")
+            assert "secret" not in answer.text and len(answer.text) < 500
+        assert "POST" in http.get("/v1/completions").headers["allow"]
         assert error_of(http.get("/v1/models/../../etc/passwd"))["type"] == "not_found_error"
 
 

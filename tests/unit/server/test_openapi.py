@@ -62,6 +62,12 @@ def test_answers_are_as_it_says(server: Server) -> None:
             ("GET", "/v1/jobs/{job_id}"): http.get(f"/v1/jobs/{job['id']}"),
             ("POST", "/v1/jobs"): http.post("/v1/jobs", json=PLAIN | later),
             ("DELETE", "/v1/jobs/{job_id}"): http.delete(f"/v1/jobs/{cancelled}"),
+            ("POST", "/v1/files"): (
+                uploaded := http.post("/v1/files", data={"purpose": "batch"}, files={"file": ("x", b"x")})
+            ),
+            ("GET", "/v1/files"): http.get("/v1/files"),
+            ("GET", "/v1/files/{file_id}"): http.get(f"/v1/files/{uploaded.json()['id']}"),
+            ("DELETE", "/v1/files/{file_id}"): http.delete(f"/v1/files/{uploaded.json()['id']}"),
             ("GET", "/health"): http.get("/health"),
             ("GET", "/ready"): http.get("/ready"),
         }

@@ -1,0 +1,159 @@
+"""/v1/files, as OpenAI's API reference has it: uploads, their contents, and what servers wrote as results."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import PurePosixPath
+from typing import BinaryIO
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+
+from nightmill.jobs.contract import JsonObject
+from nightmill.jobs.errors import InvalidRequestError
+from nightmill.jobs.ids import IdSource
+from nightmill.jobs.printable import printable
+from nightmill.jobs.server.desk import Desk
+from nightmill.jobs.server.errors import HttpError, invalid
+from nightmill.jobs.server.folder import Folder
+from nightmill.jobs.server.keys import Caller
+from nightmill.jobs.server.listing import Page, bare_id
+from nightmill.jobs.server.uploads import Uploads, over_quota
+from nightmill.jobs.spec import unknown_field
+from nightmill.jobs.sql.files import FileStore, StoredFile
+
+UPLOADED = "batch"
+"""The purpose of what is uploaded here."""
+WRITTEN = "batch_output"
+"""The purpose of what servers write."""
+PREFIX = "file-"
+MOST_LISTED = 10_000
+_LONGEST_NAME = 255
+_READ_AT_ONCE = 1 << 18
+_NOT_HERE = {"expires_after": "files stay until they are deleted"}
+
+
+class Files:
+    """The endpoints."""
+
+    def __init__(self, desk: Desk, store: FileStore, folder: Folder) -> None:
+        self._desk = desk
+        self._store = store
+        self._folder = folder
+        self._uploads = Uploads(folder, desk.limits)
+        self._ids = IdSource()
+
+    async def upload(self, request: Request) -> Response:
+        """POST /v1/files."""
+        desk = self._desk
+        caller = desk.keys.caller(request)
+        caller.need_to_submit()
+        used = await desk.run(self._store.used, caller.name)
+        file_id = self._ids.draw()
+        form, size = await self._uploads.receive(request, file_id, caller.name, used)
+        try:
+            filename = _checked(form.texts, form.filename, size)
+        except (HttpError, InvalidRequestError):
+            self._folder.remove(file_id)
+            raise
+        now = await desk.run(desk.client.database.now)
+        file = StoredFile(file_id, caller.name, UPLOADED, filename, size, now)
+        if not await desk.run(self._store.add, file, desk.limits.stored_bytes):
+            self._folder.remove(file_id)
+            raise over_quota(desk.limits)
+        self._folder.settle(file_id)
+        return JSONResponse(file_object(file))
+
+    async def listed(self, request: Request) -> Response:
+        """GET /v1/files: the caller's own, newest first."""
+        caller = self._desk.keys.caller(request)
+        query = request.query_params
+        page = Page.read(query, PREFIX, limit=MOST_LISTED, most=MOST_LISTED)
+        found = await self._desk.run(
+            self._store.page,
+            owner=caller.only,
+            purpose=query.get("purpose"),
+            after=page.after,
+            oldest_first=page.oldest_first,
+            limit=page.limit + 1,
+        )
+        return JSONResponse(page.answer([file_object(file) for file in found]))
+
+    async def shown(self, request: Request) -> Response:
+        """GET /v1/files/ID."""
+        caller = self._desk.keys.caller(request)
+        return JSONResponse(file_object(await self.find(caller, request.path_params["file_id"])))
+
+    async def content(self, request: Request) -> Response:
+        """GET /v1/files/ID/content."""
+        caller = self._desk.keys.caller(request)
+        file = await self.find(caller, request.path_params["file_id"])
+        try:
+            content = await asyncio.to_thread(self._folder.open, file.id)
+        except FileNotFoundError:
+            said = "the content of this file is not in the folder of this server, which servers must share"
+            raise HttpError(500, said, code="content_missing") from None
+        return StreamingResponse(
+            _pieces(content),
+            media_type="application/octet-stream",
+            headers={
+                "Content-Length": str(file.size),
+                "Content-Disposition": "attachment",
+                "X-Content-Type-Options": "nosniff",  # a stranger wrote it
+            },
+        )
+
+    async def deleted(self, request: Request) -> Response:
+        """DELETE /v1/files/ID."""
+        caller = self._desk.keys.caller(request)
+        file = await self.find(caller, request.path_params["file_id"])
+        caller.need_to_change(file.owner)
+        if not await self._desk.run(self._store.delete, file.id, lambda: self._folder.remove(file.id)):
+            raise _no_file(PREFIX + file.id)  # somebody else was faster
+        return JSONResponse({"id": PREFIX + file.id, "object": "file", "deleted": True})
+
+    async def find(self, caller: Caller, name: str) -> StoredFile:
+        """A caller's file; raises HttpError also for another's."""
+        file_id = bare_id(name, PREFIX)
+        file = None if file_id is None else await self._desk.run(self._store.get, file_id)
+        if file is None or not caller.sees(file.owner):
+            raise _no_file(name)
+        return file
+
+
+def file_object(file: StoredFile) -> JsonObject:
+    """OpenAI's object for a file."""
+    return {
+        "id": PREFIX + file.id,
+        "object": "file",
+        "bytes": file.size,
+        "created_at": int(file.created_at.timestamp()),
+        "filename": file.filename,
+        "purpose": file.purpose,
+        "status": "processed",
+        "expires_at": None,
+    }
+
+
+def _checked(texts: dict[str, str], filename: str | None, size: int) -> str:
+    """The name of a file whose form is as it should be; raises HttpError."""
+    for name in texts:
+        if name != "purpose":
+            raise unknown_field(name, {"file", "purpose"}, _NOT_HERE.get(name))
+    if filename is None:
+        raise invalid("file", "is missing; send the file as a part of this name, with a filename")
+    if texts.get("purpose") != UPLOADED:
+        raise invalid("purpose", f"must be {UPLOADED}: files are for batches here")
+    if not size:
+        raise invalid("file", "is empty; write one row on each line")
+    # Whatever it says of folders is left out; what is left is shown and leads nowhere.
+    return printable(PurePosixPath(filename.replace("\\", "/")).name or "file", _LONGEST_NAME)
+
+
+async def _pieces(content: BinaryIO) -> AsyncIterator[bytes]:
+    with content:
+        while piece := await asyncio.to_thread(content.read, _READ_AT_ONCE):
+            yield piece
+
+
+def _no_file(name: str) -> HttpError:
+    return HttpError(404, f"there is no file {printable(name, 80)!r}", code="file_not_found")

@@ -1,0 +1,132 @@
+"""Uploads: a form's file goes to the disk as it comes, within the limits of its owner."""
+
+import asyncio
+import logging
+from collections import Counter
+from typing import BinaryIO
+
+from starlette.requests import ClientDisconnect, Request
+
+from nightmill.jobs.server import bodies
+from nightmill.jobs.server.desk import Limits
+from nightmill.jobs.server.errors import HttpError
+from nightmill.jobs.server.folder import Folder, written
+from nightmill.jobs.server.forms import OTHER_BYTES, Form
+
+log = logging.getLogger("nightmill.server")
+
+_AT_ONCE = 64  # uploads of one server
+_WRITTEN_AT_ONCE = 1 << 18  # bytes
+_SLOWEST = 1 << 14  # bytes a second that an upload must have come with, once its first minute is over
+
+
+class Uploads:
+    """Takes uploads of one server."""
+
+    def __init__(self, folder: Folder, limits: Limits) -> None:
+        self._folder = folder
+        self._limits = limits
+        self._open = 0
+        self._coming: Counter[str | None] = Counter()  # bytes on the disk without a row, by owner
+
+    async def receive(self, request: Request, file_id: str, owner: str | None, used: int) -> tuple[Form, int]:
+        """Write a form's file to where it is to come: (the form without it, its bytes).
+
+        used  bytes that the owner's files have
+
+        Raises HttpError; then nothing of the file is left.
+        """
+        announced = request.headers.get("content-length", "")
+        if announced.isdigit() and int(announced) > self._limits.file_bytes + OTHER_BYTES:
+            raise self._too_large()
+        form = Form(request.headers.get("content-type", ""))
+        if self._open >= _AT_ONCE:
+            raise HttpError(429, f"{_AT_ONCE} uploads are open already; try again later", code="busy")
+        self._open += 1
+        upload = _Upload(self._limits, self._coming, owner, used)
+        try:
+            with self._folder.coming(file_id).open("wb") as file:
+                await upload.run(request, form, file)
+            await asyncio.to_thread(written, self._folder.coming(file_id))
+        except BaseException as error:  # also if the caller goes away
+            self._folder.remove(file_id)
+            if isinstance(error, OSError):
+                log.error("an upload cannot be written: %s", error)
+                raise HttpError(
+                    503, "the server has no room for files; try again later", code="no_room"
+                ) from None
+            raise
+        finally:
+            self._open -= 1
+            self._coming[owner] -= upload.size
+        return form, upload.size
+
+    def _too_large(self) -> HttpError:
+        return too_large(self._limits)
+
+
+class _Upload:
+    """One of them."""
+
+    def __init__(self, limits: Limits, coming: Counter[str | None], owner: str | None, used: int) -> None:
+        self.size = 0
+        self._limits = limits
+        self._coming = coming
+        self._owner = owner
+        self._used = used
+
+    async def run(self, request: Request, form: Form, file: BinaryIO) -> None:
+        received = 0
+        now = asyncio.get_running_loop().time
+        begun = now()
+        try:
+            async with asyncio.timeout(bodies.BODY_SECONDS) as patience:
+                async for chunk in request.stream():
+                    received += len(chunk)
+                    patience.reschedule(begun + bodies.BODY_SECONDS + received / _SLOWEST)
+                    form.feed(chunk)
+                    self._count(len(chunk), received, form)
+                    if form.waiting >= _WRITTEN_AT_ONCE:
+                        await self._write(form, file)
+                await self._write(form, file)
+        except TimeoutError:
+            raise HttpError(408, "the file came too slowly", code="slow_body") from None
+        except ClientDisconnect:
+            raise _incomplete() from None
+        if not form.over:
+            raise _incomplete()
+
+    def _count(self, came: int, received: int, form: Form) -> None:
+        """Refuse what is too much, before it is written."""
+        if (
+            received > self._limits.file_bytes + OTHER_BYTES
+            or self.size + form.waiting > self._limits.file_bytes
+        ):
+            raise too_large(self._limits)
+        if self._used + self._coming[self._owner] + form.waiting > self._limits.stored_bytes:
+            raise over_quota(self._limits)
+
+    async def _write(self, form: Form, file: BinaryIO) -> None:
+        piece = form.take()
+        self.size += len(piece)
+        self._coming[self._owner] += len(piece)
+        await asyncio.to_thread(file.write, piece)
+
+
+def too_large(limits: Limits) -> HttpError:
+    """What is said of a file that is larger than any may be."""
+    return HttpError(413, f"a file may have {limits.file_bytes:,} bytes; divide it", code="too_large")
+
+
+def over_quota(limits: Limits) -> HttpError:
+    """What is said of a file for which its owner has no room. Sending it again at once is of no use."""
+    return HttpError(
+        429,
+        f"the files of this key may have {limits.stored_bytes:,} bytes together, results too; delete some",
+        code="quota_exceeded",
+        headers={"x-should-retry": "false"},
+    )
+
+
+def _incomplete() -> HttpError:
+    return HttpError(400, "the form ended too early; send the whole file", code="incomplete_body")
