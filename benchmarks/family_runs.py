@@ -20,6 +20,7 @@ from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.model.spec import ModelSpec
 from nightmill.worker.runners.gpu.catalogue import check_spec
 from nightmill.worker.runners.gpu.element_choice import choose_element
+from nightmill.worker.runners.gpu.numbers import Numbers
 from nightmill.worker.runners.gpu.runner import CudaRunner
 from tests.gpu.driving import BLOCK, Cuda, HasLogits, Reference
 
@@ -83,7 +84,7 @@ class Checked:
             return Reference(file, spec, kv_blocks=pages, block_size=BLOCK, slots=1)
         return Cuda(
             file, spec, slots=1, kv_blocks=pages, max_tokens=CONTEXT, max_draws=CONTEXT, context=CONTEXT,
-            element=self._element, tune=False, report=lambda line: None,
+            numbers=Numbers(self._element), tune=False, report=lambda line: None,
         )  # fmt: skip
 
     def close(self) -> None:
@@ -100,7 +101,8 @@ class Racer:
         self._runner = CudaRunner(
             self._file, spec, slots=UNIFORM.slots, depth=3, context=context, max_tokens=UNIFORM.token_budget,
             kv_blocks=UNIFORM.slots * -(-context // BLOCK),  # another model is on the GPU, too
-            element=choose_element(self._file, spec, dtype).element, report=lambda line: None,
+            numbers=Numbers(choose_element(self._file, spec, dtype).element),
+            report=lambda line: None,
         )  # fmt: skip
         self.rate(0)
 

@@ -29,7 +29,9 @@ class InstantRunner:
 
     block_size = 16
     depth = 1
-    arithmetic = Arithmetic(runner="instant", device="none", weights="none", kernels="none", model="none")
+    arithmetic = Arithmetic(
+        runner="instant", device="none", weights="none", kv="none", kernels="none", model="none"
+    )
 
     def __init__(self, vocab: int, slots: int) -> None:
         self.vocab = vocab

@@ -31,7 +31,9 @@ class NoRunner:
     block_size = 16
     depth = 3
     vocab = VOCAB
-    arithmetic = Arithmetic(runner="none", device="none", weights="none", kernels="none", model="none")
+    arithmetic = Arithmetic(
+        runner="none", device="none", weights="none", kv="none", kernels="none", model="none"
+    )
 
     def __init__(self, slots: int) -> None:
         self.slots = slots

@@ -86,6 +86,10 @@ class Settings(BaseModel):
     """Share of the GPU's free memory that the worker may take."""
     dtype: Literal["auto", "f16", "bf16"] = "auto"
     """What a GPU computes in; auto: as the model's family and file ask for."""
+    weights: Literal["16bit"] = "16bit"
+    """How a GPU keeps matrices of weights."""
+    kv: Literal["16bit"] = "16bit"
+    """How a GPU keeps keys and values."""
     max_sequences: int | None = Field(default=None, ge=1, le=32768)
     """Sequences generated at once."""
     context: int | None = Field(default=None, ge=2)

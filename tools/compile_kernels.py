@@ -25,6 +25,7 @@ from nightmill.worker.model.spec import Activation, ModelSpec
 from nightmill.worker.runners.gpu.catalogue import sources_for
 from nightmill.worker.runners.gpu.device.compiler import COMMON_OPTIONS, cubin_name, kernel_directory
 from nightmill.worker.runners.gpu.device.element import Element
+from nightmill.worker.runners.gpu.numbers import Numbers
 
 ROOT = Path(__file__).resolve().parent.parent
 DONE = ROOT / "build" / "kernels" / "nightmill" / "cubins"  # a worker's, with XDG_CACHE_HOME=build/kernels
@@ -73,7 +74,7 @@ def every_source() -> Iterator[tuple[Path, tuple[str, ...], str]]:
     ]
     for spec, architecture, element in models:
         for hopper in {architecture == HOPPER, False}:  # portable kernels are compiled for Hopper too
-            sources = sources_for(spec, hopper=hopper, element=element)
+            sources = sources_for(spec, Numbers(element), hopper=hopper)
             yield from ((path, options, architecture) for path, options in sources)
 
 

@@ -21,6 +21,10 @@ DTYPE_HELP = (
     "What a GPU computes in; auto, the default: BF16 if the model's family or file asks for it, else F16 "
     "[NIGHTMILL_DTYPE]."
 )
+WEIGHTS = click.Choice(get_args(Settings.model_fields["weights"].annotation))
+WEIGHTS_HELP = "How a GPU keeps weights; 16bit: dequantised to the type of --dtype [NIGHTMILL_WEIGHTS]."
+KV = click.Choice(get_args(Settings.model_fields["kv"].annotation))
+KV_HELP = "How a GPU keeps keys and values; 16bit: in the type of --dtype [NIGHTMILL_KV]."
 
 
 def worker_options() -> list[click.Option]:
@@ -38,6 +42,8 @@ def worker_options() -> list[click.Option]:
             help="Share of the GPU's free memory to take; 0.9 by default [NIGHTMILL_GPU_MEMORY].",
         ),
         click.Option(["--dtype"], type=DTYPES, help=DTYPE_HELP),
+        click.Option(["--weights"], type=WEIGHTS, help=WEIGHTS_HELP),
+        click.Option(["--kv"], type=KV, help=KV_HELP),
         click.Option(
             ["--reference"],
             is_flag=True,
@@ -80,6 +86,8 @@ WORKER_SETTINGS = frozenset(
         "gpu",
         "gpu_memory",
         "dtype",
+        "weights",
+        "kv",
         "reference",
         "max_sequences",
         "context",

@@ -45,7 +45,9 @@ class ScriptedRunner:
 
     block_size = 16
     depth = 2
-    arithmetic = Arithmetic(runner="checksums", device="none", weights="none", kernels="none", model="none")
+    arithmetic = Arithmetic(
+        runner="checksums", device="none", weights="none", kv="none", kernels="none", model="none"
+    )
 
     def __init__(self, vocab: int, slots: int) -> None:
         self.vocab = vocab

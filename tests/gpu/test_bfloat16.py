@@ -17,6 +17,7 @@ from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.model.spec import ModelSpec
 from nightmill.worker.runners.gpu.device.element import Element
 from nightmill.worker.runners.gpu.element_choice import choose_element
+from nightmill.worker.runners.gpu.numbers import Numbers
 from nightmill.worker.runners.reference import ReferenceRunner
 from tests.beyond_half import VOCAB, write_beyond_half
 from tests.elements import PRECISION, rounded
@@ -53,7 +54,7 @@ def agree(file: GgufFile) -> None:
     steps += [[Chunk(0, texts[0], place, 1, drawn=True)] for place in range(105, 110)]
     cuda = Cuda(
         file, spec, slots=slots, kv_blocks=slots * blocks, max_tokens=512, max_draws=512, context=128,
-        tune=False, element=element,
+        tune=False, numbers=Numbers(element),
     )  # fmt: skip
     with closing(cuda.runner):
         reference = Reference(file, spec, kv_blocks=slots * blocks, block_size=BLOCK, slots=slots)
@@ -101,7 +102,7 @@ def test_numbers_beyond_half_give_the_texts_of_the_reference_runner(
     reference = ReferenceRunner(file, spec, kv_blocks=pages, block_size=BLOCK, slots=6)
     expected = generate(reference, requests(), **options)
     assert all(len(tokens) >= 100 for tokens in expected.values())
-    runner = make(slots=6, kv_blocks=pages, context=CONTEXT, element=Element.BF16)
+    runner = make(slots=6, kv_blocks=pages, context=CONTEXT, numbers=Numbers(Element.BF16))
     assert generate(runner, requests(), **options) == expected
     assert generate(runner, requests(), context=CONTEXT, token_budget=7) == expected
     for one in requests():
@@ -126,5 +127,5 @@ def test_a_weight_beyond_half_is_refused_in_half_alone(tmp_path: Path) -> None:
         spec, options = read_spec(file), {"slots": 1, "kv_blocks": 4, "context": 32, "max_tokens": 64}
         with pytest.raises(ModelFileError, match=r"a weight is beyond 65504, .* F16.*--dtype bf16"):
             Cuda(file, spec, **options)
-        with closing(Cuda(file, spec, element=Element.BF16, **options).runner):
+        with closing(Cuda(file, spec, numbers=Numbers(Element.BF16), **options).runner):
             pass

@@ -18,6 +18,7 @@ from nightmill.worker.engine.request import Request
 from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.model.spec import ModelSpec
 from nightmill.worker.runners.gpu.element_choice import choose_element
+from nightmill.worker.runners.gpu.numbers import Numbers
 from nightmill.worker.runners.gpu.runner import CudaRunner
 from tests.engines import NoText
 from tests.ggufs import write_model
@@ -53,7 +54,7 @@ def file(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 @pytest.fixture(scope="module")
 def defaults(file: GgufFile, spec: ModelSpec) -> dict[str, Any]:
-    return {"max_tokens": 2048, "tune": False, "element": choose_element(file, spec).element}
+    return {"max_tokens": 2048, "tune": False, "numbers": Numbers(choose_element(file, spec).element)}
 
 
 def texts(spec: ModelSpec, lengths: list[int], seed: int) -> list[tuple[int, ...]]:

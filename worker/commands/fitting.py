@@ -73,10 +73,11 @@ def fit(spec: ModelSpec, card: Card, settings: Settings) -> Fit:
     """
     from nightmill.worker.runners.gpu.activations import LOGIT_ROWS
     from nightmill.worker.runners.gpu.catalogue import check_spec, workspace_bytes
-    from nightmill.worker.runners.gpu.kv_cache import PAGE
+    from nightmill.worker.runners.gpu.kv_cache import PAGE, page_bytes
     from nightmill.worker.runners.gpu.memory import plan_memory
     from nightmill.worker.runners.gpu.sampling.masks import MaskBuffers
     from nightmill.worker.runners.gpu.sampling.slots import SlotTable
+    from nightmill.worker.runners.gpu.weights.layout import weight_bytes
 
     check_spec(spec)
     slots = settings.max_sequences or GPU_MAX_SEQUENCES
@@ -88,7 +89,8 @@ def fit(spec: ModelSpec, card: Card, settings: Settings) -> Fit:
         + MaskBuffers.bytes(spec.vocab, LOGIT_ROWS)
     )
     plan = plan_memory(
-        spec,
+        weights=weight_bytes(spec),
+        page=page_bytes(spec),
         free=card.free,
         gpu_memory=settings.gpu_memory,
         slots=slots,

@@ -27,6 +27,7 @@ from nightmill.worker.model.tokenizer.vocabulary import Vocabulary
 from nightmill.worker.runners.base import Runner
 from nightmill.worker.runners.gpu.device.device import device_count
 from nightmill.worker.runners.gpu.element_choice import ElementChoice, choose_element
+from nightmill.worker.runners.gpu.numbers import KvNumbers, Numbers, WeightNumbers
 from nightmill.worker.runners.reference import ReferenceRunner, choose_kv_blocks
 
 if TYPE_CHECKING:
@@ -254,6 +255,12 @@ def element_of(settings: Settings, model: OpenModel) -> ElementChoice:
     return choose_element(model.file, model.spec, settings.dtype)
 
 
+def numbers_of(settings: Settings, model: OpenModel) -> Numbers:
+    """The formats that a GPU computes and keeps the model in."""
+    element = element_of(settings, model).element
+    return Numbers(element, WeightNumbers(settings.weights), KvNumbers(settings.kv))
+
+
 def build_engine(settings: Settings, model: OpenModel) -> Engine:
     """The runner with the weights, and the engine on it. Called in the process and thread that will run it.
 
@@ -276,7 +283,7 @@ def build_engine(settings: Settings, model: OpenModel) -> Engine:
         runner = CudaRunner(
             model.file, model.spec, slots=sequences, depth=GPU_DEPTH,
             gpu_memory=settings.gpu_memory, context=context, max_tokens=token_budget, gpu=gpu,
-            element=element_of(settings, model).element,
+            numbers=numbers_of(settings, model),
         )  # fmt: skip
 
     def engine() -> Engine:

@@ -37,7 +37,9 @@ PIECES = [
 ]
 EOS = len(PIECES) - 1
 VOCAB = len(PIECES)
-ARITHMETIC = Arithmetic(runner="scripted", device="none", weights="none", kernels="hash", model="none")
+ARITHMETIC = Arithmetic(
+    runner="scripted", device="none", weights="none", kv="none", kernels="hash", model="none"
+)
 
 
 class PieceStream:

@@ -9,9 +9,16 @@ from hypothesis import strategies as st
 from nightmill.jobs.arithmetic import Arithmetic, difference
 
 H200 = Arithmetic(
-    runner="cuda", device="NVIDIA H200", weights="f16", kernels="0123456789abcdef", model="fedcba9876543210"
+    runner="cuda",
+    device="NVIDIA H200",
+    weights="f16",
+    kv="f16",
+    kernels="0123456789abcdef",
+    model="fedcba9876543210",
 )
-NAME = "runner=cuda; device=NVIDIA H200; weights=f16; kernels=0123456789abcdef; model=fedcba9876543210"
+NAME = (
+    "runner=cuda; device=NVIDIA H200; weights=f16; kv=f16; kernels=0123456789abcdef; model=fedcba9876543210"
+)
 PARTS = [part.name for part in fields(Arithmetic)]
 
 values = st.text() | st.sampled_from(["", "a; model=b", "100%", "%3B", "a;b", "=", "x\ny", "; "])

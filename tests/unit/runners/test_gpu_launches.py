@@ -34,6 +34,7 @@ from nightmill.worker.runners.gpu.device.element import Element
 from nightmill.worker.runners.gpu.device.graphs import Graph
 from nightmill.worker.runners.gpu.device.operands import ELEMENT, Buffer, Matrix
 from nightmill.worker.runners.gpu.kv_cache import PAGE
+from nightmill.worker.runners.gpu.numbers import HALF, Numbers
 from nightmill.worker.runners.gpu.products.chooser import Product
 from nightmill.worker.runners.gpu.products.few_rows import MAX_ROWS
 from nightmill.worker.runners.gpu.products.shapes import Kind, padded_rows
@@ -81,7 +82,7 @@ def cubins() -> Path:
                     record(capability, patch, directory)
                     with Device() as device:
                         compile_all(
-                            sources_for(spec, hopper=capability == HOPPER, element=device.element),
+                            sources_for(spec, HALF, hopper=capability == HOPPER),
                             device.architecture,
                         )
     return directory
@@ -434,7 +435,13 @@ def test_a_runner_of_bfloat16_launches_its_kernels_and_says_so_in_the_name_of_it
     file = GgufFile.open(MODEL)
     names, plans = [], []
     for element in Element:
-        options = {"slots": 8, "context": CONTEXT, "kv_blocks": 64, "tune": False, "element": element}
+        options = {
+            "slots": 8,
+            "context": CONTEXT,
+            "kv_blocks": 64,
+            "tune": False,
+            "numbers": Numbers(element),
+        }
         driver.types.clear()
         with closing(CudaRunner(file, read_spec(file), **options)) as runner:  # type: ignore[arg-type]
             pages, tokens = Pages(8, CONTEXT // 16), [1] * CONTEXT
@@ -447,7 +454,7 @@ def test_a_runner_of_bfloat16_launches_its_kernels_and_says_so_in_the_name_of_it
         expected = {library, maps} if driver.capability == HOPPER else {library}
         assert driver.types - {"0", "FLOAT32"} == expected
     assert plans[0] == plans[1]
-    assert names[0].difference(names[1]) == ("weights: f16, now bf16",)
+    assert names[0].difference(names[1]) == ("weights: f16, now bf16", "kv: f16, now bf16")
     assert driver.launches.keys() - {"library"} <= driver.checked
 
 

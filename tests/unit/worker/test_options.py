@@ -4,8 +4,9 @@ import pytest
 
 from nightmill.jobs.errors import SettingsError
 from nightmill.jobs.settings import Settings
-from nightmill.worker.options import DTYPES, as_arguments, merge_options
+from nightmill.worker.options import DTYPES, KV, WEIGHTS, as_arguments, merge_options
 from nightmill.worker.runners.gpu.device.element import Element
+from nightmill.worker.runners.gpu.numbers import KvNumbers, WeightNumbers
 
 
 @pytest.mark.parametrize(
@@ -16,6 +17,7 @@ from nightmill.worker.runners.gpu.device.element import Element
         ({"prefix_sharing": False}, ["--no-prefix-sharing"]),
         ({"prefix_sharing": True, "context": 64}, ["--context", "64", "--prefix-sharing"]),
         ({"dtype": "bf16", "gpu": 1}, ["--gpu", "1", "--dtype", "bf16"]),
+        ({"kv": "16bit", "weights": "16bit"}, ["--weights", "16bit", "--kv", "16bit"]),
         ({"model": "a.gguf", "reference": True}, ["--model", "a.gguf", "--reference"]),
     ],
 )
@@ -31,6 +33,13 @@ def test_the_types_to_compute_in_are_those_that_kernels_are_compiled_for() -> No
     )  # fmt: skip
     with pytest.raises(SettingsError, match=r"NIGHTMILL_DTYPE: .*'half'"):
         Settings.from_env({"NIGHTMILL_DTYPE": "half"})
+
+
+def test_what_can_be_chosen_of_weights_and_kv_is_what_a_runner_knows() -> None:
+    for choice, formats in ((WEIGHTS, WeightNumbers), (KV, KvNumbers)):
+        assert set(choice.choices) <= {format.value for format in formats}
+    with pytest.raises(SettingsError, match=r"--weights: .*'q9'"):
+        merge_options(Settings(), {"weights": "q9"})
 
 
 def test_prefix_sharing_is_on_unless_the_environment_or_an_option_says_otherwise() -> None:

@@ -9,8 +9,8 @@ from nightmill.worker.runners.gpu.attention.decode import DecodeAttention
 from nightmill.worker.runners.gpu.attention.general import GeneralDecode
 from nightmill.worker.runners.gpu.attention.prefill import HopperPrefill, PortablePrefill
 from nightmill.worker.runners.gpu.computed import refusal
-from nightmill.worker.runners.gpu.device.element import Element
 from nightmill.worker.runners.gpu.device.sources import Source, for_element
+from nightmill.worker.runners.gpu.numbers import Numbers
 from nightmill.worker.runners.gpu.products.few_rows import FewRows
 from nightmill.worker.runners.gpu.products.hopper_qkv import HopperQkv
 from nightmill.worker.runners.gpu.products.hopper_tiles import HopperTiles
@@ -50,10 +50,10 @@ _LAUNCHERS: tuple[type[Launcher], ...] = (  # those that compile longest first
 _LAST = (Norms, Activate, Rotation, PortablePrefill)
 
 
-def sources_for(spec: ModelSpec, *, hopper: bool, element: Element) -> list[Source]:
+def sources_for(spec: ModelSpec, numbers: Numbers, *, hopper: bool) -> list[Source]:
     """Files and options for nvcc; those that take longest first."""
     found = (source for launcher in _LAUNCHERS for source in launcher.sources(spec, hopper=hopper))
-    return list(dict.fromkeys(for_element(source, element) for source in found))
+    return list(dict.fromkeys(for_element(source, numbers.element) for source in found))
 
 
 def workspace_bytes(

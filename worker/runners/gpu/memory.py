@@ -2,10 +2,8 @@
 
 from dataclasses import dataclass
 
-from nightmill.worker.model.spec import ModelSpec
 from nightmill.worker.runners.gpu.device.device import DeviceMemoryError
-from nightmill.worker.runners.gpu.kv_cache import PAGE, page_bytes
-from nightmill.worker.runners.gpu.weights.layout import weight_bytes
+from nightmill.worker.runners.gpu.kv_cache import PAGE
 
 __all__ = ["MemoryPlan", "plan_memory"]
 
@@ -36,8 +34,9 @@ class MemoryPlan:
 
 
 def plan_memory(
-    spec: ModelSpec,
     *,
+    weights: int,
+    page: int,
     free: int,
     gpu_memory: float,
     slots: int,
@@ -48,14 +47,14 @@ def plan_memory(
 ) -> MemoryPlan:
     """Plan for `gpu_memory` (a share) of `free` bytes.
 
+    weights    bytes that they take (`weight_bytes`)
+    page       bytes of a page of the KV cache (`page_bytes`)
     context    tokens that a sequence may have; more pages than all slots can fill are not taken
     workspace  bytes of activations, of what kernels ask for, and of per-slot state
     kv_blocks  pages to take; None: as many as fit
 
     Raises DeviceMemoryError, with the numbers and the settings to change, where that cannot fit.
     """
-    weights = weight_bytes(spec)
-    page = page_bytes(spec)
     budget = int(free * gpu_memory)
     room = (budget - weights - workspace) // page - 1  # one page more is kept for padding
     wanted = kv_blocks or slots * -(-context // PAGE)

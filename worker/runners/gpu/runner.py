@@ -26,12 +26,12 @@ from nightmill.worker.runners.gpu.attention.pieces import whole_pieces
 from nightmill.worker.runners.gpu.catalogue import check_spec, sources_for, workspace_bytes
 from nightmill.worker.runners.gpu.device.compiler import compile_all, compiler_release, kernel_revision
 from nightmill.worker.runners.gpu.device.device import Device
-from nightmill.worker.runners.gpu.device.element import Element
 from nightmill.worker.runners.gpu.device.graphs import Graph, bucket_of, buckets
-from nightmill.worker.runners.gpu.kv_cache import PAGE, KvCache
+from nightmill.worker.runners.gpu.kv_cache import PAGE, KvCache, page_bytes
 from nightmill.worker.runners.gpu.layers import bind_layers
 from nightmill.worker.runners.gpu.memory import MemoryPlan, plan_memory
 from nightmill.worker.runners.gpu.model import Model, Shared
+from nightmill.worker.runners.gpu.numbers import HALF, Numbers
 from nightmill.worker.runners.gpu.products.chooser import Products
 from nightmill.worker.runners.gpu.products.kinds import kinds_of
 from nightmill.worker.runners.gpu.products.library import library_release
@@ -44,7 +44,7 @@ from nightmill.worker.runners.gpu.sampling.masks import MaskBuffers
 from nightmill.worker.runners.gpu.sampling.sampler import Sampler
 from nightmill.worker.runners.gpu.sampling.slots import SlotTable
 from nightmill.worker.runners.gpu.steps import PADDING, StepBuffers, StepInputs, StepShape, padded_lengths
-from nightmill.worker.runners.gpu.weights.layout import padded_vocab
+from nightmill.worker.runners.gpu.weights.layout import padded_vocab, weight_bytes
 from nightmill.worker.runners.gpu.weights.loading import load_weights
 
 __all__ = ["CudaRunner"]
@@ -75,7 +75,7 @@ class CudaRunner:
     context        the most tokens of a sequence, by default the model's limit
     max_tokens     the most tokens of a step; at least `slots`
     max_draws      the most rows that draw in a step, by default `slots`
-    element        type of weights, activations, keys and values
+    numbers        formats of weights, activations, keys and values
     graphs         replay decode steps from CUDA graphs
     tune           time the algorithms of products at start-up, else take the library's first guess
     report         told what is being done, for a person who waits
@@ -87,7 +87,7 @@ class CudaRunner:
     def __init__(
         self, file: GgufFile, spec: ModelSpec, *, kv_blocks: int | None = None, gpu_memory: float = 0.9,
         slots: int, depth: int = 2, context: int | None = None, max_tokens: int = 8192,
-        max_draws: int | None = None, gpu: int = 0, element: Element = Element.F16, graphs: bool = True,
+        max_draws: int | None = None, gpu: int = 0, numbers: Numbers = HALF, graphs: bool = True,
         tune: bool = True, report: Callable[[str], None] = log.info,
     ) -> None:  # fmt: skip
         if max_tokens < slots:
@@ -111,10 +111,10 @@ class CudaRunner:
         self._tune = tune
         self._turn = 0
         self._products: Products | None = None
-        self.device = Device(gpu, element)
+        self.device = Device(gpu, numbers.element)
         try:
-            self.arithmetic = _arithmetic(file, self.device)
-            self._build(file, spec, kv_blocks, gpu_memory)
+            self.arithmetic = _arithmetic(file, self.device, numbers)
+            self._build(file, spec, numbers, kv_blocks, gpu_memory)
             if graphs:
                 self._capture_all()
         except BaseException:  # Ctrl-C too, while it loads: the GPU is given back, and the error goes on up
@@ -124,10 +124,12 @@ class CudaRunner:
             f"GPU {gpu} ({self.device.name}) is ready after {time.monotonic() - began:.1f} s: {self.memory}"
         )
 
-    def _build(self, file: GgufFile, spec: ModelSpec, kv_blocks: int | None, gpu_memory: float) -> None:
+    def _build(
+        self, file: GgufFile, spec: ModelSpec, numbers: Numbers, kv_blocks: int | None, gpu_memory: float
+    ) -> None:  # fmt: skip
         device, slots, context = self.device, self.slots, self._context
         check_spec(spec)
-        sources = sources_for(spec, hopper=device.hopper, element=device.element)
+        sources = sources_for(spec, numbers, hopper=device.hopper)
         compile_all(sources, device.architecture)  # at once; each is then in the cache
         free = device.free_memory()
         attentions = Attentions(device, spec, max_context=context)
@@ -144,8 +146,8 @@ class CudaRunner:
             "slots": slots, "table_width": -(-context // PAGE), "max_pieces": decode.most_pieces(slots),
         }  # fmt: skip
         self.memory: MemoryPlan = plan_memory(
-            spec, free=free, gpu_memory=gpu_memory, slots=slots, context=context, kv_blocks=kv_blocks,
-            max_tokens=self._max_tokens,
+            weights=weight_bytes(spec), page=page_bytes(spec), free=free, gpu_memory=gpu_memory,
+            slots=slots, context=context, kv_blocks=kv_blocks, max_tokens=self._max_tokens,
             workspace=workspace_bytes(spec, device.multiprocessors, max_context=context, **draws)
             + StepBuffers.bytes(**step) + SlotTable.bytes(slots, spec.vocab)
             + MaskBuffers.bytes(spec.vocab, LOGIT_ROWS),
@@ -329,13 +331,14 @@ def _decode_shape(size: int, room: int) -> StepShape:
     return StepShape(tokens=size, sequences=size, drawn=size, draws=size, tiles=0, pieces=room)
 
 
-def _arithmetic(file: GgufFile, device: Device) -> Arithmetic:
+def _arithmetic(file: GgufFile, device: Device, numbers: Numbers) -> Arithmetic:
     """Our kernels and what makes machine code of them, NVIDIA's library, and the kind of GPU."""
     kernels = f"{kernel_revision()[:DIGITS]}, nvcc {compiler_release()}, cuBLASLt {library_release()}"
     return Arithmetic(
         runner="cuda",
         device=device.name,
-        weights=device.element.value,
+        weights=numbers.weights_name,
+        kv=numbers.kv_name,
         kernels=kernels,
         model=file.digest()[:DIGITS],
     )

@@ -142,6 +142,7 @@ def _arithmetic(file: GgufFile) -> Arithmetic:
         runner="numpy",
         device=", ".join(sorted(libraries)),
         weights="f32",
+        kv="f32",
         kernels=f"NumPy {np.__version__}",
         model=file.digest()[:DIGITS],
     )

@@ -15,8 +15,8 @@ from nightmill.jobs.sql.claims import Claims, Outcome
 from nightmill.jobs.sql.jobs import JOBS
 from nightmill.jobs.sql.tables import JobRow
 
-H100 = Arithmetic(runner="cuda", device="NVIDIA H100", weights="f16", kernels="1", model="2")
-H200 = Arithmetic(runner="cuda", device="NVIDIA H200", weights="f16", kernels="1", model="2")
+H100 = Arithmetic(runner="cuda", device="NVIDIA H100", weights="f16", kv="f16", kernels="1", model="2")
+H200 = Arithmetic(runner="cuda", device="NVIDIA H200", weights="f16", kv="f16", kernels="1", model="2")
 Answer = Callable[[Any], Outcome]
 
 

@@ -1,0 +1,54 @@
+"""In which formats a runner computes with numbers and keeps them: what a person may choose."""
+
+from dataclasses import dataclass
+from enum import Enum
+
+from nightmill.worker.runners.gpu.device.element import Element
+
+__all__ = ["HALF", "KvNumbers", "Numbers", "WeightNumbers"]
+
+
+class WeightNumbers(Enum):
+    """How matrices of weights are kept; the value is what a person asks for."""
+
+    FILE = "file"
+    """As in the file, bit for bit. A product has the bits that it has over dequantised weights."""
+    ELEMENT = "16bit"
+    """Dequantised to the element when they are loaded: what FILE is compared with, at more memory."""
+    FP8 = "fp8"
+    """Rounded to E4M3 when they are loaded, and multiplied so. Embedding and head stay as in the file."""
+
+
+class KvNumbers(Enum):
+    """How keys and values are kept; the value is what a person asks for."""
+
+    ELEMENT = "16bit"
+    FP8 = "fp8"
+    """E4M3, with a scale for each token and KV head."""
+
+
+@dataclass(frozen=True, slots=True)
+class Numbers:
+    """What a runner is told of its formats. Texts depend on them: they are part of the arithmetic's name.
+
+    element  of activations, and of weights, keys and values that are kept in no other format
+    """
+
+    element: Element = Element.F16
+    weights: WeightNumbers = WeightNumbers.ELEMENT
+    kv: KvNumbers = KvNumbers.ELEMENT
+
+    @property
+    def weights_name(self) -> str:
+        """For `Arithmetic.weights`: `f16`, `file in f16`."""
+        element = self.element.value
+        return element if self.weights is WeightNumbers.ELEMENT else f"{self.weights.value} in {element}"
+
+    @property
+    def kv_name(self) -> str:
+        """For `Arithmetic.kv`: `f16`, `fp8`."""
+        return self.element.value if self.kv is KvNumbers.ELEMENT else self.kv.value
+
+
+HALF = Numbers()
+"""All in F16."""
