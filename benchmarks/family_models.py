@@ -20,7 +20,10 @@ from nightmill.worker.model.spec import LayerSpec, ModelSpec, Role
 from tests.ggufs import write_file
 from tests.unit.model.test_family_keys import FILES, HALVES, KEYS, NORM, PAIRS, SIZED, layer, model
 
-__all__ = ["MODELS", "QWEN", "FamilyModel", "Heads", "Size", "families", "full_size", "small_size", "write"]
+__all__ = [
+    "MODELS", "QWEN", "FamilyModel", "Heads", "Size", "families", "full_size", "sized_keys", "sized_spec",
+    "small_size", "write",
+]  # fmt: skip
 
 T = TypeVar("T")
 QWEN: Final = "qwen2"
@@ -123,7 +126,7 @@ def write(path: Path, model: FamilyModel, size: Size, dtype: str = "auto", *, se
 
     dtype  of its matrices, f16 or bf16; "auto": as models of the family are computed
     """
-    like = _sized(model.like, size)
+    like = sized_spec(model.like, size)
     gains = {
         Role.EMBEDDING: 2.5 / like.embedding_scale,
         Role.HEAD: 2.5,
@@ -142,10 +145,10 @@ def write(path: Path, model: FamilyModel, size: Size, dtype: str = "auto", *, se
     rotated = like.layers[0].attention.rope.dim
     for name in model.divisors:
         tensors[f"{name}.weight"] = np.linspace(1, 8, rotated // 2, dtype=np.float32)
-    return write_file(path, model.family, _sized_keys(model, size, len(like.layers)), tensors)
+    return write_file(path, model.family, sized_keys(model, size, len(like.layers)), tensors)
 
 
-def _sized(like: ModelSpec, size: Size) -> ModelSpec:
+def sized_spec(like: ModelSpec, size: Size) -> ModelSpec:
     """The spec in this size; at least as many layers as it has, which go on in turn."""
     heads = size.heads
 
@@ -164,7 +167,8 @@ def _sized(like: ModelSpec, size: Size) -> ModelSpec:
     )  # fmt: skip
 
 
-def _sized_keys(model: FamilyModel, size: Size, layers: int) -> dict[str, Any]:
+def sized_keys(model: FamilyModel, size: Size, layers: int) -> dict[str, Any]:
+    """The keys that say so, of that many layers."""
     heads = size.heads
     keys = KEYS | dict(model.keys)
     keys |= {

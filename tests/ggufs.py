@@ -204,13 +204,18 @@ def write_file(
     Keys are the architecture's: `block_count` becomes `qwen2.block_count`. Tensors of bytes are BF16.
     """
     writer = GGUFWriter(path, architecture)
-    vocabulary = _vocabulary_keys(byte_vocabulary(), "qwen2")
-    for key, value in (vocabulary | {f"{architecture}.{key}": value for key, value in keys.items()}).items():
-        _add(writer, key, value)
+    add_keys(writer, architecture, keys)
     for name, tensor in tensors.items():
         kind = GGMLQuantizationType.BF16 if tensor.dtype == np.uint8 else None
         writer.add_tensor(name, tensor, raw_dtype=kind)
     return _written(writer, path)
+
+
+def add_keys(writer: GGUFWriter, architecture: str, keys: Mapping[str, Any]) -> None:
+    """Add the keys of an architecture, and those of a vocabulary of bytes."""
+    vocabulary = _vocabulary_keys(byte_vocabulary(), "qwen2")
+    for key, value in (vocabulary | {f"{architecture}.{key}": value for key, value in keys.items()}).items():
+        _add(writer, key, value)
 
 
 def write_spec(path: Path, spec: ModelSpec, *, seed: int = 0) -> Path:

@@ -1,0 +1,64 @@
+"""Random models of quantised types: which tensor has which type, and that their numbers are sane."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from gguf import GGMLQuantizationType
+
+from benchmarks.family_models import Heads, Size
+from benchmarks.quantised_models import SHAPES, TYPES, Shape, kinds_of, write
+from nightmill.worker.model.families import read_spec
+from nightmill.worker.model.gguf.file import GgufFile
+from nightmill.worker.model.spec import Role
+
+Kind = GGMLQuantizationType
+SMALL = Shape(Size(layers=16, vocab=512, context=128, heads=Heads(4, 2, 64), width=256, ffn=512))
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_every_matrix_has_the_deviation_of_its_width_and_no_mean(name: str, tmp_path: Path) -> None:
+    shape = replace(SMALL, size=replace(SMALL.size, layers=2))
+    with GgufFile.open(write(tmp_path / "m.gguf", shape, name, pool_bytes=1 << 19)) as file:
+        spec = read_spec(file)
+        for role, weight in spec.all_weights():
+            for tensor, sizes in weight.parts:
+                values = file.array(tensor)
+                assert values.shape == sizes and np.isfinite(values).all()
+                if weight.is_matrix:
+                    gain = 2.5 if role in (Role.EMBEDDING, Role.HEAD) else 1.5
+                    assert values.std() * sizes[1] ** 0.5 == pytest.approx(gain, rel=0.1), tensor
+                    assert abs(values.mean()) < 0.05 * values.std(), tensor
+
+
+def test_a_mixture_has_more_bits_where_llama_cpp_has_them(tmp_path: Path) -> None:
+    """Layers of 16: the first and last two, and of the others each third."""
+    with GgufFile.open(write(tmp_path / "m.gguf", SMALL, "Q4_K_M", pool_bytes=1 << 19)) as file:
+        better = {name for name, info in file.tensors.items() if info.kind is Kind.Q6_K}
+        others = {info.kind for name, info in file.tensors.items() if name not in better}
+    layers = (0, 1, 4, 7, 10, 13, 14, 15)
+    assert better == {"output.weight"} | {
+        f"blk.{layer}.{name}.weight" for layer in layers for name in ("attn_v", "ffn_down")
+    }
+    assert others == {Kind.Q4_K, Kind.F32}
+
+
+def test_rows_that_are_no_multiple_of_256_fall_back(tmp_path: Path) -> None:
+    odd = Shape(Size(layers=1, vocab=512, context=128, heads=Heads(4, 2, 64), width=160, ffn=256), tied=True)
+    with GgufFile.open(write(tmp_path / "m.gguf", odd, "Q4_K_M", pool_bytes=1 << 19)) as file:
+        found = {name: info.kind for name, info in file.tensors.items()}
+        assert found == kinds_of(read_spec(file), "Q4_K_M")
+    assert found["token_embd.weight"] is Kind.Q8_0  # the head, too
+    assert found["blk.0.attn_q.weight"] is Kind.Q5_0
+    assert found["blk.0.attn_v.weight"] is Kind.Q8_0
+    assert found["blk.0.ffn_down.weight"] is Kind.Q6_K
+
+
+def test_shapes_are_those_of_the_models_they_are_called_after() -> None:
+    sizes = {name: shape.size for name, shape in SHAPES.items()}
+    assert {name: (one.layers, one.width, one.ffn, one.vocab) for name, one in sizes.items()} == {
+        "qwen2.5-0.5b": (24, 896, 4864, 151_936),
+        "qwen2.5-7b": (28, 3584, 18_944, 152_064),
+        "qwen2.5-32b": (64, 5120, 27_648, 152_064),
+    }
