@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.formats import add_formats, numbers_from
 from benchmarks.steps import FILL, Steps
 from nightmill.worker.model.families import read_spec
 from nightmill.worker.model.gguf.file import GgufFile
@@ -74,32 +75,39 @@ class Recorder:
 
 
 class Costs:
-    """Bytes and FLOPs of the operations of one step, all layers together."""
+    """Bytes and FLOPs of the operations of one step, all layers together; bytes are of the formats kept."""
 
-    def __init__(self, spec: ModelSpec, tokens: int, draws: int, keys: int, pairs: int) -> None:
+    def __init__(self, spec: ModelSpec, model: Model, tokens: int, draws: int, keys: int, pairs: int) -> None:
         """keys: cached tokens that attention reads; pairs: visible (query, key) pairs, both of one layer."""
-        self._config = spec
         attention, ffn = spec.layers[0].attention, spec.layers[0].feed_forward.width
         heads, kv_heads, head = attention.heads, attention.kv_heads, attention.head_dim
         width, layers, vocab = spec.width, len(spec.layers), spec.vocab
         queries, qkv = heads * head, (heads + 2 * kv_heads) * head
 
-        def product(outputs: int, inputs: int, rows: int = tokens, size: int = 2) -> tuple[int, int]:
-            moved = 2 * outputs * inputs + 2 * rows * inputs + size * rows * outputs
-            return moved, 2 * rows * outputs * inputs
+        def kept(matrix: str) -> int:
+            return sum(getattr(layer.weights, matrix).bytes for layer in model.layers)
 
-        def layered(cost: tuple[int, int]) -> tuple[int, int]:
-            return layers * cost[0], layers * cost[1]
+        def product(outputs: int, inputs: int, rows: int, size: int = 2) -> tuple[int, int]:  # but the weight
+            return 2 * rows * inputs + size * rows * outputs, 2 * rows * outputs * inputs
 
-        def but_last(outputs: int, inputs: int, size: int) -> tuple[int, int]:  # there, only rows that draw
-            every, last = product(outputs, inputs, size=size), product(outputs, inputs, draws, size)
-            return (layers - 1) * every[0] + last[0], (layers - 1) * every[1] + last[1]
+        def layered(cost: tuple[int, int], weights: int = 0) -> tuple[int, int]:
+            return layers * cost[0] + weights, layers * cost[1]
 
-        attention = layered((4 * keys * kv_heads * head + 4 * tokens * queries, 4 * head * heads * pairs))
+        def but_last(outputs: int, inputs: int, size: int, weights: int) -> tuple[int, int]:
+            """Where the last layer computes only the rows that draw."""
+            every, last = product(outputs, inputs, tokens, size), product(outputs, inputs, draws, size)
+            return (layers - 1) * every[0] + last[0] + weights, (layers - 1) * every[1] + last[1]
+
+        cache = model.layers[0].cache
+        read = keys * (cache.keys.bytes + cache.values.bytes) // (cache.pages * PAGE)
+        attention = layered((read + 4 * tokens * queries, 4 * head * heads * pairs))
+        moved, flops = product(vocab, width, draws, 4)
         parts = {
-            "qkv": layered(product(qkv, width)), "output": but_last(width, queries, size=8),
-            "gate_up and swiglu": but_last(2 * ffn, width, size=1),  # of two columns, one half
-            "down": but_last(width, ffn, size=8), "head": product(vocab, width, draws, 4),
+            "qkv": layered(product(qkv, width, tokens), kept("qkv")),
+            "output": but_last(width, queries, 8, kept("attn_output")),
+            "gate_up and swiglu": but_last(2 * ffn, width, 1, kept("gate_up")),  # of two columns, one half
+            "down": but_last(width, ffn, 8, kept("ffn_down")),
+            "head": (moved + model._weights.head.bytes, flops),
         }  # fmt: skip
         self.of: dict[str, tuple[int, int]] = parts | {
             "decode_attention": attention, "prefill_attention": attention,
@@ -230,6 +238,7 @@ def main() -> None:
     style = argparse.RawDescriptionHelpFormatter
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=style)
     arguments.add_argument("model")
+    add_formats(arguments)
     arguments.add_argument("--context", type=int, default=512)
     arguments.add_argument("--batch", type=int, nargs="*", default=[1, 256, 1024])
     arguments.add_argument("--prefill", type=int, default=16384)
@@ -239,15 +248,19 @@ def main() -> None:
     options = arguments.parse_args()
     file = GgufFile.open(options.model)
     spec = read_spec(file)
+    numbers = numbers_from(options, file, spec)
     longest = max(PROMPT, options.context + 1)
     sequences = max([*options.batch, options.prefill // PROMPT])  # --batch may name none
     runner = CudaRunner(
-        file, spec, slots=sequences, context=longest,
+        file, spec, slots=sequences, context=longest, numbers=numbers,
         kv_blocks=sequences * -(-longest // PAGE),
         max_tokens=max(options.prefill, FILL), graphs=False, report=lambda line: print(line, file=sys.stderr),
     )  # fmt: skip
     rates = options.bytes_per_s, options.flops
-    report: dict[str, Any] = {"gpu": runner.device.name, "model": spec.name, "context": options.context}
+    report: dict[str, Any] = {
+        "gpu": runner.device.name, "model": spec.name, "weights": numbers.weights_name,
+        "kv": numbers.kv_name, "context": options.context,
+    }  # fmt: skip
     try:
         steps = Steps(runner, longest)
         if options.batch:
@@ -255,14 +268,14 @@ def main() -> None:
         for size in options.batch:
             batch = steps.batch(range(size), options.context, 1, admit=False)
             keys = size * (options.context + 1)
-            lines = list(measure(runner, batch, Costs(spec, size, size, keys, keys), rates))
+            lines = list(measure(runner, batch, Costs(spec, runner._model, size, size, keys, keys), rates))
             show(f"Decode, batch {size}, context {options.context}", lines)
             report[f"decode {size}"] = [asdict(line) for line in lines]
         if options.prefill:
             count = options.prefill // PROMPT
             batch = steps.batch(range(count), 0, PROMPT, admit=True)
             pairs = count * PROMPT * (PROMPT + 1) // 2
-            costs = Costs(spec, options.prefill, count, options.prefill, pairs)
+            costs = Costs(spec, runner._model, options.prefill, count, options.prefill, pairs)
             runner.launch(batch)
             runner.collect()
             lines = list(measure(runner, batch, costs, rates))

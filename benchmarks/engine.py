@@ -1,6 +1,6 @@
 """Measure the engine on the GPU, without Celery: random token ids, no end-of-text, tokens per second.
 
-    python -m benchmarks.engine MODEL.gguf [--dtype bf16] [--repeat 3] [single uniform mixed ...]
+    python -m benchmarks.engine MODEL.gguf [--weights 16bit] [--kv 16bit] [--repeat 3] [single uniform ...]
 
 Prints one JSON line a workload: the median over the repetitions, after one that is not counted.
 --constrained all holds each answer to a JSON schema of its own, `same` all to one, `one` the first alone.
@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from benchmarks.formats import add_formats, numbers_from
 from benchmarks.held import WHICH, Held
 from nightmill.jobs.contract import GenerationParams
 from nightmill.worker.engine.engine import Engine, EngineStats
@@ -23,9 +24,7 @@ from nightmill.worker.link.garbage import QuietCollector
 from nightmill.worker.model.families import read_spec
 from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.model.spec import ModelSpec
-from nightmill.worker.options import DTYPES
 from nightmill.worker.runners.base import Runner
-from nightmill.worker.runners.gpu.element_choice import choose_element
 from nightmill.worker.runners.gpu.runner import CudaRunner
 from tests.engines import NoText
 
@@ -75,6 +74,8 @@ WORKLOADS = {
     "shared": Workload(256, (16, 64), (32, 32), 0.7, 256, 8192, shared_prefix=1000),
     "batch64": Workload(64, (512, 512), (256, 256), 0.6, 64, 8192),
     "prefill128": Workload(128, (1024, 1024), (1, 1), 0.0, 128, 16384, counts_prompts=True),
+    "night1024": Workload(1024, (64, 512), (64, 256), 0.7, 1024, 16384),
+    "long": Workload(32, (31_744, 31_744), (255, 255), 0.6, 32, 16384),
 }
 STANDARD = ["single", "uniform", "mixed", "wide", "nightly", "prefill"]
 
@@ -134,7 +135,7 @@ def main() -> None:
     )
     arguments.add_argument("--repeat", type=int, default=3)
     arguments.add_argument("--gpu", type=int, default=0)
-    arguments.add_argument("--dtype", choices=DTYPES.choices, default="auto", help="as a worker's")
+    add_formats(arguments)
     arguments.add_argument("--depth", type=int, default=3)
     arguments.add_argument("--slots", type=int, help="sequences at once, instead of the workload's own")
     arguments.add_argument("--token-budget", type=int)
@@ -153,11 +154,11 @@ def measure(name: str, file: GgufFile, spec: ModelSpec, options: argparse.Namesp
     workload = WORKLOADS[name]
     slots = options.slots or workload.slots
     budget = max(options.token_budget or workload.token_budget, slots)
-    element = choose_element(file, spec, options.dtype).element
+    numbers = numbers_from(options, file, spec)
     began = time.perf_counter()
     runner = CudaRunner(
         file, spec, slots=slots, depth=options.depth, context=workload.context + 1, max_tokens=budget,
-        gpu=options.gpu, graphs=not options.no_graphs, element=element,
+        gpu=options.gpu, graphs=not options.no_graphs, numbers=numbers,
         report=lambda line: print(line, file=sys.stderr),
     )  # fmt: skip
     ready = time.perf_counter() - began
@@ -173,7 +174,8 @@ def measure(name: str, file: GgufFile, spec: ModelSpec, options: argparse.Namesp
             "workload": name,
             "model": spec.name,
             "gpu": runner.device.name,
-            "dtype": element.value,
+            "weights": numbers.weights_name,
+            "kv": numbers.kv_name,
             "prompt_tokens_per_s" if workload.counts_prompts else "output_tokens_per_s": round(
                 statistics.median(turn.rate for turn in counted)
             ),
@@ -188,6 +190,7 @@ def measure(name: str, file: GgufFile, spec: ModelSpec, options: argparse.Namesp
             "token_budget": budget,
             "depth": options.depth,
             "constrained": options.constrained,
+            "weights_gib": round(runner.memory.weights / 2**30, 2),
             "kv_pages": runner.kv_blocks,
             "ready_s": round(ready, 2),
         }
