@@ -11,6 +11,7 @@ import json
 import statistics
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -124,6 +125,17 @@ def play(
     return Turn(tokens, seconds, engine.stats)
 
 
+def in_ranges(ways: Mapping[int, str]) -> str:
+    """What is the same for neighbouring numbers of rows, once: `1 to 8 split 16, 16 cuBLASLt`."""
+    runs: list[tuple[list[int], str]] = []
+    for rows, way in ways.items():
+        if runs and runs[-1][1] == way:
+            runs[-1][0].append(rows)
+        else:
+            runs.append(([rows], way))
+    return ", ".join(f"{rows[0]:,}{f' to {rows[-1]:,}' if len(rows) > 1 else ''} {way}" for rows, way in runs)
+
+
 def main() -> None:
     """Run the workloads that are asked for."""
     arguments = argparse.ArgumentParser(
@@ -141,6 +153,7 @@ def main() -> None:
     arguments.add_argument("--token-budget", type=int)
     arguments.add_argument("--no-graphs", action="store_true")
     arguments.add_argument("--no-prefix-sharing", action="store_true")
+    arguments.add_argument("--products", action="store_true", help="print which kernel each product took")
     arguments.add_argument("--constrained", choices=WHICH, default="none")
     options = arguments.parse_args()
     file = GgufFile.open(options.model)
@@ -162,6 +175,9 @@ def measure(name: str, file: GgufFile, spec: ModelSpec, options: argparse.Namesp
         report=lambda line: print(line, file=sys.stderr),
     )  # fmt: skip
     ready = time.perf_counter() - began
+    if options.products:
+        for product, ways in runner.products().items():
+            print(f"{product}: {in_ranges(ways)}", file=sys.stderr)
     sharing = not options.no_prefix_sharing
     held = Held(file, spec.vocab, options.constrained)
     try:

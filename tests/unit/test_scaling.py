@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import plot, scaling
+from benchmarks.engine import in_ranges
 from benchmarks.scaling import Point
 from nightmill.worker.runners.base import Drawn
 from tests.specs import dense_spec
@@ -131,3 +132,7 @@ def test_a_rate_of_nothing_is_refused(tmp_path: Path) -> None:
     (tmp_path / "zero.jsonl").write_text(json.dumps(row))
     with pytest.raises(SystemExit, match=r"line 1 .*decode_tokens_per_s: Input should be greater than 0"):
         plot.read(tmp_path / "zero.jsonl")
+
+
+def test_neighbouring_sizes_whose_products_take_one_way_are_told_once() -> None:
+    assert in_ranges({1: "a", 8: "a", 1024: "b", 2048: "a"}) == "1 to 8 a, 1,024 b, 2,048 a"

@@ -286,6 +286,8 @@ def test_every_way_of_a_product_can_be_launched(hopper: RecordedDriver, kind: Ki
                 before = hopper.launches.total()
                 product(x, weight, y, rows)
                 assert hopper.launches.total() > before
+        ways = products.tuned()[f"{kind.value} 896 x 4,864, f16"]
+        assert list(ways) == [1, 8, 24, 64, 200, 256, 320, 2048] and all(ways.values())
 
 
 @pytest.mark.parametrize(

@@ -234,6 +234,10 @@ class CudaRunner:
         logits = self.device.download(self._model.logits.address, (rows, self._row_of_logits), np.float32)
         return np.ascontiguousarray(logits[:, : self.vocab])
 
+    def products(self) -> dict[str, dict[int, str]]:
+        """Which way is taken for how many rows, by product; for a person."""
+        return {} if self._products is None else self._products.tuned()
+
     def close(self) -> None:
         """Release the GPU; safe to call twice."""
         graphs = [*self._graphs.values(), *self._undrawn_graphs.values()]

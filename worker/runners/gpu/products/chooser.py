@@ -65,6 +65,11 @@ class Product:
         if self._choices.tune(padded, runs, beside):
             self._choose(padded)
 
+    @property
+    def tuned(self) -> dict[int, str]:
+        """The names of the ways that were fastest, by rows."""
+        return {rows: way.name for rows, way in sorted(self._choices.tuned.items())}
+
     def _choose(self, rows: int) -> Way:
         way = self._ways[rows] = self._choices.best(rows).way(self._shape(rows))
         return way
@@ -97,6 +102,13 @@ class Products:
                 self.clock, self._candidates, lambda rows: Shape(rows, outputs, inputs, kind, kept)
             )
         return self._known[key]
+
+    def tuned(self) -> dict[str, dict[int, str]]:
+        """Which way is fastest for how many rows, by product: `swiglu 4864 x 896, f16`; for a person."""
+        return {
+            f"{kind.value} {outputs:,} x {inputs:,}, {kept.value[0]}": product.tuned
+            for (kind, outputs, inputs, kept), product in self._known.items()
+        }
 
     def close(self) -> None:
         """Let go of cuBLASLt; the memory goes with the device."""

@@ -1,6 +1,6 @@
 """Times several ways to compute the same, as they run in a step; keeps which is best for how many rows."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -107,6 +107,11 @@ class Choices(Generic[Tried]):
         self._tuned: dict[int, Tried] = {}
         self._octave = -1
         self._shortlist: list[Tried] = []
+
+    @property
+    def tuned(self) -> Mapping[int, Tried]:
+        """What was fastest, by the numbers of rows that were tried."""
+        return self._tuned
 
     def best(self, rows: int) -> Tried:
         """What was fastest, for so many rows or for the nearest number that was tried; else the best guess.

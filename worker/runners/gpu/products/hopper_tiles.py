@@ -115,7 +115,7 @@ class HopperTiles:
         """The tiles for a shape."""
         aligned = shape.inputs % 8 == 0 and shape.outputs % 8 == 0
         tiles = self._kernels.get(shape.kind, ()) if aligned and shape.format is self._format else ()
-        return [Candidate(partial(self.way, tile)) for tile in tiles]
+        return [Candidate(f"tile {tile.name}", partial(self.way, tile)) for tile in tiles]
 
     def way(self, tile: Tile, shape: Shape) -> Way:
         """How a tile computes a shape."""

@@ -186,7 +186,7 @@ class LibraryProducts:
         first, *others = self._calls(shape)
         found = self._library.algorithms(first)
         suited = (one for one in found if all(self._library.suits(one, call) for call in others))
-        return [Candidate(partial(self._way, one), partial(self._suits, one)) for one in suited]
+        return [Candidate("cuBLASLt", partial(self._way, one), partial(self._suits, one)) for one in suited]
 
     def close(self) -> None:
         """Let go of cuBLASLt; the memory goes with the device."""

@@ -79,10 +79,12 @@ def _always(shape: Shape) -> bool:
 class Candidate:
     """One way to compute products: a kernel, or an algorithm of the library.
 
+    name   for a person
     way    how it computes a shape that it suits
     suits  whether it can compute another shape of the same kind, format, outputs and inputs
     """
 
+    name: str
     way: Callable[[Shape], Way]
     suits: Callable[[Shape], bool] = _always
 

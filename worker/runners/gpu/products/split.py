@@ -130,7 +130,7 @@ class SplitTiles:
         if shape.kind not in self._functions or not aligned or shape.format is not self._format:
             return []
         return [
-            Candidate(partial(self.way, tile))
+            Candidate(f"split {tile.name}", partial(self.way, tile))
             for tile in split_tiles(shape.rows, shape.outputs, shape.inputs)
         ]
 
