@@ -31,6 +31,13 @@ from nightmill.jobs.settings import Settings
     help="Jobs that one key may have queued at once.",
 )
 @click.option(
+    "--max-batches",
+    type=click.IntRange(1),
+    default=100,
+    show_default=True,
+    help="Batches that one key may have going at once.",
+)
+@click.option(
     "--max-file-mib",
     type=click.IntRange(1),
     default=512,
@@ -50,6 +57,7 @@ def serve(
     max_requests: int,
     request_seconds: float,
     max_queued: int,
+    max_batches: int,
     max_file_mib: int,
     max_stored_mib: int,
 ) -> None:
@@ -67,6 +75,7 @@ def serve(
     limits = Limits(
         requests=max_requests,
         queued=max_queued,
+        batches=max_batches,
         request_seconds=request_seconds,
         file_bytes=max_file_mib << 20,
         stored_bytes=max_stored_mib << 20,

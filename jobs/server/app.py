@@ -1,5 +1,6 @@
 """The application: which path leads where, and what every request passes on its way."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -9,17 +10,22 @@ from starlette.routing import Route
 
 from nightmill.jobs.client import Client
 from nightmill.jobs.server import openapi
+from nightmill.jobs.server.batches import Batches
 from nightmill.jobs.server.completions import Completions
 from nightmill.jobs.server.desk import Desk, Limits
 from nightmill.jobs.server.errors import handlers
 from nightmill.jobs.server.files import Files
 from nightmill.jobs.server.folder import Folder
 from nightmill.jobs.server.guards import LocalOnly, OpenRequests
+from nightmill.jobs.server.handing_in import HandingIn
 from nightmill.jobs.server.health import Health
+from nightmill.jobs.server.keeping import Keeper
 from nightmill.jobs.server.keys import Keys
 from nightmill.jobs.server.models import Models
 from nightmill.jobs.server.native import Native
+from nightmill.jobs.server.night import Night
 from nightmill.jobs.sql.files import FileStore
+from nightmill.jobs.sql.http_batches import HttpBatchStore
 
 
 def make_app(client: Client, keys: Keys, limits: Limits | None = None) -> Starlette:
@@ -28,13 +34,16 @@ def make_app(client: Client, keys: Keys, limits: Limits | None = None) -> Starle
     desk = Desk(client, keys, limits)
     completions, models, health = Completions(desk), Models(desk), Health(desk)
     native = Native(desk)
-    store, folder = FileStore(client.database), Folder(client.settings.resolved_files_dir)
-    files = Files(desk, store, folder)
+    folder = Folder(client.settings.resolved_files_dir)
+    files, keeper = Files(desk, FileStore(client.database), folder), Keeper(client, folder)
+    handing_in = HandingIn(desk, HttpBatchStore(client.database), files, keeper.wake)
+    batches, night = Batches(handing_in), Night(handing_in)
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        await desk.run(folder.sweep, store.known)
+        keeper.start()
         yield
+        await asyncio.to_thread(keeper.stop)
         desk.close()
 
     return Starlette(
@@ -49,6 +58,14 @@ def make_app(client: Client, keys: Keys, limits: Limits | None = None) -> Starle
             Route("/v1/files/{file_id}", files.shown),
             Route("/v1/files/{file_id}", files.deleted, methods=["DELETE"]),
             Route("/v1/files/{file_id}/content", files.content),
+            Route("/v1/batches", batches.create, methods=["POST"]),
+            Route("/v1/batches", batches.listed),
+            Route("/v1/batches/{batch_id}", batches.shown),
+            Route("/v1/batches/{batch_id}/cancel", batches.cancelled, methods=["POST"]),
+            Route("/v1/night", night.create, methods=["POST"]),
+            Route("/v1/night", night.listed),
+            Route("/v1/night/{batch_id}", night.shown),
+            Route("/v1/night/{batch_id}", night.cancelled, methods=["DELETE"]),
             Route("/execute", native.execute, methods=["POST"]),
             Route("/v1/generate", native.generate, methods=["POST"]),
             Route("/v1/jobs", native.submit, methods=["POST"]),

@@ -1,17 +1,22 @@
 """Bodies of requests: JSON objects of bounded size that come in bounded time."""
 
 import asyncio
+from datetime import datetime
 
 from starlette.requests import ClientDisconnect, Request
 
 from nightmill.jobs.contract import JsonObject
 from nightmill.jobs.errors import InvalidRequestError
 from nightmill.jobs.formats.jsonlines import LINE_LIMIT, parse_object
-from nightmill.jobs.server.errors import HttpError
+from nightmill.jobs.prompts import json_type
+from nightmill.jobs.server.errors import HttpError, invalid
+from nightmill.jobs.when import parse_moment
 
 MOST_BYTES = LINE_LIMIT
 """As a row of a file may have."""
 BODY_SECONDS = 60.0
+TIMES = ("scheduled_at", "deadline")
+"""Fields of bodies that are times."""
 _LARGE = 1 << 16  # bytes; more is parsed on a thread
 
 
@@ -45,6 +50,19 @@ async def _read(request: Request) -> bytes:
     except ClientDisconnect:
         raise HttpError(400, "the body ended too early", code="incomplete_body") from None
     return bytes(body)
+
+
+def read_times(body: JsonObject, now: datetime) -> None:
+    """Put moments in the place of texts that say when to begin and to end; raises HttpError.
+
+    A duration counts from `now`, and that of the end from the begin.
+    """
+    for name in TIMES:
+        if (value := body.get(name)) is None:
+            continue
+        if not isinstance(value, str):
+            raise invalid(name, f"must be a time as a text, such as 8h, not {json_type(value)}")
+        now = body[name] = parse_moment(name, value, now)
 
 
 def _too_large() -> HttpError:

@@ -18,12 +18,10 @@ from nightmill.jobs.formats.openai import CHAT, COMPLETIONS, body_job
 from nightmill.jobs.formats.results import completion_body, completion_id, finish_reason, usage
 from nightmill.jobs.prompts import json_type
 from nightmill.jobs.server.bodies import read_object
-from nightmill.jobs.server.desk import Desk
+from nightmill.jobs.server.desk import Desk, idempotency_key
 from nightmill.jobs.server.errors import HttpError, http_error_of, http_error_of_job, invalid
 from nightmill.jobs.server.events import COMMENT, DONE, EventStream, event, with_pauses
 from nightmill.jobs.spec import JobSpec
-
-_LONGEST_KEY = 128  # of an Idempotency-Key
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,10 +71,8 @@ class Completions:
         body = await read_object(request)
         delivery = Delivery.take(body)
         spec = body_job(body, url, desk.waited_for)
-        key = request.headers.get("idempotency-key")
+        key = idempotency_key(request)
         if key is not None:
-            if not 0 < len(key) <= _LONGEST_KEY:
-                raise invalid("Idempotency-Key", f"must have 1 to {_LONGEST_KEY} characters")
             spec = replace(spec, idempotency_key=key)
         job_id = await desk.enqueue(caller, spec)
         if delivery.stream:

@@ -19,7 +19,7 @@ from nightmill.jobs.contract import Job, JobState
 from nightmill.jobs.errors import JobNotFoundError, NightmillError, WaitTimeoutError
 from nightmill.jobs.ids import is_job_id
 from nightmill.jobs.pieces import START, Piece, Place
-from nightmill.jobs.server.errors import HttpError
+from nightmill.jobs.server.errors import HttpError, invalid
 from nightmill.jobs.server.keys import Caller, Keys
 from nightmill.jobs.spec import JobSpec
 
@@ -27,6 +27,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 DATABASE_THREADS = 8  # fewer than the pool has connections
+_LONGEST_KEY = 128  # of an Idempotency-Key
 PRIORITY = 8
 """Of jobs that somebody waits for: above batches, whose rows have 5 unless they say otherwise."""
 
@@ -37,10 +38,19 @@ class Limits:
 
     requests: int = 1024  # open at once
     queued: int = 10_000  # jobs of one key
+    batches: int = 100  # of one key that have not ended
     request_seconds: float = 600.0  # for an answer that somebody waits for
     file_bytes: int = 512 << 20  # of one file
     stored_bytes: int = 10 << 30  # of all files of one key
     grace_seconds: float = 30.0  # past its deadline a job is ended by a worker, if there is one
+
+
+def idempotency_key(request: Request) -> str | None:
+    """With which a request that comes again is the same; raises HttpError."""
+    key = request.headers.get("idempotency-key")
+    if key is not None and not 0 < len(key) <= _LONGEST_KEY:
+        raise invalid("Idempotency-Key", f"must have 1 to {_LONGEST_KEY} characters")
+    return key
 
 
 class Desk:

@@ -19,12 +19,8 @@ from nightmill.jobs.server.keys import Caller
 from nightmill.jobs.server.listing import Page, bare_id
 from nightmill.jobs.server.uploads import Uploads, over_quota
 from nightmill.jobs.spec import unknown_field
-from nightmill.jobs.sql.files import FileStore, StoredFile
+from nightmill.jobs.sql.files import UPLOADED, FileStore, StoredFile
 
-UPLOADED = "batch"
-"""The purpose of what is uploaded here."""
-WRITTEN = "batch_output"
-"""The purpose of what servers write."""
 PREFIX = "file-"
 MOST_LISTED = 10_000
 _LONGEST_NAME = 255

@@ -14,14 +14,13 @@ from nightmill.jobs.contract import Job, JobState, JsonObject
 from nightmill.jobs.errors import NightmillError
 from nightmill.jobs.pieces import START, Place
 from nightmill.jobs.prompts import json_type
-from nightmill.jobs.server.bodies import read_object
+from nightmill.jobs.server.bodies import read_object, read_times
 from nightmill.jobs.server.desk import Desk
 from nightmill.jobs.server.errors import HttpError, http_error_of, invalid
 from nightmill.jobs.server.events import COMMENT, EventStream, event, with_pauses
 from nightmill.jobs.server.listing import Page
 from nightmill.jobs.spec import FIELDS, JobSpec, unknown_field
 from nightmill.jobs.sql.jobs import Selection
-from nightmill.jobs.when import parse_moment
 
 _NOT_HERE = {
     "batch": "a batch is submitted as a whole, with `nightmill batch submit`",
@@ -29,7 +28,6 @@ _NOT_HERE = {
 }
 JOB_FIELDS = FIELDS.keys() - _NOT_HERE.keys() | {"prompt", "messages"}
 DELIVERY = frozenset({"job_id", "stream", "cancel_on_close"})
-_TIMES = ("scheduled_at", "deadline")
 _LONGEST_ID = 128
 
 
@@ -51,13 +49,7 @@ class Asked:
         for name in body:
             if name not in JOB_FIELDS:
                 raise unknown_field(name, JOB_FIELDS | DELIVERY, _NOT_HERE.get(name))
-        now = datetime.now(UTC)
-        for name in _TIMES:
-            if (value := body.get(name)) is None:
-                continue
-            if not isinstance(value, str):
-                raise invalid(name, f"must be a time as a text, such as 8h, not {json_type(value)}")
-            now = body[name] = parse_moment(name, value, now)
+        read_times(body, datetime.now(UTC))
         return cls(JobSpec.parse(body | {"idempotency_key": key}, defaults), *flags)
 
 

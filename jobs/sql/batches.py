@@ -252,6 +252,10 @@ class BatchStore:
                 return
             last = page[-1].place
 
+    def unfinished(self, name: str) -> bool:
+        """Whether a row of it has not ended."""
+        return self._any(name, _UNFINISHED_ROW)
+
     # -- change of mind --------------------------------------------------------------------------
 
     def cancel(self, name: str) -> tuple[int, int]:

@@ -7,12 +7,17 @@ from typing import Any, cast
 
 from sqlalchemy import Connection, Table, delete, func, insert, select
 
+from nightmill.jobs.errors import InvalidTransitionError
 from nightmill.jobs.sql.database import Database
 from nightmill.jobs.sql.jobs import chunked
 from nightmill.jobs.sql.retrying import retried
-from nightmill.jobs.sql.tables import FileRow
+from nightmill.jobs.sql.tables import VALIDATING, FileRow, HttpBatchRow
 
 FILES = cast(Table, FileRow.__table__)
+UPLOADED = "batch"
+"""The purpose of files that somebody uploads."""
+WRITTEN = "batch_output"
+"""The purpose of files that servers write."""
 _QUOTA_LOCK = 0x66696C6573  # PostgreSQL advisory lock: "files"
 
 
@@ -90,11 +95,17 @@ class FileStore:
         """Delete a file; returns whether it was there.
 
         `remove` takes its content away before the row is: what is broken off in between can be done again.
+        Raises InvalidTransitionError while a batch is being made of it.
         """
         with self.database.write() as connection:
             row = select(FileRow.id).where(FileRow.id == file_id).with_for_update()
             if connection.execute(row).one_or_none() is None:
                 return False
+            read = select(HttpBatchRow.id).where(HttpBatchRow.input_file == file_id, VALIDATING).limit(1)
+            if (reader := connection.execute(read).scalar_one_or_none()) is not None:
+                raise InvalidTransitionError(
+                    f"the file is being read for batch_{reader}: wait until that is in progress, or cancel it"
+                )
             remove()
             connection.execute(delete(FileRow).where(FileRow.id == file_id))
         return True

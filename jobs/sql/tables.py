@@ -1,4 +1,4 @@
-"""The declared schema: five tables, typed. `migrations/` must lead to exactly this (a test compares)."""
+"""The declared schema: six tables, typed. `migrations/` must lead to exactly this (a test compares)."""
 
 from datetime import UTC, datetime
 from typing import Any, ClassVar
@@ -23,7 +23,7 @@ from sqlalchemy.types import TypeDecorator
 
 from nightmill.jobs.contract import MAX_ERROR_LENGTH, JobState, JsonObject, storable
 
-SCHEMA_REVISION = "0012"
+SCHEMA_REVISION = "0013"
 """The migration that these declarations match."""
 
 
@@ -240,6 +240,60 @@ class FileRow(Base):
     __table_args__ = (Index("ix_files_owner", "owner", "id"),)
 
 
+_OPEN = "status IN ('validating', 'in_progress', 'finalizing', 'cancelling')"
+
+
+class HttpBatchRow(Base):
+    """A batch that came over HTTP: the file that it is made of, how far servers have come with it, its end.
+
+    Its rows are jobs of a batch whose name is made of `id`, once servers have begun to enter them.
+    """
+
+    __tablename__ = "http_batches"
+
+    id: Mapped[str] = mapped_column(String(32), primary_key=True)
+    owner: Mapped[str | None] = mapped_column(String(64))
+    idempotency_key: Mapped[str | None] = mapped_column(String(255))
+    name: Mapped[str | None] = mapped_column(String(200))  # the owner's word for it
+    input_file: Mapped[str] = mapped_column(String(32))
+    endpoint: Mapped[str | None] = mapped_column(String(64))  # that all rows must be for
+    completion_window: Mapped[str | None] = mapped_column(String(32))  # as it was said
+    meta: Mapped[JsonObject] = mapped_column("metadata", JSON)
+    settings: Mapped[JsonObject]  # defaults of the rows
+    status: Mapped[str] = mapped_column(String(16))
+    errors: Mapped[list[Any]]  # the first rows that cannot be run, or why the file cannot be read
+    invalid: Mapped[int | None]  # rows that cannot be run
+    total: Mapped[int | None]  # this and the next four are written at the end
+    completed: Mapped[int | None]
+    failed: Mapped[int | None]
+    prompt_tokens: Mapped[int | None] = mapped_column(BigInteger)
+    completion_tokens: Mapped[int | None] = mapped_column(BigInteger)
+    output_file: Mapped[str | None] = mapped_column(String(32))
+    error_file: Mapped[str | None] = mapped_column(String(32))
+
+    created_at: Mapped[datetime]
+    scheduled_at: Mapped[datetime | None]
+    deadline_at: Mapped[datetime | None]
+    in_progress_at: Mapped[datetime | None]
+    finalizing_at: Mapped[datetime | None]
+    cancelling_at: Mapped[datetime | None]
+    ended_at: Mapped[datetime | None]
+
+    keeper: Mapped[str | None] = mapped_column(String(32))  # the server that works on it,
+    kept_until: Mapped[datetime | None]  # and until when others leave it alone
+
+    __table_args__ = (
+        Index("ix_http_batches_owner", "owner", "id"),
+        _partial("ix_http_batches_open", "id", where=_OPEN),
+        _partial(
+            "uq_http_batches_idempotency_key",
+            "idempotency_key",
+            where="idempotency_key IS NOT NULL",
+            unique=True,
+        ),
+    )
+
+
 def in_state(state: JobState) -> ColumnElement[bool]:
     """`state = '...'`, written out: a condition with a bound parameter finds no partial index."""
     return JobRow.state == literal(str(state), literal_execute=True)
@@ -247,3 +301,7 @@ def in_state(state: JobState) -> ColumnElement[bool]:
 
 QUEUED = in_state(JobState.QUEUED)
 RUNNING = in_state(JobState.RUNNING)
+OPEN = text(_OPEN)
+"""Of batches that came over HTTP: not ended; written out, too."""
+VALIDATING = HttpBatchRow.status == "validating"
+"""Of these: its file is read."""

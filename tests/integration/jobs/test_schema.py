@@ -3,6 +3,7 @@
 import multiprocessing
 import sqlite3
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from nightmill.jobs.errors import DatabaseError, SchemaError
 from nightmill.jobs.settings import Settings
 from nightmill.jobs.sql.database import Database, migrations_dir
 from nightmill.jobs.sql.files import FileStore, StoredFile
+from nightmill.jobs.sql.http_batches import HttpBatch, HttpBatchStore
 from nightmill.jobs.sql.jobs import Selection, Store
 from nightmill.jobs.sql.tables import SCHEMA_REVISION, Base
 
@@ -168,7 +170,7 @@ def test_rows_from_before_a_column_of_prompts_hold_nothing_there(
         assert connection.execute(text("SELECT prompt FROM jobs")).scalars().all() == ["kept"]
 
 
-def test_what_there_was_before_files_over_http_stays(empty_database: Database) -> None:
+def test_what_there_was_before_files_and_batches_over_http_stays(empty_database: Database) -> None:
     config = _alembic()
     with empty_database.engine.begin() as connection:
         config.attributes["connection"] = connection
@@ -177,8 +179,12 @@ def test_what_there_was_before_files_over_http_stays(empty_database: Database) -
         values = "'old', '{}', 1, 'failed', 1, 0, 3, 5, 'kept', '2026-01-01'"
         connection.execute(text(f"INSERT INTO jobs ({columns}) VALUES ({values})"))
     empty_database.migrate()
-    files, job_id = FileStore(empty_database), "0" * 32
-    assert files.add(StoredFile(job_id, None, "batch", "x", 1, empty_database.now()), 1)
+    files, batches, now = FileStore(empty_database), HttpBatchStore(empty_database), empty_database.now()
+    assert files.add(StoredFile("0" * 32, None, "batch", "x", 1, now), 1)
+    batch = HttpBatch("1" * 32, None, "0" * 32, now, idempotency_key="k", deadline_at=now)
+    assert batches.add(batch) == batches.get(batch.id) == batch and batches.open() == [batch]
+    assert batches.add(replace(batch, id="2" * 32)) == batch
+    assert batches.add(HttpBatch("3" * 32, None, "4" * 32, now)) is None
     assert [job.prompt for job in Store(empty_database).find(Selection())] == ["kept"]
     with empty_database.engine.begin() as connection:
         config.attributes["connection"] = connection

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import httpx2
 import pytest
 from jsonschema import Draft202012Validator
 from starlette.routing import Route
@@ -9,10 +10,20 @@ from starlette.routing import Route
 from nightmill.jobs.server.app import make_app
 from nightmill.jobs.server.keys import Keys
 from nightmill.jobs.server.openapi import ENDPOINTS, document
+from tests.servers import wait_until
 from tests.unit.server.conftest import Server
 
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "Hello"}]}
 PLAIN: dict[str, Any] = {"prompt": "Once"}
+BATCH: dict[str, Any] = {"endpoint": "/v1/completions", "completion_window": "1h", "metadata": {"a": "b"}}
+ROWS = b"""{"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "x"}}
+{"custom_id": "b", "method": "POST", "url": "/v1/completions", "body": {"prompt": 5}}
+"""
+
+
+def ended_batch(http: httpx2.Client, path: str) -> httpx2.Response | None:
+    answer = http.get(path)
+    return answer if answer.json()["status"] == "completed" else None
 
 
 def validator(name: str) -> Draft202012Validator:
@@ -63,11 +74,27 @@ def test_answers_are_as_it_says(server: Server) -> None:
             ("POST", "/v1/jobs"): http.post("/v1/jobs", json=PLAIN | later),
             ("DELETE", "/v1/jobs/{job_id}"): http.delete(f"/v1/jobs/{cancelled}"),
             ("POST", "/v1/files"): (
-                uploaded := http.post("/v1/files", data={"purpose": "batch"}, files={"file": ("x", b"x")})
+                uploaded := http.post("/v1/files", data={"purpose": "batch"}, files={"file": ("x", ROWS)})
             ),
             ("GET", "/v1/files"): http.get("/v1/files"),
             ("GET", "/v1/files/{file_id}"): http.get(f"/v1/files/{uploaded.json()['id']}"),
-            ("DELETE", "/v1/files/{file_id}"): http.delete(f"/v1/files/{uploaded.json()['id']}"),
+            ("POST", "/v1/batches"): (
+                batch := http.post("/v1/batches", json=BATCH | {"input_file_id": uploaded.json()["id"]})
+            ),
+            ("GET", "/v1/batches"): http.get("/v1/batches"),
+            ("GET", "/v1/batches/{batch_id}"): (
+                ended := wait_until(lambda: ended_batch(http, f"/v1/batches/{batch.json()['id']}"))
+            ),
+            ("POST", "/v1/night"): (
+                night := http.post("/v1/night", json={"file": uploaded.json()["id"], "scheduled_at": "8h"})
+            ),
+            ("GET", "/v1/night"): http.get("/v1/night"),
+            ("GET", "/v1/night/{batch_id}"): http.get(f"/v1/night/{ended.json()['id']}"),
+            ("DELETE", "/v1/night/{batch_id}"): http.delete(f"/v1/night/{night.json()['id']}"),
+            ("POST", "/v1/batches/{batch_id}/cancel"): http.post(f"/v1/batches/{night.json()['id']}/cancel"),
+            ("DELETE", "/v1/files/{file_id}"): wait_until(
+                lambda: (gone := http.delete(f"/v1/files/{uploaded.json()['id']}")).status_code < 300 and gone
+            ),
             ("GET", "/health"): http.get("/health"),
             ("GET", "/ready"): http.get("/ready"),
         }

@@ -1,0 +1,270 @@
+"""What a server does for batches between requests: enters their rows, waits for them, writes their results.
+
+Any server does the next step of any batch. Each step can be done again: rows are entered once however often
+their file is read, and a result file counts from the moment when its row and the end of its batch are
+committed together. So a server that dies loses nothing, and another goes on where its claim has run out.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from datetime import timedelta
+
+from nightmill.jobs.batches.result_files import output_row
+from nightmill.jobs.client import Client
+from nightmill.jobs.contract import Job, JobState, StopReason
+from nightmill.jobs.errors import (
+    BatchFileError,
+    BatchNotFoundError,
+    DatabaseUnreachableError,
+    InvalidRequestError,
+    NightmillError,
+)
+from nightmill.jobs.formats import FileFormat, ResultFile
+from nightmill.jobs.ids import IdSource
+from nightmill.jobs.server.folder import Folder
+from nightmill.jobs.server.inputs import EndpointFile, file_error, row_error
+from nightmill.jobs.sql.files import WRITTEN, FileStore, StoredFile
+from nightmill.jobs.sql.http_batches import HttpBatch, HttpBatchStore, HttpStatus, Outcome
+from nightmill.jobs.sql.sweep import Sweep
+
+log = logging.getLogger("nightmill.server")
+
+CLAIM = timedelta(seconds=30)
+"""How long others leave a batch alone after its keeper was heard of last."""
+_LOOK_SECONDS = 1.0
+_AGAIN_SECONDS = 15.0  # after a step that failed
+_SWEEP_SECONDS = 5.0  # as a worker's heartbeat
+_FORGOTTEN_SECONDS = 3600.0  # between two looks for contents that belong to nothing
+_MOST_ERRORS = 100  # rows that are named in a batch; the file of errors has all
+_ROWS_PER_CLAIM = 1024
+_ENDINGS = {FileFormat.CSV: "csv", FileFormat.PARQUET: "parquet"}
+
+
+class OvertakenError(Exception):
+    """The batch is another's now, or was cancelled, or this server ends."""
+
+
+class Keeper:
+    """Works on batches of one database, on a thread of its own, beside those of other servers."""
+
+    def __init__(self, client: Client, folder: Folder) -> None:
+        self._client = client
+        self._folder = folder
+        self._files = FileStore(client.database)
+        self._store = HttpBatchStore(client.database)
+        self._rows = client.batches.store
+        self._sweep = Sweep(client.database)
+        self._ids = IdSource()
+        self._name = self._ids.draw()
+        self._over = threading.Event()
+        self._bell = threading.Event()
+        self._not_before: dict[str, float] = {}
+        self._sweep_at = self._forget_at = 0.0
+        self._thread = threading.Thread(target=self._run, name="batches", daemon=True)
+
+    def start(self) -> None:
+        """Begin to look."""
+        self._thread.start()
+
+    def wake(self) -> None:
+        """Look now: there is something to do."""
+        self._bell.set()
+
+    def stop(self) -> None:
+        """End after the step that is under way, which is broken off."""
+        self._over.set()
+        self._bell.set()
+        self._thread.join()
+        with suppress(NightmillError):  # the claims run out
+            self._store.let_go(self._name)
+
+    def look(self) -> None:
+        """Do the next step of every batch that needs one, and that nobody else is doing."""
+        batches = self._store.open()
+        self._end_what_nobody_ends(batches)
+        for batch in batches:
+            if self._over.is_set():
+                return
+            if time.monotonic() < self._not_before.get(batch.id, 0.0):
+                continue
+            try:
+                self._step(batch)
+            except OvertakenError:
+                continue
+            except DatabaseUnreachableError:
+                raise
+            except Exception:
+                # Whatever it is, the other batches go on.
+                log.exception("batch %s: a step failed; it is tried again", batch.batch)
+                self._not_before[batch.id] = time.monotonic() + _AGAIN_SECONDS
+
+    def _run(self) -> None:
+        while not self._over.is_set():
+            pause = _AGAIN_SECONDS
+            try:
+                self.look()
+                self._forget()
+                pause = _LOOK_SECONDS
+            except NightmillError as error:  # the database is away
+                log.warning("%s", error)
+            except Exception:
+                log.exception("looking for batches failed; it is tried again")
+            self._bell.wait(pause)
+            self._bell.clear()
+
+    def _step(self, batch: HttpBatch) -> None:
+        match batch.status:
+            case HttpStatus.VALIDATING:
+                if self._claim(batch):
+                    self._validate(batch)
+            case HttpStatus.IN_PROGRESS:
+                if not self._rows.unfinished(batch.batch) and self._store.finalize(batch):
+                    self.wake()
+            case HttpStatus.CANCELLING:
+                if self._claim(batch):
+                    self._rows.cancel(batch.batch)
+                    if not self._rows.unfinished(batch.batch):
+                        self._finish(batch)
+            case HttpStatus.FINALIZING:
+                if self._claim(batch):
+                    self._finish(batch)
+
+    def _claim(self, batch: HttpBatch) -> bool:
+        return self._store.claim(batch, self._name, CLAIM)
+
+    def _renew(self, batch: HttpBatch) -> None:
+        if self._over.is_set() or not self._claim(batch):
+            raise OvertakenError
+
+    # -- entering rows ---------------------------------------------------------------------------
+
+    def _validate(self, batch: HttpBatch) -> None:
+        path = self._folder.find(batch.input_file)
+        if not path.exists() and not self._is_late(batch):
+            log.error("batch %s: its file is not in the folder of this server: share it", batch.batch)
+            self._not_before[batch.id] = time.monotonic() + _AGAIN_SECONDS
+            self._store.let_go(self._name)  # another server may have it
+            return
+        times = {"scheduled_at": batch.scheduled_at, "deadline": batch.deadline_at}
+        try:
+            self._client.batches.submit(
+                EndpointFile(path, batch.endpoint),
+                batch.settings | times,
+                name=batch.batch,
+                check_model=self._client.check_model,
+                on_rows=lambda rows: self._renew(batch),
+            )
+        except OvertakenError:
+            now = self._store.get(batch.id)
+            if now is not None and now.status.final:  # another has ended it meanwhile, without these rows
+                self._rows.cancel(batch.batch)
+            raise
+        except (BatchFileError, InvalidRequestError) as error:
+            status = HttpStatus.EXPIRED if self._is_late(batch) else HttpStatus.FAILED
+            self._rows.cancel(batch.batch)  # what was entered before the file broke off
+            self._store.fail(batch, status, [file_error(error, path)])
+            return
+        invalid, rows = self._store.bad_rows(batch, _MOST_ERRORS)
+        errors = [row_error(line, error) for line, error in rows]
+        if self._store.begin(batch, self._name, invalid, errors):
+            self.wake()
+
+    def _is_late(self, batch: HttpBatch) -> bool:
+        return batch.deadline_at is not None and batch.deadline_at <= self._client.database.now()
+
+    # -- writing results -------------------------------------------------------------------------
+
+    def _finish(self, batch: HttpBatch) -> None:
+        try:
+            format = FileFormat(self._rows.get(batch.batch).format or FileFormat.JSONL)
+        except BatchNotFoundError:
+            format = None
+        if format is None:
+            self._end_without_rows(batch)
+            return
+        written: list[StoredFile | None] = []
+        try:
+            for states in ([JobState.SUCCEEDED], [JobState.FAILED, JobState.CANCELLED]):
+                jobs = self._rows.in_order(batch.batch, states)
+                written.append(self._write(batch, jobs, format, errors=len(written) == 1))
+            status, outcome = self._outcome(batch, *written)
+            if not self._store.end(batch, self._name, status, outcome):
+                raise OvertakenError
+        except OvertakenError:
+            for file in filter(None, written):
+                self._folder.remove(file.id)
+            raise
+        for file in filter(None, written):
+            self._folder.settle(file.id)
+
+    def _write(
+        self, batch: HttpBatch, jobs: Iterable[Job], format: FileFormat, *, errors: bool
+    ) -> StoredFile | None:
+        """Write a file that is to be entered; None if not one row would be in it."""
+        file_id = self._ids.draw()
+        path = self._folder.coming(file_id)
+        written = 0
+        try:
+            with ResultFile(path, format, errors=errors) as file:
+                for written, job in enumerate(jobs, 1):
+                    file.write(output_row(job, format, errors=errors))
+                    if written % _ROWS_PER_CLAIM == 0:
+                        self._renew(batch)
+        except BaseException:
+            self._folder.remove(file_id)
+            raise
+        if not written:
+            self._folder.remove(file_id)
+            return None
+        name = f"{batch.batch}_{'error' if errors else 'output'}.{_ENDINGS.get(format, 'jsonl')}"
+        now = self._client.database.now()
+        return StoredFile(file_id, batch.owner, WRITTEN, name, path.stat().st_size, now)
+
+    def _outcome(
+        self, batch: HttpBatch, output: StoredFile | None, errors: StoredFile | None
+    ) -> tuple[HttpStatus, Outcome]:
+        counts = self._rows.counts(batch.batch)
+        total = sum(count.rows for count in counts)
+        completed = sum(count.rows for count in counts if count.state is JobState.SUCCEEDED)
+        outcome = Outcome(
+            output,
+            errors,
+            total,
+            completed,
+            total - completed,
+            sum(count.prompt_tokens for count in counts),
+            sum(count.completion_tokens for count in counts),
+        )
+        if batch.status is HttpStatus.CANCELLING:
+            return HttpStatus.CANCELLED, outcome
+        if batch.invalid == total:
+            return HttpStatus.FAILED, outcome
+        late = any(count.stop_reason is StopReason.DEADLINE for count in counts)
+        return HttpStatus.EXPIRED if late else HttpStatus.COMPLETED, outcome
+
+    def _end_without_rows(self, batch: HttpBatch) -> None:
+        """It was cancelled before a row was entered, or somebody has deleted the rows."""
+        if batch.status is HttpStatus.CANCELLING:
+            self._store.fail(batch, HttpStatus.CANCELLED, [])
+            return
+        said = "the rows of this batch were deleted before their results were written"
+        error = {"code": "deleted", "line": None, "message": said, "param": None}
+        self._store.fail(batch, HttpStatus.FAILED, [error])
+
+    # -- in order --------------------------------------------------------------------------------
+
+    def _end_what_nobody_ends(self, batches: Iterable[HttpBatch]) -> None:
+        """Batches end in time and when they are cancelled, also if no worker lives that would see to it."""
+        waiting = any(batch.cancelling_at is not None or self._is_late(batch) for batch in batches)
+        if waiting and time.monotonic() >= self._sweep_at:
+            self._sweep_at = time.monotonic() + _SWEEP_SECONDS
+            self._sweep.rescue(timedelta(seconds=self._client.settings.stale_seconds))
+            self._sweep.expire()
+
+    def _forget(self) -> None:
+        if time.monotonic() >= self._forget_at:
+            self._forget_at = time.monotonic() + _FORGOTTEN_SECONDS
+            self._folder.sweep(self._files.known)

@@ -1,0 +1,138 @@
+"""/v1/night: batches in our own words. Any format of files, all settings of a batch, and how it goes."""
+
+from datetime import datetime
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from nightmill.jobs.batch_status import BatchStatus
+from nightmill.jobs.contract import JsonObject
+from nightmill.jobs.errors import BatchNotFoundError
+from nightmill.jobs.ids import IdSource
+from nightmill.jobs.server.batches import text_of
+from nightmill.jobs.server.bodies import TIMES, read_object, read_times
+from nightmill.jobs.server.errors import invalid
+from nightmill.jobs.server.files import PREFIX
+from nightmill.jobs.server.handing_in import BATCH_PREFIX, HandingIn
+from nightmill.jobs.server.listing import Page
+from nightmill.jobs.spec import OF_A_BATCH, JobSpec, check_option, deadline_moment, unknown_field
+from nightmill.jobs.sql.http_batches import HttpBatch
+
+BODY = OF_A_BATCH | {"file", "name"}
+
+
+class Night:
+    """The endpoints."""
+
+    def __init__(self, handing_in: HandingIn) -> None:
+        self._desk = handing_in.desk
+        self._handing_in = handing_in
+        self._ids = IdSource()
+
+    async def create(self, request: Request) -> Response:
+        """POST /v1/night."""
+        caller = self._desk.keys.caller(request)
+        caller.need_to_submit()
+        body = {name: value for name, value in (await read_object(request)).items() if value is not None}
+        for name in body:
+            if name not in BODY:
+                raise unknown_field(name, BODY)
+        if "name" in body:
+            check_option("batch", body["name"])
+        now = await self._desk.run(self._desk.client.database.now)
+        read_times(body, now)
+        begins, ends = body.get("scheduled_at"), deadline_moment(body.get("deadline"), now)
+        if begins is not None and ends is not None and ends <= begins:
+            raise invalid("deadline", "must be after scheduled_at")
+        settings = {name: value for name, value in body.items() if name in OF_A_BATCH and name not in TIMES}
+        defaults = JobSpec.defaults(settings, OF_A_BATCH)
+        if defaults.model is not None:
+            await self._desk.run(self._desk.client.check_model, defaults.model)
+        asked = HttpBatch(
+            id=self._ids.draw(),
+            owner=caller.name,
+            input_file=text_of(body, "file"),
+            created_at=now,
+            name=body.get("name"),
+            settings=settings,
+            scheduled_at=begins,
+            deadline_at=ends,
+        )
+        batch = await self._handing_in.submit(request, caller, asked, "file")
+        return JSONResponse(await self._object(batch), 202)
+
+    async def listed(self, request: Request) -> Response:
+        """GET /v1/night: the caller's own, newest first, without their errors."""
+        caller = self._desk.keys.caller(request)
+        page = Page.read(request.query_params, BATCH_PREFIX)
+        found = await self._handing_in.page(caller, page)
+        return JSONResponse(page.answer([await self._object(batch, errors=False) for batch in found]))
+
+    async def shown(self, request: Request) -> Response:
+        """GET /v1/night/ID."""
+        caller = self._desk.keys.caller(request)
+        return JSONResponse(
+            await self._object(await self._handing_in.find(caller, request.path_params["batch_id"]))
+        )
+
+    async def cancelled(self, request: Request) -> Response:
+        """DELETE /v1/night/ID: cancel it."""
+        caller = self._desk.keys.caller(request)
+        return JSONResponse(
+            await self._object(await self._handing_in.cancel(caller, request.path_params["batch_id"]))
+        )
+
+    async def _object(self, batch: HttpBatch, *, errors: bool = True) -> JsonObject:
+        status = await self._desk.run(self._status, batch.batch, errors)
+        return night_object(batch, status)
+
+    def _status(self, name: str, errors: bool) -> BatchStatus | None:
+        try:
+            return self._desk.client.get_batch(name).status(errors=errors)
+        except BatchNotFoundError:  # nothing is entered yet, or it was pruned
+            return None
+
+
+def night_object(batch: HttpBatch, status: BatchStatus | None) -> JsonObject:
+    """A batch in our words; `status` of its rows, if there are any."""
+    made: JsonObject = {
+        "id": batch.batch,
+        "object": "night",
+        "owner": batch.owner,
+        "name": batch.name,
+        "file": PREFIX + batch.input_file,
+        "settings": batch.settings,
+        "status": str(batch.status),
+        "state": None if status is None else str(status.state),
+        "rows": batch.total,
+        "succeeded": batch.completed,
+        "unsuccessful": batch.failed,
+        "tokens_in": batch.prompt_tokens,
+        "tokens_out": batch.completion_tokens,
+        "tokens_per_second": None,
+        "estimated_end": None,
+        "bad_rows": batch.errors,
+        "errors": [],
+        "output_file": batch.output_file and PREFIX + batch.output_file,
+        "error_file": batch.error_file and PREFIX + batch.error_file,
+        "created_at": _time(batch.created_at),
+        "scheduled_at": _time(batch.scheduled_at),
+        "deadline_at": _time(batch.deadline_at),
+        "ended_at": _time(batch.ended_at),
+    }
+    if status is not None:
+        made |= {
+            "rows": status.rows,
+            "succeeded": status.succeeded,
+            "unsuccessful": status.unsuccessful,
+            "tokens_in": status.prompt_tokens,
+            "tokens_out": status.completion_tokens,
+            "tokens_per_second": status.tokens_per_second,
+            "estimated_end": _time(status.estimated_end),
+            "errors": [{"rows": group.rows, "message": group.message} for group in status.errors],
+        }
+    return made
+
+
+def _time(moment: datetime | None) -> str | None:
+    return None if moment is None else moment.isoformat()

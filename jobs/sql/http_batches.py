@@ -1,0 +1,291 @@
+"""All SQL about batches that came over HTTP: handed in, worked on by one server at a time, ended.
+
+Every step is a guarded UPDATE. A server that works on a batch has a claim to it that it renews; one that died
+or was overtaken changes nothing any more, and the next one does its step again.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from datetime import datetime, timedelta
+from enum import StrEnum
+from typing import Any, cast
+
+from sqlalchemy import Connection, RowMapping, Table, func, or_, select, update
+
+from nightmill.jobs.contract import JobState, JsonObject
+from nightmill.jobs.sql.database import Database
+from nightmill.jobs.sql.files import StoredFile, insert_files
+from nightmill.jobs.sql.jobs import dialect_insert
+from nightmill.jobs.sql.retrying import retried
+from nightmill.jobs.sql.tables import OPEN, FileRow, HttpBatchRow, JobRow
+
+HTTP_BATCHES = cast(Table, HttpBatchRow.__table__)
+_NAMES = {column.key: "meta" if column.key == "metadata" else column.key for column in HTTP_BATCHES.columns}
+
+
+class HttpStatus(StrEnum):
+    """Where a batch stands, in OpenAI's words. The last four are final.
+
+    validating    its file is read, and its rows are entered
+    in_progress   all rows are entered
+    finalizing    all rows have ended, and their results are written
+    cancelling    somebody cancelled it; rows that ran may end still, and results are written
+    completed     every row has ended
+    failed        there was no row that could have been run
+    expired       its time ended some rows
+    cancelled     what was done until then is written
+    """
+
+    VALIDATING = "validating"
+    IN_PROGRESS = "in_progress"
+    FINALIZING = "finalizing"
+    CANCELLING = "cancelling"
+    COMPLETED = "completed"
+    FAILED = "failed"
+    EXPIRED = "expired"
+    CANCELLED = "cancelled"
+
+    @property
+    def final(self) -> bool:
+        """Whether nothing more happens."""
+        return self not in _OPEN
+
+
+_OPEN = (HttpStatus.VALIDATING, HttpStatus.IN_PROGRESS, HttpStatus.FINALIZING, HttpStatus.CANCELLING)
+
+
+@dataclass(frozen=True, slots=True)
+class HttpBatch:
+    """A batch that came over HTTP."""
+
+    id: str
+    owner: str | None
+    input_file: str
+    created_at: datetime
+    idempotency_key: str | None = None  # with its owner
+    name: str | None = None
+    endpoint: str | None = None  # that all rows must be for
+    completion_window: str | None = None
+    meta: JsonObject = field(default_factory=dict)
+    settings: JsonObject = field(default_factory=dict)  # defaults of its rows
+    status: HttpStatus = HttpStatus.VALIDATING
+    errors: list[Any] = field(default_factory=list)
+    invalid: int | None = None  # rows that cannot be run; None until all are read
+    total: int | None = None  # rows; these five are None until the end
+    completed: int | None = None
+    failed: int | None = None
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    output_file: str | None = None
+    error_file: str | None = None
+    scheduled_at: datetime | None = None
+    deadline_at: datetime | None = None
+    in_progress_at: datetime | None = None
+    finalizing_at: datetime | None = None
+    cancelling_at: datetime | None = None
+    ended_at: datetime | None = None
+    keeper: str | None = None
+    kept_until: datetime | None = None
+
+    @property
+    def batch(self) -> str:
+        """The name of the batch of jobs that its rows are."""
+        return f"batch_{self.id}"
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of a batch: its files (None: not one row would be in it), and its rows."""
+
+    output: StoredFile | None
+    errors: StoredFile | None
+    total: int
+    completed: int
+    failed: int
+    prompt_tokens: int
+    completion_tokens: int
+
+
+class HttpBatchStore:
+    """Batches that came over HTTP, in SQL."""
+
+    def __init__(self, database: Database) -> None:
+        self.database = database
+
+    # -- for callers -----------------------------------------------------------------------------
+
+    @retried
+    def add(self, batch: HttpBatch) -> HttpBatch | None:
+        """Enter a batch, unless one has its idempotency key: the one that is there then.
+
+        None if its file was deleted in the meantime.
+        """
+        with self.database.write() as connection:
+            # Held until this is over: who deletes a file looks for batches that are to be made of it.
+            file = select(FileRow.id).where(FileRow.id == batch.input_file).with_for_update()
+            there = connection.execute(file).one_or_none() is not None
+            if there:
+                values = asdict(batch)
+                values["metadata"] = values.pop("meta")
+                statement = dialect_insert(connection, HTTP_BATCHES).on_conflict_do_nothing(
+                    index_elements=["idempotency_key"],
+                    index_where=HttpBatchRow.idempotency_key.is_not(None),
+                )
+                connection.execute(statement, [values])
+            if batch.idempotency_key is None:
+                return batch if there else None
+            return _find(connection, HttpBatchRow.idempotency_key == batch.idempotency_key)
+
+    def with_key(self, idempotency_key: str) -> HttpBatch | None:
+        """The batch that has this key, if there is one."""
+        with self.database.read() as connection:
+            return _find(connection, HttpBatchRow.idempotency_key == idempotency_key)
+
+    def get(self, batch_id: str) -> HttpBatch | None:
+        """One batch, if there is one of this id."""
+        with self.database.read() as connection:
+            return _find(connection, HttpBatchRow.id == batch_id)
+
+    def page(
+        self, *, owner: str | None, after: str | None, oldest_first: bool, limit: int
+    ) -> list[HttpBatch]:
+        """Batches in the order of their ids, which is that of their making. `owner`: None for everybody's."""
+        query = select(HTTP_BATCHES)
+        if owner is not None:
+            query = query.where(HttpBatchRow.owner == owner)
+        if after is not None:
+            query = query.where(HttpBatchRow.id > after if oldest_first else HttpBatchRow.id < after)
+        query = query.order_by(HttpBatchRow.id if oldest_first else HttpBatchRow.id.desc()).limit(limit)
+        with self.database.read() as connection:
+            return [_batch(row) for row in connection.execute(query).mappings()]
+
+    def count_open(self, owner: str | None) -> int:
+        """How many batches of this owner have not ended."""
+        of_owner = HttpBatchRow.owner.is_(None) if owner is None else HttpBatchRow.owner == owner
+        query = select(func.count()).select_from(HttpBatchRow).where(OPEN, of_owner)
+        with self.database.read() as connection:
+            return connection.execute(query).scalar_one()
+
+    def cancel(self, batch_id: str) -> bool:
+        """Ask that a batch be cancelled; returns whether that could still be asked for."""
+        asked = (HttpStatus.VALIDATING, HttpStatus.IN_PROGRESS)
+        return self._change(
+            batch_id, asked, {"status": HttpStatus.CANCELLING, "cancelling_at": self.database.now()}
+        )
+
+    # -- for servers that work on them -----------------------------------------------------------
+
+    def open(self) -> list[HttpBatch]:
+        """All batches that have not ended, oldest first."""
+        query = select(HTTP_BATCHES).where(OPEN).order_by(HttpBatchRow.id)
+        with self.database.read() as connection:
+            return [_batch(row) for row in connection.execute(query).mappings()]
+
+    def claim(self, batch: HttpBatch, keeper: str, duration: timedelta) -> bool:
+        """Take a batch in the status that it was seen in, or go on with it; returns whether that worked."""
+        now = self.database.now()
+        free = or_(
+            HttpBatchRow.keeper.is_(None), HttpBatchRow.keeper == keeper, HttpBatchRow.kept_until < now
+        )
+        values = {"keeper": keeper, "kept_until": now + duration}
+        return self._change(batch.id, (batch.status,), values, free)
+
+    def begin(self, batch: HttpBatch, keeper: str, invalid: int, errors: list[Any]) -> bool:
+        """All rows are entered, of which so many can never be run; `errors` names the first of these."""
+        values = {
+            "status": HttpStatus.IN_PROGRESS,
+            "in_progress_at": self.database.now(),
+            "invalid": invalid,
+            "errors": errors,
+        }
+        return self._change(batch.id, (batch.status,), values | _LET_GO, HttpBatchRow.keeper == keeper)
+
+    def finalize(self, batch: HttpBatch) -> bool:
+        """All rows have ended."""
+        values = {"status": HttpStatus.FINALIZING, "finalizing_at": self.database.now()}
+        return self._change(batch.id, (batch.status,), values | _LET_GO)
+
+    @retried
+    def end(self, batch: HttpBatch, keeper: str, status: HttpStatus, outcome: Outcome) -> bool:
+        """End a batch whose files are written, and enter these, in one transaction."""
+        files = [file for file in (outcome.output, outcome.errors) if file is not None]
+        values = {
+            "status": status,
+            "ended_at": self.database.now(),
+            "output_file": outcome.output and outcome.output.id,
+            "error_file": outcome.errors and outcome.errors.id,
+            "total": outcome.total,
+            "completed": outcome.completed,
+            "failed": outcome.failed,
+            "prompt_tokens": outcome.prompt_tokens,
+            "completion_tokens": outcome.completion_tokens,
+        }
+        of_keeper = HttpBatchRow.keeper == keeper
+        with self.database.write() as connection:
+            if not _update(connection, batch.id, (batch.status,), values | _LET_GO, of_keeper):
+                return False
+            if files:
+                insert_files(connection, files)
+        return True
+
+    def fail(self, batch: HttpBatch, status: HttpStatus, errors: list[Any]) -> bool:
+        """End a batch of which there is nothing to write."""
+        values = {"status": status, "ended_at": self.database.now(), "errors": errors}
+        values |= dict.fromkeys(
+            ("total", "completed", "failed", "prompt_tokens", "completion_tokens", "invalid"), 0
+        )
+        return self._change(batch.id, (batch.status,), values | _LET_GO)
+
+    @retried
+    def let_go(self, keeper: str) -> None:
+        """`keeper` works on nothing any more."""
+        with self.database.write() as connection:
+            statement = update(HttpBatchRow).where(OPEN, HttpBatchRow.keeper == keeper)
+            connection.execute(statement.values(**_LET_GO))
+
+    def bad_rows(self, batch: HttpBatch, most: int) -> tuple[int, list[tuple[int, JsonObject]]]:
+        """Rows that can never be run: how many, and (line, error) of the first ones."""
+        bad = (
+            JobRow.batch == batch.batch,
+            JobRow.state == JobState.FAILED,
+            JobRow.prompt.is_(None),
+            JobRow.messages.is_(None),
+            JobRow.prompt_ids.is_(None),
+        )
+        with self.database.read() as connection:
+            number = connection.execute(select(func.count()).select_from(JobRow).where(*bad)).scalar_one()
+            query = select(JobRow.row, JobRow.errors).where(*bad).order_by(JobRow.row).limit(most)
+            found = connection.execute(query).all() if number else []
+        return number, [(row.row, (row.errors or [{}])[-1]) for row in found]
+
+    @retried
+    def _change(
+        self, batch_id: str, statuses: Iterable[HttpStatus], values: Mapping[str, Any], *conditions: Any
+    ) -> bool:
+        with self.database.write() as connection:
+            return _update(connection, batch_id, statuses, values, *conditions)
+
+
+_LET_GO: dict[str, Any] = {"keeper": None, "kept_until": None}
+
+
+def _update(
+    connection: Connection,
+    batch_id: str,
+    statuses: Iterable[HttpStatus],
+    values: Mapping[str, Any],
+    *conditions: Any,
+) -> bool:
+    of_status = HttpBatchRow.status.in_([str(status) for status in statuses])
+    statement = update(HttpBatchRow).where(HttpBatchRow.id == batch_id, of_status, *conditions)
+    return connection.execute(statement.values(**values)).rowcount == 1
+
+
+def _find(connection: Connection, condition: Any) -> HttpBatch | None:
+    row = connection.execute(select(HTTP_BATCHES).where(condition)).mappings().one_or_none()
+    return None if row is None else _batch(row)
+
+
+def _batch(row: RowMapping) -> HttpBatch:
+    values = {name: row[key] for key, name in _NAMES.items()}
+    return HttpBatch(**values | {"status": HttpStatus(row["status"])})

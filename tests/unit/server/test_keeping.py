@@ -1,0 +1,292 @@
+"""Whenever a server dies: another goes on with its batches, and no row is lost or there twice."""
+
+import json
+import threading
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from nightmill.jobs.batches import grouping
+from nightmill.jobs.client import Client
+from nightmill.jobs.contract import StopReason
+from nightmill.jobs.errors import InvalidTransitionError
+from nightmill.jobs.formats import ResultFile
+from nightmill.jobs.ids import IdSource
+from nightmill.jobs.server import keeping
+from nightmill.jobs.server.folder import Folder
+from nightmill.jobs.server.keeping import CLAIM, Keeper
+from nightmill.jobs.settings import Settings
+from nightmill.jobs.sql.batches import BatchStore
+from nightmill.jobs.sql.claims import Claims
+from nightmill.jobs.sql.claims import Outcome as RowOutcome
+from nightmill.jobs.sql.files import FileStore, StoredFile
+from nightmill.jobs.sql.http_batches import HttpBatch, HttpBatchStore, HttpStatus
+from tests.servers import Clock
+
+COUNT = 40
+IDS = IdSource()
+
+
+class Death(BaseException):
+    """A process ends like this: nothing that comes after is done."""
+
+
+class World:
+    """A database, a folder, and servers that come and go."""
+
+    def __init__(self, client: Client, clock: Clock) -> None:
+        self.client = client
+        self.clock = clock
+        self.folder = Folder(client.settings.resolved_files_dir)
+        self.files = FileStore(client.database)
+        self.store = HttpBatchStore(client.database)
+        self.claims = Claims(client.database, "a" * 32)
+        self.claims.register("host", 1, "model", None)
+
+    def keeper(self) -> Keeper:
+        return Keeper(self.client, self.folder)
+
+    def hand_in(self, count: int = COUNT, bad: int = 1) -> HttpBatch:
+        content = "".join(
+            json.dumps(
+                {
+                    "custom_id": f"r{number}",
+                    "method": "POST",
+                    "url": "/v1/completions",
+                    "body": {"prompt": "x" if number >= bad else 5},
+                }
+            )
+            + "\n"
+            for number in range(count)
+        )
+        file_id, now = IDS.draw(), self.clock()
+        self.folder.coming(file_id).write_text(content)
+        assert self.files.add(StoredFile(file_id, None, "batch", "x", len(content), now), 1 << 30)
+        self.folder.settle(file_id)
+        made = HttpBatch(
+            IDS.draw(),
+            None,
+            file_id,
+            now,
+            endpoint="/v1/completions",
+            deadline_at=now + timedelta(days=1),
+        )
+        added = self.store.add(made)
+        assert added == made
+        return made
+
+    def run_rows(self) -> None:
+        """What a worker would do."""
+        ids = [job.id for job in self.client.list_jobs(state="queued", limit=10 * COUNT)]
+        claimed = self.claims.claim(ids)
+        self.claims.finish(
+            [RowOutcome(one.job_id, one.attempt, StopReason.EOS, "text", 1, 2) for one in claimed]
+        )
+
+    def status(self, batch: HttpBatch) -> HttpStatus:
+        found = self.store.get(batch.id)
+        assert found is not None
+        return found.status
+
+    def finish(self, batch: HttpBatch, keeper: Keeper) -> None:
+        """Work on as another server, once claims have run out, until the batch has ended; look at it all."""
+        for _ in range(6):
+            self.clock.advance(CLAIM.total_seconds() + 1)
+            keeper.look()
+            if self.status(batch).final:
+                break
+            self.run_rows()
+        assert self.status(batch) is HttpStatus.COMPLETED
+        self.check(batch)
+
+    def check(self, batch: HttpBatch) -> None:
+        """Every row is in one of the two files, once, and the folder holds nothing else."""
+        found = self.store.get(batch.id)
+        assert found is not None and found.output_file and found.error_file
+        rows = [self.lines(file) for file in (found.output_file, found.error_file)]
+        assert [row["custom_id"] for row in rows[0]] == [f"r{number}" for number in range(1, COUNT)]
+        assert [row["custom_id"] for row in rows[1]] == ["r0"]
+        assert (found.total, found.completed, found.failed) == (COUNT, COUNT - 1, 1)
+        assert (found.prompt_tokens, found.completion_tokens) == (COUNT - 1, 2 * (COUNT - 1))
+        assert [(one["line"], one["param"]) for one in found.errors] == [(1, "body.prompt")]
+        assert len(self.client.list_jobs(batch=batch.batch, limit=10 * COUNT)) == COUNT
+        whole = {path.name for path in self.folder.path.iterdir() if path.suffix != ".coming"}
+        assert whole == self.files.known(whole)  # what nobody knows of is never under such a name
+
+    def lines(self, file_id: str) -> list[dict[str, Any]]:
+        with self.folder.open(file_id) as content:
+            return [json.loads(line) for line in content]
+
+
+@pytest.fixture
+def world(server_settings: Settings, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
+    monkeypatch.setattr(grouping, "ROWS_PER_TRANSACTION", 8)
+    monkeypatch.setattr(keeping, "_ROWS_PER_CLAIM", 8)
+    with Client(server_settings, clock=clock) as client:
+        yield World(client, clock)
+
+
+def dies(monkeypatch: pytest.MonkeyPatch, thing: Any, name: str, at: int, *, after: bool = False) -> None:
+    """Die at the call of this number, before or after it does anything; later calls work as ever."""
+    real, calls = getattr(thing, name), iter(range(1, 1000))
+
+    def dying(*args: Any, **options: Any) -> Any:
+        number = next(calls)
+        if number == at and not after:
+            raise Death
+        result = real(*args, **options)
+        if number == at:
+            raise Death
+        return result
+
+    monkeypatch.setattr(thing, name, dying)
+
+
+def test_a_server_may_die_at_any_step(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    for thing, name, at, after in (
+        (HttpBatchStore, "claim", 1, True),
+        (BatchStore, "insert_rows", 1, False),
+        (BatchStore, "insert_rows", 2, True),
+        (BatchStore, "complete", 1, True),
+        (HttpBatchStore, "begin", 1, True),
+        (HttpBatchStore, "finalize", 1, True),
+        (ResultFile, "flush", 1, True),
+        (ResultFile, "close", 2, True),
+        (HttpBatchStore, "end", 1, False),
+        (HttpBatchStore, "end", 1, True),
+        (Folder, "settle", 2, True),
+    ):
+        batch = world.hand_in()
+        with monkeypatch.context() as patched:
+            dies(patched, thing, name, at, after=after)
+            dead = world.keeper()
+            with pytest.raises(Death):
+                for _ in range(6):
+                    dead.look()
+                    world.run_rows()
+        world.finish(batch, world.keeper())
+        world.client.get_batch(batch.batch).delete()
+
+
+def test_a_server_that_stood_still_changes_nothing_afterwards(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its claim ran out in the middle of a step, and another did the step meanwhile."""
+    batch, slow, other = world.hand_in(), world.keeper(), world.keeper()
+    overtaking: list[str] = []
+
+    def overtaken(name: str, thing: Any) -> None:
+        real = getattr(thing, name)
+
+        def run(*args: Any, **options: Any) -> Any:
+            if name not in overtaking:
+                overtaking.append(name)
+                world.clock.advance(CLAIM.total_seconds() + 1)
+                other.look()
+            return real(*args, **options)
+
+        monkeypatch.setattr(thing, name, run)
+
+    overtaken("begin", HttpBatchStore)
+    slow.look()
+    assert overtaking == ["begin"] and world.status(batch) is HttpStatus.IN_PROGRESS
+    world.run_rows()
+    overtaken("end", HttpBatchStore)
+    for _ in range(4):
+        slow.look()
+    assert overtaking == ["begin", "end"]
+    world.check(batch)
+
+
+def test_servers_side_by_side_do_everything_once(world: World) -> None:
+    batches = [world.hand_in() for _ in range(3)]
+    keepers = [world.keeper() for _ in range(4)]
+    for _ in range(4):
+        threads = [threading.Thread(target=keeper.look) for keeper in keepers]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if world.status(batches[0]) is HttpStatus.IN_PROGRESS:
+            assert len(world.client.list_jobs(limit=1000)) == 3 * COUNT
+        world.run_rows()
+    assert {world.status(batch) for batch in batches} == {HttpStatus.COMPLETED}
+    written = world.files.page(owner=None, purpose="batch_output", after=None, oldest_first=True, limit=99)
+    assert len(written) == 6
+
+
+def test_a_file_is_not_deleted_while_it_is_read_and_one_that_is_not_here_is_left_to_others(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch = world.hand_in()
+    with pytest.raises(InvalidTransitionError, match=f"is being read for {batch.batch}"):
+        world.files.delete(batch.input_file, lambda: None)
+    hidden = world.folder.path / "elsewhere"
+    world.folder.find(batch.input_file).rename(hidden)
+    here = world.keeper()
+    here.look()
+    assert world.status(batch) is HttpStatus.VALIDATING
+    hidden.rename(world.folder.find(batch.input_file))
+    world.finish(batch, world.keeper())
+    assert world.files.delete(batch.input_file, lambda: world.folder.remove(batch.input_file))
+
+
+def test_cancelling_in_every_status(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = world.hand_in()
+    assert world.store.cancel(before.id)
+    world.keeper().look()
+    assert (world.status(before), world.client.list_jobs()) == (HttpStatus.CANCELLED, [])
+
+    entering = world.hand_in()
+    real = HttpBatchStore.claim
+    calls = iter(range(100))
+
+    def cancelled_meanwhile(self: HttpBatchStore, *args: Any) -> bool:
+        if next(calls) == 2:
+            assert self.cancel(entering.id)
+        return real(self, *args)
+
+    keeper = world.keeper()
+    with monkeypatch.context() as patched:
+        patched.setattr(HttpBatchStore, "claim", cancelled_meanwhile)
+        keeper.look()
+    assert world.status(entering) is HttpStatus.CANCELLING
+    keeper.look()
+    found = world.store.get(entering.id)
+    assert found is not None and found.status is HttpStatus.CANCELLED
+    assert (found.total, found.completed) == (16, 0) and found.output_file is None and found.error_file
+    assert len(world.lines(found.error_file)) == 16
+
+    deleted = world.hand_in()
+    keeper.look()
+    world.run_rows()
+    world.client.get_batch(deleted.batch).delete()
+    for _ in range(3):
+        keeper.look()
+    found = world.store.get(deleted.id)
+    assert found is not None and (found.status, found.errors[0]["code"]) == (HttpStatus.FAILED, "deleted")
+    assert not world.store.cancel(deleted.id)
+
+
+def test_a_step_that_fails_harms_no_other_batch(
+    world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    broken, good = world.hand_in(), world.hand_in()
+    real = Keeper._validate
+
+    def validate(self: Keeper, batch: HttpBatch) -> None:
+        if batch.id == broken.id:
+            raise RuntimeError("nobody expected this")
+        real(self, batch)
+
+    monkeypatch.setattr(Keeper, "_validate", validate)
+    keeper = world.keeper()
+    for _ in range(4):
+        keeper.look()
+        world.run_rows()
+    assert (world.status(broken), world.status(good)) == (HttpStatus.VALIDATING, HttpStatus.COMPLETED)
+    assert caplog.text.count("a step failed") == 1  # and not at every look
+    monkeypatch.setattr(Keeper, "_validate", real)
+    world.finish(broken, world.keeper())
