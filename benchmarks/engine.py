@@ -182,7 +182,15 @@ def measure(name: str, file: GgufFile, spec: ModelSpec, options: argparse.Namesp
     held = Held(file, spec.vocab, options.constrained)
     try:
         turns = [
-            play(workload, runner, seed, slots=slots, token_budget=budget, prefix_sharing=sharing, held=held)
+            play(
+                workload,
+                runner,
+                seed,
+                slots=slots,
+                token_budget=runner.max_tokens,
+                prefix_sharing=sharing,
+                held=held,
+            )
             for seed in range(1 + options.repeat)
         ]
         counted, last = turns[1:], turns[-1]
@@ -203,7 +211,7 @@ def measure(name: str, file: GgufFile, spec: ModelSpec, options: argparse.Namesp
             "steps": last.stats.steps,
             "preemptions": last.stats.preemptions,
             "slots": slots,
-            "token_budget": budget,
+            "token_budget": runner.max_tokens,
             "depth": options.depth,
             "constrained": options.constrained,
             "weights_gib": round(runner.memory.weights / 2**30, 2),

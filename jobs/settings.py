@@ -2,7 +2,9 @@
 
 import difflib
 import errno
+import math
 import os
+import re
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
@@ -22,6 +24,14 @@ PREFIX = "NIGHTMILL_"
 FOREIGN_PREFIXES = ("NIGHTMILL_TEST_",)
 MODEL_SCHEMES = ("hf:", "https://", "http://")
 """How the name of a model starts that is fetched first; anything else is a path."""
+
+_MEMORY = re.compile(r"(\d*\.?\d+(?:e-?\d+)?)\s*([KMGT]i?B)?", re.IGNORECASE)
+_UNITS = {
+    "": 1,
+    **{f"{prefix}ib": 1024**power for power, prefix in enumerate("kmgt", start=1)},
+    **{f"{prefix}b": 1000**power for power, prefix in enumerate("kmgt", start=1)},
+}
+_LEAST_BYTES = 1 << 20  # what is less can only be meant as something else
 
 
 def default_data_dir() -> Path:
@@ -82,8 +92,8 @@ class Settings(BaseModel):
     """Generate with NumPy even if a GPU is present."""
     gpu: int | None = Field(default=None, ge=0)
     """Index of the worker's GPU."""
-    gpu_memory: float = Field(default=0.9, gt=0.0, le=1.0)
-    """Share of the GPU's free memory that the worker may take."""
+    gpu_memory: float | int = 0.9
+    """What the worker may take of the GPU's free memory: a share of it, or as a whole number bytes."""
     dtype: Literal["auto", "f16", "bf16"] = "auto"
     """What a GPU computes in; auto: as the model's family and file ask for."""
     weights: Literal["16bit"] = "16bit"
@@ -113,6 +123,11 @@ class Settings(BaseModel):
     @classmethod
     def _model_is_named_or_a_path(cls, value: Any) -> Any:
         return Path(value) if isinstance(value, str) and not value.startswith(MODEL_SCHEMES) else value
+
+    @field_validator("gpu_memory", mode="before")
+    @classmethod
+    def _memory_is_a_share_or_a_size(cls, value: Any) -> float | int:
+        return _memory(value)
 
     @field_validator("database_url")
     @classmethod
@@ -191,6 +206,20 @@ class Settings(BaseModel):
     def scrubbed(self, error: object) -> str:
         """What a foreign error says, without the secrets of these URLs."""
         return scrubbed(str(error), self.database_url, self.broker_url)
+
+
+def _memory(value: Any) -> float | int:
+    """A share of memory, 0.9, as a float, or a size, 8GiB, in bytes."""
+    found = _MEMORY.fullmatch(str(value).strip())
+    number = float(found[1]) if found else 0.0
+    unit = found[2].lower() if found and found[2] else ""
+    if unit or number >= _LEAST_BYTES:
+        number *= _UNITS[unit]
+        if _LEAST_BYTES <= number < math.inf:
+            return int(number)
+    elif 0.0 < number <= 1.0:
+        return number
+    raise ValueError("must be a share of the free memory, up to 1, or a size such as 8GiB")
 
 
 def _suggestion(name: str, cls: type[Settings]) -> str:

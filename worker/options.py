@@ -38,8 +38,9 @@ def worker_options() -> list[click.Option]:
         click.Option(["--gpu"], type=click.IntRange(0), help="Index of the GPU to own [NIGHTMILL_GPU]."),
         click.Option(
             ["--gpu-memory"],
-            type=click.FloatRange(0, 1, min_open=True),
-            help="Share of the GPU's free memory to take; 0.9 by default [NIGHTMILL_GPU_MEMORY].",
+            metavar="SHARE|SIZE",
+            help="What to take of the GPU's free memory: a share, 0.9 by default, or a size such as 8GiB "
+            "[NIGHTMILL_GPU_MEMORY].",
         ),
         click.Option(["--dtype"], type=DTYPES, help=DTYPE_HELP),
         click.Option(["--weights"], type=WEIGHTS, help=WEIGHTS_HELP),

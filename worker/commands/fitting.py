@@ -74,7 +74,7 @@ def fit(spec: ModelSpec, card: Card, settings: Settings) -> Fit:
     from nightmill.worker.runners.gpu.activations import LOGIT_ROWS
     from nightmill.worker.runners.gpu.catalogue import check_spec, workspace_bytes
     from nightmill.worker.runners.gpu.kv_cache import PAGE, page_bytes
-    from nightmill.worker.runners.gpu.memory import plan_memory
+    from nightmill.worker.runners.gpu.memory import LEAST_TOKENS, allowed, plan_memory, tokens_of_a_step
     from nightmill.worker.runners.gpu.sampling.masks import MaskBuffers
     from nightmill.worker.runners.gpu.sampling.slots import SlotTable
     from nightmill.worker.runners.gpu.weights.layout import weight_bytes
@@ -82,21 +82,26 @@ def fit(spec: ModelSpec, card: Card, settings: Settings) -> Fit:
     check_spec(spec)
     slots = settings.max_sequences or GPU_MAX_SEQUENCES
     context = min(settings.context or GPU_CONTEXT, spec.context_length)
-    budget = max(GPU_TOKEN_BUDGET, slots)
-    workspace = (
-        workspace_bytes(spec, card.multiprocessors, max_context=context, max_tokens=budget, max_draws=slots)
-        + SlotTable.bytes(slots, spec.vocab)
-        + MaskBuffers.bytes(spec.vocab, LOGIT_ROWS)
-    )
+    kept = SlotTable.bytes(slots, spec.vocab) + MaskBuffers.bytes(spec.vocab, LOGIT_ROWS)
+
+    def workspace(max_tokens: int) -> int:
+        return kept + workspace_bytes(
+            spec, card.multiprocessors, max_context=context, max_tokens=max_tokens, max_draws=slots
+        )
+
+    weights = weight_bytes(spec)
+    room = allowed(card.free, settings.gpu_memory) - weights
+    most, least = max(GPU_TOKEN_BUDGET, slots), max(LEAST_TOKENS, slots)
+    tokens = tokens_of_a_step(most, least, workspace, room)
     plan = plan_memory(
-        weights=weight_bytes(spec),
+        weights=weights,
         page=page_bytes(spec),
         free=card.free,
         gpu_memory=settings.gpu_memory,
         slots=slots,
         context=context,
-        max_tokens=budget,
-        workspace=workspace,
+        max_tokens=tokens,
+        workspace=workspace(tokens),
     )
     lengths = sorted({*(length for length in LENGTHS if length < context), context})
     return Fit(

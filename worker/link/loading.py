@@ -279,12 +279,12 @@ def build_engine(settings: Settings, model: OpenModel) -> Engine:
     else:
         from nightmill.worker.runners.gpu.runner import CudaRunner
 
-        token_budget = max(GPU_TOKEN_BUDGET, sequences)
-        runner = CudaRunner(
-            model.file, model.spec, slots=sequences, depth=GPU_DEPTH,
-            gpu_memory=settings.gpu_memory, context=context, max_tokens=token_budget, gpu=gpu,
+        runner = cuda = CudaRunner(
+            model.file, model.spec, slots=sequences, depth=GPU_DEPTH, gpu_memory=settings.gpu_memory,
+            context=context, max_tokens=max(GPU_TOKEN_BUDGET, sequences), gpu=gpu,
             numbers=numbers_of(settings, model),
         )  # fmt: skip
+        token_budget = cuda.max_tokens
 
     def engine() -> Engine:
         return Engine(

@@ -129,3 +129,22 @@ def test_every_setting_is_on_its_page() -> None:
     page = (Path(__file__).parents[3] / "docs" / "settings.md").read_text(encoding="utf-8")
     for field in Settings.model_fields:
         assert f"`NIGHTMILL_{field.upper()}`" in page or f"`_{field.upper()}`" in page
+
+
+@pytest.mark.parametrize(
+    ("said", "meant"),
+    [("0.5", 0.5), ("1", 1.0), ("8GiB", 8 << 30), ("8 gb", 8 * 10**9), ("1.5TiB", 3 << 39)],
+)  # fmt: skip
+def test_memory_of_a_gpu_is_a_share_or_a_size_and_stays_so_on_its_way_to_a_worker(
+    said: str, meant: float
+) -> None:
+    settings = Settings.from_env({"NIGHTMILL_GPU_MEMORY": said})
+    assert (settings.gpu_memory, type(settings.gpu_memory)) == (meant, type(meant))
+    passed_on = str(settings.model_dump(mode="json")["gpu_memory"])
+    assert Settings.from_env({"NIGHTMILL_GPU_MEMORY": passed_on}) == settings
+
+
+@pytest.mark.parametrize("said", ["0", "8", "1.1", "-1", "8 apples", "8Gi", "nan", "inf", "1KiB", "1e400"])
+def test_other_memory_is_refused(said: str) -> None:
+    with pytest.raises(SettingsError, match=r"NIGHTMILL_GPU_MEMORY: must be a share .* a size such as 8GiB"):
+        Settings.from_env({"NIGHTMILL_GPU_MEMORY": said})

@@ -25,6 +25,8 @@ from tests.ggufs import write_model
 from tests.unit.runners.recorded_cuda import RecordedDriver
 
 Values = dict[str, Any]
+SMALL = Card("small", 200 << 20, 132)
+"""So small that steps have as few tokens as they may."""
 
 
 def check(path: Path, directory: Path) -> dict[str, list[Values]]:
@@ -112,11 +114,25 @@ def test_no_more_cache_is_counted_than_all_sequences_fill(spec: ModelSpec) -> No
     assert found.sequences == {spec.context_length: 16}
 
 
+def test_a_small_gpu_takes_smaller_steps(spec: ModelSpec) -> None:
+    large = fit(spec, card_of("large", 80, 132), Settings())
+    small = fit(spec, SMALL, Settings())
+    assert small.workspace < large.workspace / 2
+
+
+def test_memory_may_be_given_in_bytes(spec: ModelSpec) -> None:
+    """Then what the card has beside it does not matter."""
+    settings = Settings.model_validate({"gpu_memory": "300MiB"})
+    found = fit(spec, card_of("large", 80, 132), settings)
+    taken = found.weights + found.workspace + (found.cache_tokens // 16 + 1) * page_bytes(spec)
+    assert 300 * 2**20 - page_bytes(spec) < taken <= 300 * 2**20
+
+
 def test_sequences_fit_by_whole_pages(spec: ModelSpec) -> None:
     settings = Settings(context=100)  # 7 pages of 16
-    most = fit(spec, card_of("large", 80, 132), settings)
+    small = fit(spec, SMALL, settings)
     pages = 80
-    needed = most.weights + most.workspace + (pages + 1) * page_bytes(spec)
+    needed = small.weights + small.workspace + (pages + 1) * page_bytes(spec)
     found = fit(spec, Card("tight", int(needed / settings.gpu_memory) + 2, 132), settings)
     assert found.cache_tokens == 16 * pages
     assert found.sequences == {100: pages // 7}

@@ -29,7 +29,13 @@ from nightmill.worker.runners.gpu.device.device import Device
 from nightmill.worker.runners.gpu.device.graphs import Graph, bucket_of, buckets
 from nightmill.worker.runners.gpu.kv_cache import PAGE, KvCache, page_bytes
 from nightmill.worker.runners.gpu.layers import bind_layers
-from nightmill.worker.runners.gpu.memory import MemoryPlan, plan_memory
+from nightmill.worker.runners.gpu.memory import (
+    LEAST_TOKENS,
+    MemoryPlan,
+    allowed,
+    plan_memory,
+    tokens_of_a_step,
+)
 from nightmill.worker.runners.gpu.model import Model, Shared
 from nightmill.worker.runners.gpu.numbers import HALF, Numbers
 from nightmill.worker.runners.gpu.products.chooser import Products
@@ -69,11 +75,12 @@ class CudaRunner:
 
     file, spec     the model
     kv_blocks      pages of the KV cache; None: as many as `gpu_memory` allows
-    gpu_memory     share of the free memory that may be used
+    gpu_memory     share of the free memory that may be used, or, an int, its bytes
     slots          sequences at once
     depth          launches that may be outstanding
     context        the most tokens of a sequence, by default the model's limit
-    max_tokens     the most tokens of a step; at least `slots`
+    max_tokens     the most tokens of a step; at least `slots`. Fewer, if memory is short and `kv_blocks` is
+                   left open
     max_draws      the most rows that draw in a step, by default `slots`
     numbers        formats of weights, activations, keys and values
     graphs         replay decode steps from CUDA graphs
@@ -98,7 +105,7 @@ class CudaRunner:
         self.depth = depth
         self.vocab = spec.vocab
         self._row_of_logits = padded_vocab(spec)
-        self._max_tokens = max_tokens
+        self.max_tokens = max_tokens
         self._max_draws = max(max_draws or slots, slots)
         self._context = min(context or spec.context_length, spec.context_length)
         self._report = report
@@ -135,23 +142,36 @@ class CudaRunner:
         attentions = Attentions(device, spec, max_context=context)
         self._decode = decode = attentions.decode
         self._prefill = attentions.prefill
-        rows = max(self._max_tokens, decode.most_pieces(slots))
+        rows = max(self.max_tokens, decode.most_pieces(slots))
         if rows > _MOST_ROWS:
             raise RunnerError(
-                f"{slots:,} sequences in steps of up to {self._max_tokens:,} tokens may need {rows:,} rows "
+                f"{slots:,} sequences in steps of up to {self.max_tokens:,} tokens may need {rows:,} rows "
                 f"of blocks in one launch; a GPU takes {_MOST_ROWS:,}: lower --max-sequences"
             )
-        draws = {"max_tokens": self._max_tokens, "max_draws": self._max_draws}
-        step = draws | {
+        step = {
             "slots": slots, "table_width": -(-context // PAGE), "max_pieces": decode.most_pieces(slots),
+            "max_draws": self._max_draws,
         }  # fmt: skip
+        kept = SlotTable.bytes(slots, spec.vocab) + MaskBuffers.bytes(spec.vocab, LOGIT_ROWS)
+
+        def workspace(max_tokens: int) -> int:
+            return kept + StepBuffers.bytes(max_tokens=max_tokens, **step) + workspace_bytes(
+                spec, device.multiprocessors, max_context=context, max_tokens=max_tokens,
+                max_draws=self._max_draws,
+            )  # fmt: skip
+
+        weights_size = weight_bytes(spec)
+        if kv_blocks is None:
+            room = allowed(free, gpu_memory) - weights_size
+            least = max(slots, LEAST_TOKENS)
+            self.max_tokens = tokens_of_a_step(self.max_tokens, least, workspace, room)
         self.memory: MemoryPlan = plan_memory(
-            weights=weight_bytes(spec), page=page_bytes(spec), free=free, gpu_memory=gpu_memory,
-            slots=slots, context=context, kv_blocks=kv_blocks, max_tokens=self._max_tokens,
-            workspace=workspace_bytes(spec, device.multiprocessors, max_context=context, **draws)
-            + StepBuffers.bytes(**step) + SlotTable.bytes(slots, spec.vocab)
-            + MaskBuffers.bytes(spec.vocab, LOGIT_ROWS),
+            weights=weights_size, page=page_bytes(spec), free=free, gpu_memory=gpu_memory,
+            slots=slots, context=context, kv_blocks=kv_blocks, max_tokens=self.max_tokens,
+            workspace=workspace(self.max_tokens),
         )  # fmt: skip
+        draws = {"max_tokens": self.max_tokens, "max_draws": self._max_draws}
+        step |= {"max_tokens": self.max_tokens}
         self._report(f"memory of {device.name}: {self.memory}")
         self.kv_blocks = self.memory.kv_blocks
         at = Activations.allocate(device, spec, **draws)
@@ -180,9 +200,9 @@ class CudaRunner:
             raise RunnerError(f"{self.depth} launches are outstanding already: collect one first")
         if self._waits_for_masks:
             raise RunnerError("the newest launch waits for its masks")
-        if len(batch.tokens) > self._max_tokens:
+        if len(batch.tokens) > self.max_tokens:
             raise RunnerError(
-                f"a step of {len(batch.tokens)} tokens is more than the {self._max_tokens} that the GPU's "
+                f"a step of {len(batch.tokens)} tokens is more than the {self.max_tokens} that the GPU's "
                 "workspace was planned for"
             )
         if len(batch.slots) > self.slots or len(batch.draws) > self._max_draws:
@@ -255,7 +275,7 @@ class CudaRunner:
 
     def _tune_many_rows(self) -> None:
         """Choose how steps of many tokens are multiplied: of the most there can be, a half, a quarter ..."""
-        rows = self._max_tokens
+        rows = self.max_tokens
         while rows > MANY_ROWS:
             self._model.tune(rows, 1)
             rows //= 2
