@@ -6,6 +6,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP_FLAGS := --quiet --disable-pip-version-check
 SHELL := /bin/bash
+# Tests and commands start hundreds of processes: what they import is compiled once, wherever that is forbidden.
+export PYTHONDONTWRITEBYTECODE :=
 
 COMMA := ,
 
@@ -15,7 +17,7 @@ define new_enough
 	{ echo 'Nightmill needs Python 3.11 or newer$(if $(1),$(COMMA) and $(1) is not): $(2)' >&2; exit 1; }
 endef
 
-.PHONY: help demo test vocabularies campaign check format gpu-test parity bench build clean
+.PHONY: help demo test fetched vocabularies campaign check lint kernels format gpu-test parity bench build clean
 
 help: ## Say what there is to make
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -56,11 +58,13 @@ demo: $(VENV)/demo.stamp ## Answer questions through the whole path: enqueue, Re
 
 # Many tests wait for processes that they have started: more of them at once than there are cores.
 TEST_PROCESSES ?= 4
-test: $(VENV)/dev.stamp ## Run the tests; they start a real Redis and a real PostgreSQL
+test: fetched ## Run the tests; they start a real Redis and a real PostgreSQL
+	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist worksteal
+
+fetched: $(VENV)/dev.stamp
 	$(call with_real_model,its texts are not compared with those of llama.cpp)
 	@test -e $(VENV)/vocabularies || $(MAKE) --no-print-directory vocabularies || \
 		echo "They cannot be had: no real vocabularies and chat templates are tested."
-	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist worksteal
 
 vocabularies: $(VENV)/dev.stamp ## Fetch real vocabularies and chat templates, which the tests then read (76 MB)
 	@echo "Fetching vocabularies and chat templates (76 MB) ..."
@@ -73,12 +77,16 @@ MINUTES ?= 3
 campaign: $(VENV)/dev.stamp ## Faults and hostile input against an oracle: SEED=1 MINUTES=3
 	$(BIN)/python -m tests.campaign --seed $(SEED) --minutes $(MINUTES)
 
-check: $(VENV)/dev.stamp ## Format, lint, types, import rules; compile every kernel where nvcc is
+check: lint kernels ## Format, lint, types, import rules; compile every kernel where nvcc is
+
+lint: $(VENV)/dev.stamp
 	$(BIN)/ruff format --check .
 	@# A cached verdict on the order of imports does not see that a module has come or gone.
 	$(BIN)/ruff check --no-cache .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+kernels: $(VENV)/dev.stamp
 	$(BIN)/python -m tools.compile_kernels
 
 format: $(VENV)/dev.stamp ## Put the code into shape
