@@ -17,8 +17,8 @@ from tests.servers import REFERENCE
 
 StartWorker = Callable[..., AbstractContextManager[Popen[bytes]]]
 
-# Every start of a worker takes seconds. What a database decides (who claims, gives back, fences, expires) is
-# tried on both; where processes are looked at, on one.
+# Every start of a worker takes seconds. What SQL decides (who claims, gives back, fences, expires) is tried
+# on both databases without workers, by tests/integration/jobs; where processes are looked at, one is enough.
 on_sqlite = pytest.mark.parametrize("server_settings", ["sqlite"], indirect=True)
 on_postgresql = pytest.mark.parametrize("server_settings", ["postgresql"], indirect=True)
 

@@ -1,4 +1,8 @@
-"""Workers as processes: killed, drained, cancelled, side by side; on both databases where SQL decides."""
+"""Workers as processes: killed, drained, cancelled, side by side.
+
+Most are tried on one database: that the SQL of claims, ends and hand-backs does the same on both is for
+`tests/integration/jobs`, and workers are killed and drained on both by the campaign.
+"""
 
 import signal
 import time
@@ -27,6 +31,7 @@ def running_attempt(client: Client, job_id: str) -> int | None:
     return job.attempt if job.state is JobState.RUNNING else None
 
 
+@on_sqlite
 def test_enqueued_prompts_arrive_as_text_with_reasons(jobs_client: Client, start_worker: StartWorker) -> None:
     plain = jobs_client.enqueue("Write a haiku about rain", max_tokens=3, temperature=0)
     chat = jobs_client.enqueue([{"role": "user", "content": "Write a haiku about rain"}], temperature=0)
@@ -80,6 +85,7 @@ def test_job_that_kills_every_worker_ends_failed_with_its_history(
     assert job.error is not None and job.error.startswith("all 2 attempts failed; the last: worker")
 
 
+@on_sqlite
 def test_sigterm_hands_unfinished_jobs_back_with_no_attempt_lost(
     jobs_client: Client, start_worker: StartWorker
 ) -> None:
@@ -114,6 +120,7 @@ def test_sigterm_lets_running_jobs_finish_within_the_drain_time(
     assert (job.state, job.attempt, job.completion_tokens) == (JobState.SUCCEEDED, 1, 60)
 
 
+@on_postgresql
 def test_cancelled_jobs_stop_and_keep_their_text(jobs_client: Client, start_worker: StartWorker) -> None:
     ids = jobs_client.enqueue_many(["Write a haiku about stars"] * 12, **ENDLESS)
     with start_worker("a", "--max-sequences", "4"):
@@ -133,7 +140,7 @@ def test_cancelled_jobs_stop_and_keep_their_text(jobs_client: Client, start_work
 
 
 @on_sqlite
-def test_deadline_stops_a_running_job_and_keeps_its_text(
+def test_jobs_begin_when_they_are_due_and_stop_at_their_deadline_with_their_text(
     jobs_client: Client, start_worker: StartWorker
 ) -> None:
     with start_worker("a"):
@@ -141,7 +148,8 @@ def test_deadline_stops_a_running_job_and_keeps_its_text(
         expired = jobs_client.enqueue(
             "Write a haiku about fire", deadline=timedelta(seconds=0.3), scheduled_at=timedelta(hours=1)
         )
-        jobs_client.wait([job_id, expired], timeout=PATIENCE)
+        due = jobs_client.enqueue("Count from 1 to 3", max_tokens=2, scheduled_at=timedelta(seconds=1))
+        jobs_client.wait([job_id, expired, due], timeout=PATIENCE)
     job = jobs_client.get(job_id)
     assert (job.state, job.stop_reason) == (JobState.FAILED, StopReason.DEADLINE)
     assert job.error is not None and job.error.startswith("the deadline passed after")
@@ -149,17 +157,10 @@ def test_deadline_stops_a_running_job_and_keeps_its_text(
     waiting = jobs_client.get(expired)
     assert (waiting.state, waiting.stop_reason) == (JobState.FAILED, StopReason.DEADLINE)
     assert waiting.error == "the deadline passed before a worker began"
-
-
-@on_sqlite
-def test_scheduled_job_runs_when_it_is_due(jobs_client: Client, start_worker: StartWorker) -> None:
-    with start_worker("a"):
-        job_id = jobs_client.enqueue("Count from 1 to 3", max_tokens=2, scheduled_at=timedelta(seconds=1))
-        jobs_client.wait(job_id, timeout=PATIENCE)
-    job = jobs_client.get(job_id)
-    assert job.state is JobState.SUCCEEDED
-    assert job.started_at is not None and job.scheduled_at is not None
-    assert job.started_at >= job.scheduled_at
+    scheduled = jobs_client.get(due)
+    assert scheduled.state is JobState.SUCCEEDED
+    assert scheduled.started_at is not None and scheduled.scheduled_at is not None
+    assert scheduled.started_at >= scheduled.scheduled_at
 
 
 @on_sqlite
@@ -175,6 +176,7 @@ def test_bad_jobs_cost_no_other_job_anything(jobs_client: Client, start_worker: 
     assert "this worker's context holds 512" in failed.error and "shorten it" in failed.error
 
 
+@on_sqlite
 def test_jobs_whose_message_is_lost_are_run_all_the_same(
     jobs_client: Client, start_worker: StartWorker
 ) -> None:
@@ -186,6 +188,7 @@ def test_jobs_whose_message_is_lost_are_run_all_the_same(
     assert {job.attempt for job in jobs_client.results(ids)} == {1}
 
 
+@on_postgresql
 def test_redelivered_shard_runs_nothing_twice(jobs_client: Client, start_worker: StartWorker) -> None:
     ids = list(jobs_client.enqueue_many(["Count from 1 to 3"] * 20, max_tokens=40, ignore_eos=True))
     for _ in range(3):

@@ -48,12 +48,11 @@ def test_interrupted_jobs_go_on_from_what_was_saved(
     jobs_client: Client, start_worker: StartWorker, tmp_path: Path, stop: signal.Signals
 ) -> None:
     undisturbed, ids = enqueue(jobs_client), []
-    with start_worker("undisturbed", "--max-sequences", str(JOBS)):
-        expected = texts(jobs_client, undisturbed)
-        assert saved_tokens(jobs_client, undisturbed) == {}
     # A drained worker saves at its end; one that is killed has had to do so before.
     often = {"save_seconds": 0.1 if stop is signal.SIGKILL else 3600.0, "drain_seconds": 0.0}
     with start_worker("leaving", "--max-sequences", str(JOBS + 1), **often) as leaving:
+        expected = texts(jobs_client, undisturbed)
+        assert saved_tokens(jobs_client, undisturbed) == {}
         ids = enqueue(jobs_client)
         if stop is signal.SIGKILL:
             wait_until(lambda: min(_counts(jobs_client, ids), default=0) >= ENOUGH, PATIENCE)

@@ -13,9 +13,11 @@ from typing import Any
 
 import psutil
 import pytest
+from click.testing import CliRunner
 
 from nightmill.jobs.batches.batch import Batch
 from nightmill.jobs.client import Client
+from nightmill.jobs.commands.main import main
 from nightmill.jobs.contract import JobState
 from nightmill.jobs.settings import Settings
 from nightmill.worker.link.loading import demo_model
@@ -251,28 +253,31 @@ def test_a_worker_that_dies_in_the_middle_is_replaced(
 
 @on_sqlite
 def test_what_cannot_work_is_one_line_and_nothing_is_queued(
-    quick: Settings, jobs_client: Client, run: Run, prompts: Path, tmp_path: Path
+    quick: Settings, jobs_client: Client, prompts: Path, tmp_path: Path
 ) -> None:
-    broken = tmp_path / "broken.gguf"
+    broken, output = tmp_path / "broken.gguf", tmp_path / "out.jsonl"
     broken.write_bytes(b"no model")
-    (tmp_path / "out.jsonl").write_text('{"id": "somebody", "custom_id": "else"}\n')
+    output.write_text('{"id": "somebody", "custom_id": "else"}\n')
+
+    def refused(path: Path, *arguments: str, settings: Settings = quick) -> str:
+        """What `nightmill run` says, in this process."""
+        command = ["run", str(path), "-o", str(output), *arguments]
+        done = CliRunner().invoke(main, command, env=worker_env(settings))
+        assert (done.exit_code, done.stdout) == (1, "")
+        assert done.stderr.startswith("Error: ") and done.stderr.count("\n") == 1
+        return done.stderr
+
     no_model = quick.model_copy(update={"model": None})
-    for arguments, settings, message in (
-        ([str(tmp_path / "nothing.jsonl")], quick, "nothing.jsonl: there is no such file"),
-        ([str(prompts), "--model", str(broken)], quick, "broken.gguf"),
-        ([str(prompts)], no_model, "no model file is named: give --model FILE or set NIGHTMILL_MODEL"),
-        ([str(prompts), "--deadline", "soon"], quick, "--deadline: 'soon' is not a time"),
-    ):
-        process = run(Path(arguments[0]), *arguments[1:], settings=settings)
-        _, error = process.communicate(timeout=PATIENCE)
-        assert process.returncode == 1
-        assert error.startswith("Error: ") and message in error and error.count("\n") == 1
-        assert batches(jobs_client) == []
-    process = run(prompts)
-    _, error = process.communicate(timeout=PATIENCE)
-    assert process.returncode == 1
-    assert "out.jsonl: is there already, and is not of batch" in error and "--overwrite" in error
-    assert (tmp_path / "out.jsonl").read_text() == '{"id": "somebody", "custom_id": "else"}\n'
+    assert "nothing.jsonl: there is no such file" in refused(tmp_path / "nothing.jsonl")
+    assert "broken.gguf" in refused(prompts, "--model", str(broken))
+    assert "no model file is named: give --model FILE or set NIGHTMILL_MODEL" in refused(
+        prompts, settings=no_model
+    )
+    assert "--deadline: 'soon' is not a time" in refused(prompts, "--deadline", "soon")
+    assert batches(jobs_client) == []
+    said = refused(prompts)
+    assert "out.jsonl: is there already, and is not of batch" in said and "--overwrite" in said
+    assert output.read_text() == '{"id": "somebody", "custom_id": "else"}\n'
     assert jobs_client.workers() == []
 
 
@@ -283,7 +288,7 @@ def test_the_deadline_ends_a_run_with_partial_texts_and_a_code_of_its_own(
     path = tmp_path / "long.jsonl"
     path.write_text('{"prompt": "Write a haiku", "max_tokens": 450, "ignore_eos": true}\n' * 300)
     with start_worker("there"):  # starting one could take until the deadline
-        process = run(path, "--deadline", "10s")
+        process = run(path, "--deadline", "6s")
         said, progress = process.communicate(timeout=PATIENCE)
     assert process.returncode == 5, progress
     assert "expired" in said
@@ -292,6 +297,7 @@ def test_the_deadline_ends_a_run_with_partial_texts_and_a_code_of_its_own(
     assert any(row.get("text") for row in rows(tmp_path / "out.errors.jsonl"))
 
 
+@on_sqlite
 def test_a_model_may_be_named_and_is_fetched_before_anything_is_queued(
     quick: Settings, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

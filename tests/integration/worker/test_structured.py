@@ -3,14 +3,13 @@
 import json
 from pathlib import Path
 
-import pytest
 from jsonschema import validate
 from pydantic import BaseModel, Field
 
 from nightmill.jobs.client import Client
 from nightmill.jobs.contract import ConstraintKind, JobState, StopReason
 from nightmill.jobs.sql.tables import JobRow
-from tests.integration.worker.conftest import StartWorker
+from tests.integration.worker.conftest import StartWorker, on_postgresql, on_sqlite
 
 PATIENCE = 120.0
 SLOW = {"type": "integer", "multipleOf": 99_999_999}  # takes minutes to compile
@@ -23,7 +22,7 @@ class Haiku(BaseModel):
     lines: int = Field(ge=1, le=9)
 
 
-@pytest.mark.parametrize("server_settings", ["sqlite", "postgresql"], indirect=True)
+@on_postgresql
 def test_answers_are_what_their_rows_ask_for(
     jobs_client: Client, start_worker: StartWorker, tmp_path: Path
 ) -> None:
@@ -66,7 +65,7 @@ def test_answers_are_what_their_rows_ask_for(
     assert len(verified.rows) == 7 and verified.equal
 
 
-@pytest.mark.parametrize("server_settings", ["sqlite"], indirect=True)
+@on_sqlite
 def test_what_a_newer_client_asks_for_fails_alone_and_can_be_retried(
     jobs_client: Client, start_worker: StartWorker
 ) -> None:
