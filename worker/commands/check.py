@@ -19,15 +19,19 @@ from nightmill.worker.fetching import with_model_file
 from nightmill.worker.options import (
     DTYPE_HELP,
     DTYPES,
+    KV,
+    KV_HELP,
     MODEL_HELP,
+    WEIGHTS,
+    WEIGHTS_HELP,
     merge_options,
     missing_worker_packages,
     require_worker_extra,
 )
 
 if TYPE_CHECKING:
-    from nightmill.worker.model.spec import ModelSpec
-    from nightmill.worker.runners.gpu.element_choice import ElementChoice
+    from nightmill.worker.commands.fitting import Card
+    from nightmill.worker.link.loading import OpenModel
 
 _MARKS = {True: ("ok  ", "green"), False: ("FAIL", "red"), None: ("note", "yellow")}
 
@@ -35,10 +39,12 @@ _MARKS = {True: ("ok  ", "green"), False: ("FAIL", "red"), None: ("note", "yello
 @click.command()
 @click.option("--model", metavar="MODEL", help=MODEL_HELP)
 @click.option("--dtype", type=DTYPES, help=DTYPE_HELP)
+@click.option("--weights", type=WEIGHTS, help=WEIGHTS_HELP)
+@click.option("--kv", type=KV, help=KV_HELP)
 @json_option
-def check(model: str | None, dtype: str | None, as_json: bool) -> None:
+def check(as_json: bool, **options: str | None) -> None:
     """Test the database, the broker, the model file and the GPU, and say what to do about each."""
-    settings = merge_options(Settings.from_env(), {"model": model, "dtype": dtype})
+    settings = merge_options(Settings.from_env(), options)
     findings = list(_findings(settings, quiet=as_json))
     if as_json:
         echo_json([finding.values() for finding in findings])
@@ -105,7 +111,7 @@ def _serving(worker: Worker) -> str:
 def _look_at_model(settings: Settings, *, quiet: bool) -> Iterator[Finding]:
     require_worker_extra("check --model")
     from nightmill.worker.commands.inspection import inspect
-    from nightmill.worker.link.loading import element_of, load_model
+    from nightmill.worker.link.loading import load_model
 
     with closing(load_model(with_model_file(settings, show=not quiet))) as model:
         found = inspect(model)
@@ -113,29 +119,50 @@ def _look_at_model(settings: Settings, *, quiet: bool) -> Iterator[Finding]:
     yield Finding("model", True, f"{model.name}: {lines.pop('model')}", {"name": model.name} | asdict(found))
     for part, line in lines.items():
         yield Finding(part, None if part == "chat" and found.chat is None else True, line)
-    yield from _look_at_memory(settings, model.spec, element_of(settings, model))
+    yield from _look_at_memory(settings, model)
 
 
-def _look_at_memory(settings: Settings, spec: "ModelSpec", element: "ElementChoice") -> Iterator[Finding]:
-    """How much of the model fits this machine's GPU, or cards of usual sizes where there is none."""
-    from nightmill.worker.commands.fitting import CARDS, card_here, fit
+def _look_at_memory(settings: Settings, model: "OpenModel") -> Iterator[Finding]:
+    """How much of the model fits this machine's GPU, or cards of usual sizes where there is none.
+
+    And what each other choice of formats would make of that; without a GPU, for the largest card.
+    """
+    from nightmill.worker.commands.fitting import CARDS, card_here
+    from nightmill.worker.link.loading import element_of, numbers_of
 
     here = card_here(settings.gpu)
+    kept = numbers_of(settings, model.file, model.spec).words
+    computed = f"in {element_of(settings, model)}{kept and f', {kept}'}"
     for card in CARDS if here is None else (here,):
-        said = f"in {element}, on {card}: "
+        said = f"{computed}, on {card}"
         if here is None:
-            said = f"no GPU here; computed for {card.name}, in {element}: "
-        about = {
-            "card": card.name,
-            "free": card.free,
-            "computed": here is None,
-            "dtype": element.element.value,
-        }
-        try:
-            fits = fit(spec, card, settings)
-            yield Finding("memory", None, f"{said}{fits}", about | asdict(fits))
-        except RunnerError as error:
-            yield Finding("memory", None, f"{said}{error}", about)
+            said = f"no GPU here; computed for {card.name}, {computed}"
+        yield _fitting("memory", said, card, settings, model, computed=here is None)
+    for option, choice in (("weights", WEIGHTS), ("kv", KV)):
+        for value in choice.choices:
+            if value != getattr(settings, option):
+                other = settings.model_copy(update={option: value})
+                said = f"with --{option} {value}, on {card.name}"
+                yield _fitting("formats", said, card, other, model, computed=here is None)
+
+
+def _fitting(
+    part: str, said: str, card: "Card", settings: Settings, model: "OpenModel", *, computed: bool
+) -> Finding:
+    """What of the model fits a card, or why it does not."""
+    from nightmill.worker.commands.fitting import fit
+    from nightmill.worker.link.loading import numbers_of
+
+    numbers = numbers_of(settings, model.file, model.spec)
+    about = {
+        "card": card.name, "free": card.free, "computed": computed, "dtype": numbers.element.value,
+        "weights_in": numbers.weights.value, "kv_in": numbers.kv.value,
+    }  # fmt: skip
+    try:
+        fits = fit(model.spec, card, settings, numbers)
+    except RunnerError as error:
+        return Finding(part, None, f"{said}: {error}", about)
+    return Finding(part, None, f"{said}: {fits}", about | asdict(fits))
 
 
 def _look_at_gpu() -> str:

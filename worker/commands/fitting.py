@@ -3,8 +3,11 @@
 from dataclasses import dataclass
 
 from nightmill.jobs.settings import Settings
+from nightmill.worker.commands.speed import expected_rate
 from nightmill.worker.link.loading import GPU_CONTEXT, GPU_MAX_SEQUENCES, GPU_TOKEN_BUDGET
 from nightmill.worker.model.spec import ModelSpec
+from nightmill.worker.runners.gpu.device.peaks import Peaks
+from nightmill.worker.runners.gpu.numbers import HALF, Numbers, WeightNumbers
 
 GIB = 1 << 30
 LENGTHS = (1024, 4096)  # tokens of sequences, for which it is said how many fit
@@ -13,27 +16,28 @@ _FREE_SHARE = 0.95  # of a card's memory, before Nightmill comes: the driver and
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """What a GPU has for a model: bytes, and multiprocessors, on which some workspace depends."""
+    """What a GPU has for a model: bytes, multiprocessors, on which some workspace depends, and its speed."""
 
     name: str
     free: int
     multiprocessors: int
+    peaks: Peaks
 
     def __str__(self) -> str:
         return f"{self.name}, {self.free / GIB:.1f} GiB free"
 
 
-def card_of(name: str, gib: int, multiprocessors: int) -> Card:
+def card_of(name: str, gib: int, multiprocessors: int, peaks: Peaks) -> Card:
     """A GPU of this memory that nothing else uses."""
-    return Card(name, int(gib * GIB * _FREE_SHARE), multiprocessors)
+    return Card(name, int(gib * GIB * _FREE_SHARE), multiprocessors, peaks)
 
 
 CARDS = (
-    card_of("a card of 8 GB", 8, 24),
-    card_of("a card of 24 GB", 24, 128),
-    card_of("a card of 80 GB", 80, 132),
+    card_of("a card of 8 GB", 8, 24, Peaks(0.272e12, 30e12)),
+    card_of("a card of 24 GB", 24, 128, Peaks(1.008e12, 165e12)),
+    card_of("a card of 80 GB", 80, 132, Peaks(3.35e12, 989e12)),
 )
-"""What is said of, where there is no GPU."""
+"""What is said of, where there is no GPU: as fast as an RTX 4060, an RTX 4090 and an H100 SXM."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,13 +49,16 @@ class Fit:
     cache_tokens: int
     sequences: dict[int, int]
     """How many fit at once, by their length in tokens: prompt and answer together."""
+    rate: int
+    """Output tokens per second to expect of those of the first length, a quarter of which is the answer."""
 
     def __str__(self) -> str:
         (length, count), *others = self.sequences.items()
         more = "".join(f", or {count:,} of {length:,}" for length, count in others)
         return (
             f"{self.weights / GIB:.2f} GiB of weights, {self.workspace / GIB:.2f} of workspace, and a cache "
-            f"of {self.cache_tokens:,} tokens, for {count:,} sequences of {length:,} tokens at once{more}"
+            f"of {self.cache_tokens:,} tokens, for {count:,} sequences of {length:,} tokens at once{more}; "
+            f"about {self.rate:,} output tokens/s with these {count:,}"
         )
 
 
@@ -61,12 +68,12 @@ def card_here(index: int | None) -> Card | None:
 
     try:
         with Device(index or 0) as device:
-            return Card(device.name, device.free_memory(), device.multiprocessors)
+            return Card(device.name, device.free_memory(), device.multiprocessors, device.peaks())
     except NoDeviceError:
         return None
 
 
-def fit(spec: ModelSpec, card: Card, settings: Settings) -> Fit:
+def fit(spec: ModelSpec, card: Card, settings: Settings, numbers: Numbers = HALF) -> Fit:
     """What a worker with these settings has on that GPU, to some percent.
 
     Raises RunnerError if the kernels do not take the model, or it does not fit.
@@ -89,13 +96,13 @@ def fit(spec: ModelSpec, card: Card, settings: Settings) -> Fit:
             spec, card.multiprocessors, max_context=context, max_tokens=max_tokens, max_draws=slots
         )
 
-    weights = weight_bytes(spec)
+    weights, page = weight_bytes(spec), page_bytes(spec)
     room = allowed(card.free, settings.gpu_memory) - weights
     most, least = max(GPU_TOKEN_BUDGET, slots), max(LEAST_TOKENS, slots)
     tokens = tokens_of_a_step(most, least, workspace, room)
     plan = plan_memory(
         weights=weights,
-        page=page_bytes(spec),
+        page=page,
         free=card.free,
         gpu_memory=settings.gpu_memory,
         slots=slots,
@@ -104,9 +111,15 @@ def fit(spec: ModelSpec, card: Card, settings: Settings) -> Fit:
         workspace=workspace(tokens),
     )
     lengths = sorted({*(length for length in LENGTHS if length < context), context})
-    return Fit(
-        plan.weights,
-        plan.workspace,
-        plan.kv_blocks * PAGE,
-        {length: min(slots, plan.kv_blocks // -(-length // PAGE)) for length in lengths},
-    )
+    sequences = {length: min(slots, plan.kv_blocks // -(-length // PAGE)) for length in lengths}
+    length = lengths[0]
+    rate = expected_rate(
+        spec, card.peaks, weights=weights, token=page / PAGE, fp8=numbers.weights is WeightNumbers.FP8,
+        sequences=max(1, sequences[length]), prompt=length - length // 4, answer=length // 4,
+    )  # fmt: skip
+    return Fit(plan.weights, plan.workspace, plan.kv_blocks * PAGE, sequences, _rounded(rate))
+
+
+def _rounded(rate: float) -> int:
+    """To two figures, since more are not known."""
+    return int(float(f"{rate:.1e}"))

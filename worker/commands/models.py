@@ -73,7 +73,11 @@ def models(gpu: int | None, as_json: bool) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """What there is to say of a cached model. `cache_tokens` is None without a GPU, 0 if it does not fit."""
+    """What there is to say of a cached model.
+
+    cache_tokens   None without a GPU, 0 if it does not fit
+    weights, rate  bytes on the GPU, and output tokens per second to expect; None where it does not fit
+    """
 
     name: str
     files: list[str]
@@ -82,24 +86,30 @@ class Look:
     quantisation: str
     context: int | None
     cache_tokens: int | None
+    weights: int | None
+    rate: int | None
     problem: str | None
 
     def says(self) -> str:
         """Whether it can be served."""
         if self.problem is not None:
             return f"no: {self.problem}"
-        if self.cache_tokens is None:
+        if self.cache_tokens is None or self.weights is None:
             return "no GPU to ask"
-        return f"yes, about {self.cache_tokens:,} tokens of cache"
+        return (
+            f"yes: {self.weights / 2**30:.1f} GiB of weights, a cache of {self.cache_tokens:,} tokens, "
+            f"about {self.rate:,} tokens/s"
+        )
 
 
 def _look_at(model: "CachedModel", card: "Card | None", settings: Settings) -> Look:
     from nightmill.worker.commands.fitting import fit
     from nightmill.worker.commands.inspection import quantisation_of, shares
+    from nightmill.worker.link.loading import numbers_of
     from nightmill.worker.model.families import read_spec
     from nightmill.worker.model.gguf.file import GgufFile
 
-    family, quantisation, context, tokens, problem = None, _UNKNOWN, None, None, None
+    family, quantisation, context, fits, problem = None, _UNKNOWN, None, None, None
     try:
         with GgufFile.open(model.files[0]) as file:
             family = file.string("general.architecture", default=None)
@@ -107,10 +117,10 @@ def _look_at(model: "CachedModel", card: "Card | None", settings: Settings) -> L
             spec = read_spec(file)
             context = spec.context_length
             if card is not None:
-                tokens = fit(spec, card, settings).cache_tokens
+                fits = fit(spec, card, settings, numbers_of(settings, file, spec))
     except (ModelFileError, RunnerError) as error:
         problem = str(error).removeprefix(f"{model.files[0]}: ")
-        tokens = None if card is None else 0
+    nothing = None if card is None or problem is None else 0
     return Look(
         model.name,
         [str(file) for file in model.files],
@@ -118,6 +128,8 @@ def _look_at(model: "CachedModel", card: "Card | None", settings: Settings) -> L
         family,
         quantisation,
         context,
-        tokens,
+        nothing if fits is None else fits.cache_tokens,
+        None if fits is None else fits.weights,
+        None if fits is None else fits.rate,
         problem,
     )

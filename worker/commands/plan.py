@@ -19,7 +19,9 @@ from nightmill.worker.fetching import with_model_file
 from nightmill.worker.options import merge_options, require_worker_extra, worker_options
 
 if TYPE_CHECKING:
+    from nightmill.worker.commands.fitting import Fit
     from nightmill.worker.commands.planning.plan import Plan
+    from nightmill.worker.link.loading import OpenModel
 
 EXIT_BAD_ROWS = 3
 EXIT_TOO_LATE = 4
@@ -125,6 +127,7 @@ def _make(
     )
 
     model = load_model(settings)
+    memory = _memory(settings, model)
     engine = None
     if measure_seconds:
         try:
@@ -161,6 +164,7 @@ def _make(
                 model=model.name,
                 slots=max_sequences(settings),
                 engine=engine,
+                memory=memory,
                 measure_seconds=measure_seconds,
                 workers=workers,
                 now=lambda: datetime.now(UTC),
@@ -174,6 +178,21 @@ def _make(
         model.close()
         if engine is not None:
             engine.close()
+
+
+def _memory(settings: Settings, model: "OpenModel") -> "Fit | None":
+    """What of the model fits the GPU that it would be run on; None where that is none, or it does not."""
+    from nightmill.worker.commands.fitting import card_here, fit
+    from nightmill.worker.link.loading import gpu_index, numbers_of
+
+    gpu = gpu_index(settings)
+    card = None if gpu is None else card_here(gpu)
+    try:
+        if card is not None:
+            return fit(model.spec, card, settings, numbers_of(settings, model.file, model.spec))
+    except RunnerError:  # whoever builds an engine hears why
+        return None
+    return None
 
 
 def live_workers(client: Client, model: str) -> int:

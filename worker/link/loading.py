@@ -255,9 +255,9 @@ def element_of(settings: Settings, model: OpenModel) -> ElementChoice:
     return choose_element(model.file, model.spec, settings.dtype)
 
 
-def numbers_of(settings: Settings, model: OpenModel) -> Numbers:
-    """The formats that a GPU computes and keeps the model in."""
-    element = element_of(settings, model).element
+def numbers_of(settings: Settings, file: GgufFile, spec: ModelSpec) -> Numbers:
+    """The formats that a GPU computes and keeps a model in."""
+    element = choose_element(file, spec, settings.dtype).element
     return Numbers(element, WeightNumbers(settings.weights), KvNumbers(settings.kv))
 
 
@@ -266,12 +266,12 @@ def build_engine(settings: Settings, model: OpenModel) -> Engine:
 
     Raises RunnerError where the GPU cannot be used, ModelFileError for weights that do not suit it.
     """
-    sequences = max_sequences(settings)
-    context = context_length(settings, model.spec)
+    spec, sequences = model.spec, max_sequences(settings)
+    context = context_length(settings, spec)
     gpu = gpu_index(settings)
     vocabulary = model.vocabulary
     vocabulary.spell_all()
-    grammars = Grammars(vocabulary, model.spec.vocab)  # which reads the vocabulary while the runner loads
+    grammars = Grammars(vocabulary, spec.vocab)  # which reads the vocabulary while the runner loads
     runner: Runner
     if gpu is None:
         token_budget = max(REFERENCE_TOKEN_BUDGET, sequences)
@@ -280,9 +280,9 @@ def build_engine(settings: Settings, model: OpenModel) -> Engine:
         from nightmill.worker.runners.gpu.runner import CudaRunner
 
         runner = cuda = CudaRunner(
-            model.file, model.spec, slots=sequences, depth=GPU_DEPTH, gpu_memory=settings.gpu_memory,
+            model.file, spec, slots=sequences, depth=GPU_DEPTH, gpu_memory=settings.gpu_memory,
             context=context, max_tokens=max(GPU_TOKEN_BUDGET, sequences), gpu=gpu,
-            numbers=numbers_of(settings, model),
+            numbers=numbers_of(settings, model.file, spec),
         )  # fmt: skip
         token_budget = cuda.max_tokens
 
@@ -293,7 +293,7 @@ def build_engine(settings: Settings, model: OpenModel) -> Engine:
             decode=vocabulary.decode,
             eos_ids=vocabulary.eos_ids,
             context_length=context,
-            model_context=model.spec.context_length,
+            model_context=spec.context_length,
             max_sequences=sequences,
             token_budget=token_budget,
             prefix_sharing=settings.prefix_sharing,
@@ -301,7 +301,7 @@ def build_engine(settings: Settings, model: OpenModel) -> Engine:
         )
 
     try:
-        probe(engine(), model.spec.vocab)  # by an engine of its own, which counts for itself
+        probe(engine(), spec.vocab)  # by an engine of its own, which counts for itself
     except BaseException:  # Ctrl-C too must not leave memory of the GPU behind
         runner.close()
         raise
@@ -330,7 +330,8 @@ def describe(settings: Settings, model: LoadedModel, stats: EngineStats) -> str:
     gpu = gpu_index(settings)
     runner = "reference runner (NumPy)"
     if gpu is not None:
-        runner = f"CUDA runner on GPU {gpu} in {element_of(settings, model)}"
+        kept = numbers_of(settings, model.file, spec).words
+        runner = f"CUDA runner on GPU {gpu} in {element_of(settings, model)}{kept and f', {kept}'}"
     return (
         f"{model.name}: {spec.family}, {len(spec.layers)} layers of width {spec.width}, vocabulary "
         f"{spec.vocab:,}; {runner}, up to {max_sequences(settings)} sequences of "

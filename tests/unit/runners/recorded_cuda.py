@@ -140,7 +140,10 @@ class RecordedDriver:
         driver.Device, driver.Event = Device, Event
         driver.Stream = lambda: SimpleNamespace(handle=7, synchronize=_nothing)
         driver.Memcpy2D = _Copy
-        driver.device_attribute = SimpleNamespace(MULTIPROCESSOR_COUNT=MULTIPROCESSORS)
+        driver.device_attribute = SimpleNamespace(  # an H200's
+            MULTIPROCESSOR_COUNT=MULTIPROCESSORS, CLOCK_RATE=1_980_000, MEMORY_CLOCK_RATE=3_201_000,
+            GLOBAL_MEMORY_BUS_WIDTH=6144,
+        )  # fmt: skip
         driver.event_flags = SimpleNamespace(DEFAULT=0, DISABLE_TIMING=2)
         driver.mem_get_info = lambda: (130 << 30, 140 << 30)
         driver.mem_alloc = self.allocate

@@ -20,12 +20,14 @@ from nightmill.worker.link.loading import demo_model
 from nightmill.worker.model.families import read_spec
 from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.model.spec import ModelSpec
+from nightmill.worker.runners.gpu.device.peaks import peaks_of
 from nightmill.worker.runners.gpu.kv_cache import page_bytes
 from tests.ggufs import write_model
 from tests.unit.runners.recorded_cuda import RecordedDriver
 
 Values = dict[str, Any]
-SMALL = Card("small", 200 << 20, 132)
+H200 = peaks_of((9, 0), 132, clock_khz=1_980_000, memory_khz=3_201_000, bus_bits=6144)
+SMALL = Card("small", 200 << 20, 132, H200)
 """So small that steps have as few tokens as they may."""
 
 
@@ -101,7 +103,8 @@ def test_with_a_gpu_it_is_said_of_that_one(directory: Path, monkeypatch: pytest.
     (found,) = check(demo_model(), directory)["memory"]
     assert (found["card"], found["free"], found["computed"]) == ("recorded", 3 << 30, False)
     assert "on recorded, 3.0 GiB free: 0.01 GiB of weights, " in found["found"]
-    assert found["dtype"] == "f16"
+    assert (found["dtype"], found["weights_in"], found["kv_in"]) == ("f16", "16bit", "16bit")
+    assert f"; about {found['rate']:,} output tokens/s with these" in found["found"]
     monkeypatch.setattr(driver, "mem_get_info", lambda: (1 << 20, 24 << 30))
     (found,) = check(demo_model(), directory)["memory"]
     assert found["ok"] is None and "the model does not fit: weights" in found["found"]
@@ -109,13 +112,13 @@ def test_with_a_gpu_it_is_said_of_that_one(directory: Path, monkeypatch: pytest.
 
 
 def test_no_more_cache_is_counted_than_all_sequences_fill(spec: ModelSpec) -> None:
-    found = fit(spec, card_of("large", 80, 132), Settings(max_sequences=16))
+    found = fit(spec, card_of("large", 80, 132, H200), Settings(max_sequences=16))
     assert found.cache_tokens == 16 * spec.context_length
     assert found.sequences == {spec.context_length: 16}
 
 
 def test_a_small_gpu_takes_smaller_steps(spec: ModelSpec) -> None:
-    large = fit(spec, card_of("large", 80, 132), Settings())
+    large = fit(spec, card_of("large", 80, 132, H200), Settings())
     small = fit(spec, SMALL, Settings())
     assert small.workspace < large.workspace / 2
 
@@ -123,7 +126,7 @@ def test_a_small_gpu_takes_smaller_steps(spec: ModelSpec) -> None:
 def test_memory_may_be_given_in_bytes(spec: ModelSpec) -> None:
     """Then what the card has beside it does not matter."""
     settings = Settings.model_validate({"gpu_memory": "300MiB"})
-    found = fit(spec, card_of("large", 80, 132), settings)
+    found = fit(spec, card_of("large", 80, 132, H200), settings)
     taken = found.weights + found.workspace + (found.cache_tokens // 16 + 1) * page_bytes(spec)
     assert 300 * 2**20 - page_bytes(spec) < taken <= 300 * 2**20
 
@@ -133,11 +136,11 @@ def test_sequences_fit_by_whole_pages(spec: ModelSpec) -> None:
     small = fit(spec, SMALL, settings)
     pages = 80
     needed = small.weights + small.workspace + (pages + 1) * page_bytes(spec)
-    found = fit(spec, Card("tight", int(needed / settings.gpu_memory) + 2, 132), settings)
+    found = fit(spec, Card("tight", int(needed / settings.gpu_memory) + 2, 132, H200), settings)
     assert found.cache_tokens == 16 * pages
     assert found.sequences == {100: pages // 7}
     with pytest.raises(RunnerError, match="the model does not fit"):
-        fit(spec, Card("none", 1 << 20, 132), settings)
+        fit(spec, Card("none", 1 << 20, 132, H200), settings)
 
 
 def test_shares_are_of_bytes() -> None:

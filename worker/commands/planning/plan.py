@@ -11,6 +11,7 @@ import numpy as np
 from nightmill.jobs.contract import JsonObject
 from nightmill.jobs.formats import InputFile
 from nightmill.jobs.spec import JobSpec
+from nightmill.worker.commands.fitting import Fit
 from nightmill.worker.commands.planning.forecast import (
     Forecast,
     Pages,
@@ -62,6 +63,8 @@ class Plan:
     """Where nothing was measured, with the longest answers that rows may have."""
     limits: Limits
     estimate: Estimate | None
+    memory: Fit | None = None
+    """Of the GPU, as a worker with these options would share it out."""
 
     @property
     def bad_by_code(self) -> dict[str, int]:
@@ -95,6 +98,7 @@ class Plan:
             "context": self.limits.context,
             "kv_pages": asdict(self.pages)
             | {"tokens_per_page": self.limits.block_size, "available": self.limits.pages},
+            "memory": None if self.memory is None else asdict(self.memory),
             "estimate": None if self.estimate is None else _estimate_json(self.estimate),
         }
 
@@ -107,6 +111,7 @@ def make_plan(
     model: str,
     slots: int,
     engine: Engine | None = None,
+    memory: Fit | None = None,
     measure_seconds: float = 0.0,
     clock: Callable[[], float] | None = None,
     workers: int = 1,
@@ -149,6 +154,7 @@ def make_plan(
         pages=pages_needed(found, lengths, slots, limits.block_size),
         limits=limits,
         estimate=estimate,
+        memory=memory,
     )
 
 

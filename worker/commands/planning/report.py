@@ -50,6 +50,8 @@ def describe_plan(plan: Plan) -> Iterator[str]:
         most if plan.output_tokens is None else f"about {plan.output_tokens:,} ({most})"
     )
     yield f"KV pages       {_describe_pages(plan)}"
+    if plan.memory is not None:
+        yield f"memory         {plan.memory}"
     if plan.estimate is None:
         yield "time           no estimate: too few rows to measure a speed with, or --no-measure"
     else:

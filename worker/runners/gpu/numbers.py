@@ -45,6 +45,16 @@ class Numbers:
         return element if self.weights is WeightNumbers.ELEMENT else f"{self.weights.value} in {element}"
 
     @property
+    def words(self) -> str:
+        """What is kept in another format than the element, for a person; nothing if all is."""
+        said = {
+            "weights as in the file": self.weights is WeightNumbers.FILE,
+            "weights in FP8": self.weights is WeightNumbers.FP8,
+            "keys and values in FP8": self.kv is KvNumbers.FP8,
+        }
+        return ", ".join(words for words, so in said.items() if so)
+
+    @property
     def kv_name(self) -> str:
         """For `Arithmetic.kv`: `f16`, `fp8`."""
         return self.element.value if self.kv is KvNumbers.ELEMENT else self.kv.value

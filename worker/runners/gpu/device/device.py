@@ -23,6 +23,7 @@ import numpy.typing as npt
 
 from nightmill.jobs.errors import RunnerError
 from nightmill.worker.runners.gpu.device.element import Element
+from nightmill.worker.runners.gpu.device.peaks import Peaks, peaks_of
 
 log = logging.getLogger(__name__)
 
@@ -98,6 +99,7 @@ class Device:
             raise NoDeviceError(f"GPU {index} cannot be used: {error}") from error
         try:
             self.index = index
+            self._handle = handle
             self.element = element
             self.name: str = handle.name()
             self.compute_capability: tuple[int, int] = handle.compute_capability()
@@ -125,6 +127,18 @@ class Device:
     def stream_handle(self) -> int:
         """The stream as the integer that other CUDA libraries take."""
         return int(self.stream.handle)
+
+    def peaks(self) -> Peaks:
+        """What it is built for."""
+        ask, names = self._handle.get_attribute, self._cuda.device_attribute
+        with self.errors("asking what the GPU is built for"):
+            return peaks_of(
+                self.compute_capability,
+                self.multiprocessors,
+                clock_khz=ask(names.CLOCK_RATE),
+                memory_khz=ask(names.MEMORY_CLOCK_RATE),
+                bus_bits=ask(names.GLOBAL_MEMORY_BUS_WIDTH),
+            )
 
     def free_memory(self) -> int:
         """Bytes of device memory free now."""

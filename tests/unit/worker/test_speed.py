@@ -1,0 +1,45 @@
+"""The speed to expect of a GPU is about what was measured on one."""
+
+from dataclasses import replace
+
+import pytest
+
+from nightmill.worker.commands.speed import expected_rate
+from nightmill.worker.runners.gpu.device.peaks import Peaks, peaks_of
+from nightmill.worker.runners.gpu.kv_cache import PAGE, page_bytes
+from nightmill.worker.runners.gpu.weights.layout import weight_bytes
+from tests.specs import dense_spec
+from tests.unit.worker.test_recommended_models import qwen
+
+H200 = peaks_of((9, 0), 132, clock_khz=1_980_000, memory_khz=3_201_000, bus_bits=6144)
+SPECS = {"0.5B": dense_spec(name="0.5B", layers=24, vocab=151_936), "7B": qwen("7B")}
+
+
+def rate(model: str, sequences: int, prompt: int = 512, answer: int = 256, fp8: bool = False) -> float:
+    spec = SPECS[model]
+    return expected_rate(
+        spec, H200, weights=weight_bytes(spec), token=page_bytes(spec) / PAGE, fp8=fp8, sequences=sequences,
+        prompt=prompt, answer=answer,
+    )  # fmt: skip
+
+
+def test_an_h200_is_what_its_data_sheet_says() -> None:
+    assert pytest.approx(4.8e12, rel=0.03) == H200.bytes
+    assert pytest.approx(989e12, rel=0.1) == H200.flops
+    assert replace(H200) == Peaks(H200.bytes, H200.flops)
+
+
+@pytest.mark.parametrize(
+    ("model", "sequences", "prompt", "measured"),  # benchmarks/RESULTS.md, answers of 256
+    [
+        ("0.5B", 1, 128, 1_902), ("0.5B", 256, 512, 115_654), ("0.5B", 1024, 512, 137_848),
+        ("7B", 1, 128, 243), ("7B", 64, 512, 8_591), ("7B", 256, 512, 12_660),
+    ],
+)  # fmt: skip
+def test_it_is_about_what_was_measured(model: str, sequences: int, prompt: int, measured: float) -> None:
+    assert rate(model, sequences, prompt) == pytest.approx(measured, rel=0.21)
+
+
+def test_fp8_counts_where_flops_do() -> None:
+    assert rate("7B", 256, fp8=True) > 1.4 * rate("7B", 256)
+    assert rate("7B", 1, fp8=True) == pytest.approx(rate("7B", 1), rel=0.01)
