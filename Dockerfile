@@ -1,9 +1,9 @@
-# One image for the worker, the migration and the command line. Kernels are compiled when a worker starts,
+# One image for the worker, the server, the migration and the command line. Kernels are compiled when a worker starts,
 # so the image holds the CUDA toolkit. For a machine without a GPU:
-#   docker build --build-arg BASE=python:3.12-slim --build-arg EXTRAS=worker,hub,postgres .
+#   docker build --build-arg BASE=python:3.12-slim --build-arg EXTRAS=worker,hub,postgres,server .
 ARG BASE=nvidia/cuda:13.0.1-devel-ubuntu24.04
 FROM ${BASE}
-ARG EXTRAS=cuda,hub,postgres
+ARG EXTRAS=cuda,hub,postgres,server
 RUN command -v python3 >/dev/null || \
     (apt-get update && apt-get install -y --no-install-recommends python3 python3-venv python3-dev g++ \
      && rm -rf /var/lib/apt/lists/*)

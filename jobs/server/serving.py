@@ -3,6 +3,7 @@
 import logging
 import signal
 import socket
+import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -20,6 +21,7 @@ from nightmill.jobs.settings import Settings
 
 _END_SECONDS = 30  # for answers that are under way when the server is told to stop
 _HEADER_BYTES = 1 << 16
+_SWITCH_SECONDS = 0.0005
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -51,6 +53,10 @@ def serve(settings: Settings, host: str, port: int, limits: Limits) -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     for handler in logging.getLogger().handlers:
         handler.addFilter(PrintableRecords(settings.scrubbed))
+    # The thread that reads files and writes results would keep the event loop waiting for 5 ms at each of the
+    # many times that this needs the interpreter. While rows were entered, a list of jobs came after 14 ms in
+    # the median and 79 ms at the 99th percentile, in place of 20 and 300 (2 cores with other work besides).
+    sys.setswitchinterval(_SWITCH_SECONDS)
     # A broker that is away delays jobs; that workers find them is no news at every request.
     warnings.simplefilter("ignore", DeliveryDelayedWarning)
     with Client(settings) as client:

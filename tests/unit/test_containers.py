@@ -2,11 +2,15 @@
 
 import re
 import tomllib
+import urllib.request
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
+from nightmill.jobs.commands.serve import serve
+from nightmill.jobs.server.guards import OPEN_PATHS, is_loopback
 from nightmill.jobs.settings import PREFIX, Settings
 
 ROOT = Path(__file__).parents[2]
@@ -20,7 +24,7 @@ def test_the_image_is_installed_with_extras_that_there_are_and_takes_models_by_n
     assert len(chosen) == 2
     for one in chosen:
         assert set(one.split(",")) <= extras.keys()
-        assert "hub" in one.split(",")
+        assert {"hub", "server"} <= set(one.split(","))
 
 
 def test_variables_of_the_containers_are_settings() -> None:
@@ -36,6 +40,29 @@ def test_what_is_fetched_outlives_the_container() -> None:
     assert cache in re.search(r"^VOLUME (.+)$", DOCKERFILE, re.MULTILINE)[1].split()  # type: ignore[index]
     assert re.search(rf"chown nightmill\b.* {cache}$", DOCKERFILE, re.MULTILINE)
     assert f"cache:{cache}" in COMPOSE["services"]["worker"]["volumes"]
+
+
+def test_the_server_listens_where_its_health_is_asked_for_and_keeps_files_in_a_volume(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    server = COMPOSE["services"]["server"]
+    name, *arguments = server["command"]
+    options = serve.make_context(name, arguments).params
+    assert (
+        name == serve.name
+        and not is_loopback(options["host"])
+        and "NIGHTMILL_API_KEYS" in server["environment"]
+    )
+    (published,) = server["ports"]
+    assert published.endswith(f":{options['port']}") and published.startswith("127.0.0.1:")
+    (data,) = re.findall(r"NIGHTMILL_DATA_DIR=(\S+)", DOCKERFILE)
+    assert f"files:{data}" in server["volumes"]
+    asked: list[str] = []
+    monkeypatch.setattr(urllib.request, "urlopen", lambda url, timeout: asked.append(url))
+    kind, interpreter, flag, program = server["healthcheck"]["test"]
+    assert (kind, interpreter, flag) == ("CMD", "python", "-c")
+    exec(program)
+    assert asked == [f"http://127.0.0.1:{options['port']}/health"] and "/health" in OPEN_PATHS
 
 
 def test_services_use_volumes_and_services_that_there_are() -> None:
