@@ -32,8 +32,6 @@ from nightmill.jobs.sql.sweep import Sweep
 
 log = logging.getLogger("nightmill.server")
 
-CLAIM = timedelta(seconds=30)
-"""How long others leave a batch alone after its keeper was heard of last."""
 _LOOK_SECONDS = 1.0
 _AGAIN_SECONDS = 15.0  # after a step that failed
 _SWEEP_SECONDS = 5.0  # as a worker's heartbeat
@@ -59,6 +57,7 @@ class Keeper:
         self._sweep = Sweep(client.database)
         self._ids = IdSource()
         self._name = self._ids.draw()
+        self._silence = timedelta(seconds=client.settings.stale_seconds)  # as a worker's
         self._over = threading.Event()
         self._bell = threading.Event()
         self._not_before: dict[str, float] = {}
@@ -133,7 +132,7 @@ class Keeper:
                     self._finish(batch)
 
     def _claim(self, batch: HttpBatch) -> bool:
-        return self._store.claim(batch, self._name, CLAIM)
+        return self._store.claim(batch, self._name, self._silence)
 
     def _renew(self, batch: HttpBatch) -> None:
         if self._over.is_set() or not self._claim(batch):
@@ -261,7 +260,7 @@ class Keeper:
         waiting = any(batch.cancelling_at is not None or self._is_late(batch) for batch in batches)
         if waiting and time.monotonic() >= self._sweep_at:
             self._sweep_at = time.monotonic() + _SWEEP_SECONDS
-            self._sweep.rescue(timedelta(seconds=self._client.settings.stale_seconds))
+            self._sweep.rescue(self._silence)
             self._sweep.expire()
 
     def _forget(self) -> None:

@@ -16,7 +16,7 @@ from nightmill.jobs.formats import ResultFile
 from nightmill.jobs.ids import IdSource
 from nightmill.jobs.server import keeping
 from nightmill.jobs.server.folder import Folder
-from nightmill.jobs.server.keeping import CLAIM, Keeper
+from nightmill.jobs.server.keeping import Keeper
 from nightmill.jobs.settings import Settings
 from nightmill.jobs.sql.batches import BatchStore
 from nightmill.jobs.sql.claims import Claims
@@ -26,6 +26,7 @@ from nightmill.jobs.sql.http_batches import HttpBatch, HttpBatchStore, HttpStatu
 from tests.servers import Clock
 
 COUNT = 40
+SILENCE = Settings().stale_seconds + 1
 IDS = IdSource()
 
 
@@ -93,7 +94,7 @@ class World:
     def finish(self, batch: HttpBatch, keeper: Keeper) -> None:
         """Work on as another server, once claims have run out, until the batch has ended; look at it all."""
         for _ in range(6):
-            self.clock.advance(CLAIM.total_seconds() + 1)
+            self.clock.advance(SILENCE)
             keeper.look()
             if self.status(batch).final:
                 break
@@ -183,7 +184,7 @@ def test_a_server_that_stood_still_changes_nothing_afterwards(
         def run(*args: Any, **options: Any) -> Any:
             if name not in overtaking:
                 overtaking.append(name)
-                world.clock.advance(CLAIM.total_seconds() + 1)
+                world.clock.advance(SILENCE)
                 other.look()
             return real(*args, **options)
 

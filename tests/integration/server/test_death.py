@@ -1,0 +1,186 @@
+"""A server is killed in the middle of streams and of a batch. Another is there, and nothing is lost."""
+
+import json
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import openai
+
+from nightmill.jobs.client import Client
+from nightmill.jobs.contract import JobState, StopReason, WorkerState
+from nightmill.jobs.settings import Settings
+from nightmill.jobs.sql.claims import Claims, Outcome
+from nightmill.jobs.sql.jobs import chunked
+from tests.servers import free_port, wait_until, worker_env
+from tests.unit.server.conftest import Slow, listening, text_of
+from tests.unit.worker.bench import Bench, stop
+
+ROWS = 2500
+READERS = 7  # with the other one as many as run at once
+ASKED: dict[str, Any] = {"prompt": "Once", "max_tokens": 120, "ignore_eos": True}
+
+
+class Reader(threading.Thread):
+    """Reads a text at the first server, and where it stopped goes on at the second."""
+
+    def __init__(self, seed: int, first: str, second: "Future[str]", begun: Callable[[str], object]) -> None:
+        super().__init__(daemon=True)
+        self.seed = seed
+        self.job_id = ""
+        self.text = ""
+        self.broken = 0
+        self.end: dict[str, Any] = {}
+        self._first = first
+        self._second = second
+        self._begun = begun
+        self._last: dict[str, str] = {}
+
+    def run(self) -> None:
+        with httpx2.Client(timeout=60) as http:
+            try:
+                with http.stream(
+                    "POST", f"{self._first}/execute", json=ASKED | {"seed": self.seed}
+                ) as answer:
+                    self.job_id = answer.headers["x-request-id"]
+                    self._begun(self.job_id)
+                    self._read(answer)
+            except httpx2.TransportError:
+                self.broken += 1
+                url = f"{self._second.result(30)}/v1/jobs/{self.job_id}/events"
+                with http.stream("GET", url, headers=self._last) as answer:
+                    self._read(answer)
+
+    def _read(self, answer: httpx2.Response) -> None:
+        for line in answer.iter_lines():
+            if line.startswith("id: "):
+                place = line.removeprefix("id: ")
+            elif line.startswith("data: "):
+                data = json.loads(line.removeprefix("data: "))
+                if "t" not in data:
+                    self.end = data
+                    return
+                self.text += data["t"]
+                self._last = {"Last-Event-ID": place}
+
+
+class OpenAIReader(threading.Thread):
+    """Reads with OpenAI's client, which cannot go on elsewhere."""
+
+    def __init__(self, server: str, begun: Callable[[str], object]) -> None:
+        super().__init__(daemon=True)
+        self.pieces = 0
+        self.job_id = ""
+        self.error: Exception | None = None
+        self._client = openai.OpenAI(base_url=f"{server}/v1", api_key="none", max_retries=0)
+        self._begun = begun
+
+    def run(self) -> None:
+        try:
+            stream = self._client.completions.create(
+                model="model", prompt="Once", max_tokens=120, seed=99, stream=True,
+                extra_body={"ignore_eos": True},
+            )  # fmt: skip
+            self.job_id = stream.response.headers["x-request-id"]
+            self._begun(self.job_id)
+            for _ in stream:
+                self.pieces += 1
+        except (openai.APIError, httpx2.TransportError) as error:
+            self.error = error
+
+
+def test_streams_and_a_batch_outlive_the_server_that_had_them(
+    sqlite_settings: Settings, tmp_path: Path
+) -> None:
+    settings = sqlite_settings.model_copy(update={"stale_seconds": 2.0})
+    port = free_port()
+    address = f"http://127.0.0.1:{port}"
+    with Client(settings) as client, (tmp_path / "log").open("wb") as log, ExitStack() as later:
+        bench = Bench(client, Slow())
+        bench.runner.seconds = 0.01  # type: ignore[attr-defined]
+        beating = threading.Event()
+        threading.Thread(target=lambda: _beat(bench, beating), daemon=True).start()
+        command = [sys.executable, "-m", "nightmill", "serve", "--port", str(port)]
+        killed = subprocess.Popen(command, env=worker_env(settings), stdout=log, stderr=log)
+        try:
+            wait_until(lambda: _answers(address))
+            here = openai.OpenAI(base_url=f"{address}/v1", api_key="none")
+            second: Future[str] = Future()
+
+            def begun(job_id: str) -> object:
+                return bench.run([job_id])
+
+            readers = [Reader(seed, address, second, begun) for seed in range(READERS)]
+            unable = OpenAIReader(address, begun)
+            for reader in (unable, *readers):
+                reader.start()
+            wait_until(lambda: unable.pieces and all(reader.job_id for reader in readers))
+            file = here.files.create(file=("rows", _rows()), purpose="batch")
+            batch = here.batches.create(
+                input_file_id=file.id, endpoint="/v1/completions", completion_window="24h"
+            )
+            wait_until(lambda: here.batches.retrieve(batch.id).request_counts.total)  # type: ignore[union-attr]
+            killed.send_signal(signal.SIGKILL)
+            killed.wait(30)
+            second.set_result(f"http://127.0.0.1:{later.enter_context(listening(client, None))}")
+            beside = here.with_options(base_url=f"{second.result()}/v1")
+            assert beside.batches.retrieve(batch.id).status in ("validating", "in_progress")
+
+            for reader in readers:
+                reader.join(60)
+                assert reader.end["state"] == "succeeded"
+                assert reader.text == text_of(reader.seed, max_tokens=120, ignore_eos=True)
+            assert sum(reader.broken for reader in readers) > READERS // 2
+            unable.join(60)
+            assert unable.error is not None and "connection" in str(unable.error).lower()
+            client.wait(unable.job_id, timeout=60)
+            assert client.get(unable.job_id).text == text_of(99, max_tokens=120, ignore_eos=True)
+
+            wait_until(lambda: beside.batches.retrieve(batch.id).status == "in_progress")
+            claims = Claims(client.database, "b" * 32)
+            claims.register("host", 2, "model", None)
+            for ids in chunked(client.batches.store.ids(batch.id, JobState.QUEUED)):
+                claims.finish(
+                    [
+                        Outcome(one.job_id, one.attempt, StopReason.EOS, "text", 1, 2)
+                        for one in claims.claim(ids)
+                    ]
+                )
+            wait_until(lambda: beside.batches.retrieve(batch.id).status == "completed")
+            output = beside.batches.retrieve(batch.id).output_file_id
+            assert output is not None
+            done = [json.loads(line)["custom_id"] for line in beside.files.content(output).text.splitlines()]
+            assert done == [f"r{number}" for number in range(ROWS)]
+        finally:
+            killed.kill()
+            beating.set()
+            stop(bench)
+
+
+def _rows() -> bytes:
+    return b"".join(
+        json.dumps(
+            {"custom_id": f"r{number}", "method": "POST", "url": "/v1/completions", "body": {"prompt": "x"}}
+        ).encode()
+        + b"\n"
+        for number in range(ROWS)
+    )
+
+
+def _beat(bench: Bench, over: threading.Event) -> None:
+    while not over.wait(0.2):
+        bench.claims.beat(WorkerState.READY)
+
+
+def _answers(address: str) -> bool:
+    try:
+        return httpx2.get(f"{address}/health").status_code == 200
+    except httpx2.TransportError:
+        return False
