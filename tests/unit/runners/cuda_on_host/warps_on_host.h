@@ -22,6 +22,9 @@
 using std::max;
 using std::min;
 
+struct uint2 {
+    uint32_t x, y;
+};
 struct uint4 {
     uint32_t x, y, z, w;
 };

@@ -7,31 +7,63 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["ABSENT", "ELEMENT", "FLOAT", "INT", "Buffer", "Format", "Matrix"]
+__all__ = ["ABSENT", "ELEMENT", "FLOAT", "INT", "Buffer", "PANEL_ROWS", "Format", "Matrix"]
 
 FLOAT, INT = np.dtype(np.float32), np.dtype(np.int32)
 ELEMENT = np.dtype("V2")
 """The device's element, half or bfloat16 (`Device.element`), which NumPy does not compute with."""
 
+PANEL_ROWS = 8
+"""Rows of a matrix that packed formats keep together."""
+
 
 class Format(Enum):
-    """How a matrix keeps its numbers: its name, and so many of them in a block of so many bytes.
+    """How a matrix keeps its numbers: its name, rows of a panel, numbers of a row in a packet, bytes of that.
 
-    A matrix that is not quantised has the format of the device's element.
+    One that is not quantised has the format of the element, each number by itself. Quantised ones are
+    packed as `cuda/common/packed.cuh` says, under GGUF's names.
     """
 
-    F16 = ("f16", 1, 2)
-    BF16 = ("bf16", 1, 2)
+    F16 = ("f16", 1, 1, 2)
+    BF16 = ("bf16", 1, 1, 2)
+    Q8_0 = ("Q8_0", PANEL_ROWS, 64, 544)
+    Q6_K = ("Q6_K", PANEL_ROWS, 256, 1680)
+    Q5_K = ("Q5_K", PANEL_ROWS, 256, 1408)
+    Q4_K = ("Q4_K", PANEL_ROWS, 256, 1152)
+    Q3_K = ("Q3_K", PANEL_ROWS, 256, 880)
+    Q2_K = ("Q2_K", PANEL_ROWS, 256, 672)
+    Q5_1 = ("Q5_1", PANEL_ROWS, 64, 384)
+    Q5_0 = ("Q5_0", PANEL_ROWS, 64, 352)
+    Q4_1 = ("Q4_1", PANEL_ROWS, 64, 320)
+    Q4_0 = ("Q4_0", PANEL_ROWS, 64, 288)
+    IQ4_NL = ("IQ4_NL", PANEL_ROWS, 64, 288)
+    MIXED = ("mixed", 0, 0, 0)
+    """Of a stack of matrices in different packed formats (`Matrix.parts`)."""
 
     @property
     def plain(self) -> bool:
         """Whether its numbers are elements, as kernels without a format of their own take them."""
         return self in (Format.F16, Format.BF16)
 
+    @property
+    def packed(self) -> bool:
+        """Whether `cuda/common/packed.cuh` knows it."""
+        return self.value[1] == PANEL_ROWS
+
+    @property
+    def step(self) -> int:
+        """Inputs of a packet."""
+        return self.value[2]
+
+    @property
+    def packet(self) -> int:
+        """Bytes of a packet."""
+        return self.value[3]
+
     def bytes(self, rows: int, columns: int) -> int:
-        """Of a matrix, without scales that are kept apart."""
-        _, numbers, size = self.value
-        return rows * (columns // numbers) * size
+        """Of a matrix, without scales that are kept apart; whole panels and packets."""
+        _, panel, step, packet = self.value
+        return -(-rows // panel) * -(-columns // step) * packet
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +71,7 @@ class Matrix:
     """Weights that rows of activations are multiplied with, row-major (rows, columns).
 
     A product has `rows` outputs and `columns` inputs. `scales`: the address of what a format keeps apart, 0
-    where it keeps nothing.
+    where it keeps nothing. `parts`: of a MIXED one, the matrices that it is a stack of, each somewhere else.
     """
 
     address: int
@@ -47,10 +79,13 @@ class Matrix:
     columns: int
     format: Format = Format.F16
     scales: int = 0
+    parts: tuple["Matrix", ...] = ()
 
     @property
     def bytes(self) -> int:
         """Without scales that are kept apart."""
+        if self.parts:
+            return sum(part.bytes for part in self.parts)
         return self.format.bytes(self.rows, self.columns)
 
 

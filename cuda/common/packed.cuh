@@ -1,0 +1,370 @@
+// Quantised weights as they lie in device memory, and how they become elements: for each of GGUF's types here, a struct that
+// kernels are compiled with (-DFORMAT=Q4_K makes it `Packed`).
+//
+// A matrix (outputs, K) is panels of 8 rows; a panel goes through K in steps of STEP elements. What the file has of 8 rows
+// by STEP elements is one *packet* of PACKET bytes, all of it and no more, a multiple of 16; packets of a panel follow each
+// other, and so do panels. Rows and elements that a matrix lacks in its last panel and steps have scales of zero.
+// `weights/repack.cuh` makes packets. A packet is planes of numbers, then scales:
+//
+//   nibbles  [chunk][row]  a word a *chunk*, 8 elements of a row: element 2 i in bits 4 i, element 2 i + 1 in bits 16 + 4 i
+//   pairs    [chunk / 2][row]  a word: chunk c has two bits of element 2 i at 4 i + 2 (c % 2), of 2 i + 1 16 bits further up
+//   bits     [chunk / 4][row]  a word: chunk c has one bit of element 2 i at 4 i + c % 4, of 2 i + 1 16 bits further up
+//   bytes    [chunk][row]  8 bytes a chunk, each 128 more than the number (Q8_0)
+//   scales   [row], a row's together, the widest first
+//
+// So one AND finds two neighbours, 16 bits apart, of any plane where those of the others are, to be put together.
+//
+//   Scale scale(packet, row, group)            of 32 elements: computed once for their four chunks
+//   Element8 eight(packet, row, chunk, scale)  the elements of a chunk; the chunk's group is chunk / 4
+//
+// Packets are in shared or global memory, aligned to 16 bytes. Lanes l with row l % 8 and groups l / 8, whose chunks are
+// any four of [0, 4) turned by a lane's group, read without bank conflicts.
+//
+// Elements have the bits of `weights/dequantize.cu`: what that rounds to float and then to an element, so does this. Types
+// without a minimum have products that are exact in float; with a half scale alone, one multiplication of halves rounds
+// them. Of those with a minimum the product is exact, and the sum is rounded once by an fma. Small whole numbers become
+// halves without a conversion: as denormal ones, or behind the bits of 1024, which is then taken away. Instructions a
+// pair of elements, of which products with many rows are made: 3 (Q4_0) to 8 (Q6_K).
+#pragma once
+
+#include "common/common.cuh"
+#include <cuda_fp16.h>
+
+namespace packed {
+
+static constexpr int ROWS = 8;  // of a panel
+
+template <typename Value>
+static __device__ __forceinline__ Value value_at(const unsigned char* place) {
+    return *reinterpret_cast<const Value*>(place);
+}
+
+static __device__ __forceinline__ __half2 halves(uint32_t word) { return *reinterpret_cast<const __half2*>(&word); }
+
+static __device__ __forceinline__ float2 float_pair(uint32_t word) { return __half22float2(halves(word)); }
+
+static __device__ __forceinline__ uint32_t word_of(__half2 pair) { return *reinterpret_cast<const uint32_t*>(&pair); }
+
+// Whole numbers of a chunk, no more than 10 bits with their place: elements 2 i and 2 i + 1 in the lanes of pair[i], those of
+// pairs 1 and 3 times 16.
+struct Numbers {
+    uint32_t pair[4];
+};
+
+// The bits `mask` of each of a word's 4-bit places.
+static __device__ __forceinline__ Numbers split(uint32_t word, uint32_t mask) {
+    const uint32_t even = mask * 0x00010001u, odd = mask * 0x00100010u, upper = word >> 8;
+    return {{word & even, word & odd, upper & even, upper & odd}};
+}
+
+// The same bits of another plane's word, `shift` places above.
+template <int SHIFT>
+static __device__ __forceinline__ void join(Numbers& numbers, uint32_t word, uint32_t mask) {
+    const uint32_t even = mask * (0x00010001u << SHIFT), odd = mask * (0x00100010u << SHIFT);
+    const uint32_t lower = word << SHIFT, upper = word >> (8 - SHIFT);
+    numbers.pair[0] |= lower & even;
+    numbers.pair[1] |= lower & odd;
+    numbers.pair[2] |= upper & even;
+    numbers.pair[3] |= upper & odd;
+}
+
+// Those of a chunk in the planes of pairs and bits.
+static __device__ __forceinline__ uint32_t two_bits(const unsigned char* plane, int row, int chunk) {
+    return value_at<uint32_t>(plane + (chunk / 2 * ROWS + row) * 4) >> 2 * (chunk % 2);
+}
+static __device__ __forceinline__ uint32_t nibbles(const unsigned char* plane, int row, int chunk) {
+    return value_at<uint32_t>(plane + (chunk * ROWS + row) * 4);
+}
+
+// A pair of a chunk's numbers less OFFSET, exactly.
+template <int OFFSET>
+static __device__ __forceinline__ __half2 centred(const Numbers& numbers, int pair) {
+    constexpr uint32_t EVEN = 0xe400u + OFFSET, ODD = 0xd400u + OFFSET * 16;  // -(1024 + OFFSET), -(64 + OFFSET)
+    static_assert(OFFSET < 64, "an exact half");
+    const __half2 raised = halves(numbers.pair[pair] | 0x64006400u);  // 1024 more
+    if (pair % 2 == 0) return __hadd2(raised, halves(EVEN * 0x00010001u));
+    return __hfma2(raised, halves(0x2c002c00u), halves(ODD * 0x00010001u));  // a sixteenth of it
+}
+
+// What becomes of whole numbers by a scale d: half in the file, or a product of 17 bits and more.
+static __device__ __forceinline__ uint32_t scaled(__half2 numbers, float d) {
+    const float2 pair = __half22float2(numbers);
+    return pack(__fmul_rn(pair.x, d), __fmul_rn(pair.y, d));
+}
+
+#ifdef ELEMENT_BF16
+using Factor = float;
+static __device__ __forceinline__ Factor factor_at(const unsigned char* place) { return __half2float(value_at<__half>(place)); }
+#else
+using Factor = __half2;
+static __device__ __forceinline__ Factor factor_at(const unsigned char* place) {
+    return halves(value_at<uint16_t>(place) * 0x00010001u);
+}
+static __device__ __forceinline__ uint32_t scaled(__half2 numbers, Factor d) { return word_of(__hmul2(numbers, d)); }
+#endif
+
+template <int OFFSET, typename D>
+static __device__ __forceinline__ Element8 scaled(const Numbers& numbers, D d) {
+    Element8 out;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) out.word[i] = scaled(centred<OFFSET>(numbers, i), d);
+    return out;
+}
+
+// d q + m: as denormal halves, numbers are 2^-24 of what they are, so scales are as much larger.
+struct Line {
+    float even, odd, m;
+
+    Line() = default;
+    __device__ __forceinline__ Line(float d, float m) : even(__fmul_rn(d, 0x1p24f)), odd(__fmul_rn(d, 0x1p20f)), m(m) {}
+
+    __device__ __forceinline__ Element8 of(const Numbers& numbers) const {
+        Element8 out;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const float2 q = float_pair(numbers.pair[i]);
+            const float d = i % 2 ? odd : even;
+            out.word[i] = pack(__fmaf_rn(q.x, d, m), __fmaf_rn(q.y, d, m));
+        }
+        return out;
+    }
+};
+
+// Which of the two scales of 32 elements.
+template <typename Value>
+static __device__ __forceinline__ Value half_of(const Value (&two)[2], int chunk) {
+    return chunk & 2 ? two[1] : two[0];
+}
+
+struct Q8_0 {  // bytes; half d of two groups
+    static constexpr int STEP = 64, PACKET = 544;
+    using Scale = Factor;
+
+    static __device__ __forceinline__ Scale scale(const unsigned char* packet, int row, int group) {
+        return factor_at(packet + 512 + row * 4 + group * 2);
+    }
+    static __device__ __forceinline__ Element8 eight(const unsigned char* packet, int row, int chunk, const Scale& d) {
+        const uint2 words = value_at<uint2>(packet + (chunk * ROWS + row) * 8);
+        Element8 out;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const uint32_t raised = __byte_perm(i < 2 ? words.x : words.y, 0x64646464u, i % 2 ? 0x4342 : 0x4140);
+            out.word[i] = scaled(__hadd2(halves(raised), halves(0xe480e480u)), d);  // 1024 + 128 too many
+        }
+        return out;
+    }
+};
+
+struct Q4_0 {  // nibbles, 8 more than the number; half d of two groups
+    static constexpr int STEP = 64, PACKET = 288;
+    using Scale = Factor;
+
+    static __device__ __forceinline__ Scale scale(const unsigned char* packet, int row, int group) {
+        return factor_at(packet + 256 + row * 4 + group * 2);
+    }
+    static __device__ __forceinline__ Element8 eight(const unsigned char* packet, int row, int chunk, const Scale& d) {
+        return scaled<8>(split(nibbles(packet, row, chunk), 15), d);
+    }
+};
+
+struct Q4_1 {  // nibbles; half d and m of two groups
+    static constexpr int STEP = 64, PACKET = 320;
+    using Scale = Line;
+
+    static __device__ __forceinline__ Scale scale(const unsigned char* packet, int row, int group) {
+        const float2 line = float_pair(value_at<uint32_t>(packet + 256 + row * 8 + group * 4));
+        return {line.x, line.y};
+    }
+    static __device__ __forceinline__ Element8 eight(const unsigned char* packet, int row, int chunk, const Scale& line) {
+        return line.of(split(nibbles(packet, row, chunk), 15));
+    }
+};
+
+struct Q5_0 {  // nibbles, bits; half d of two groups
+    static constexpr int STEP = 64, PACKET = 352;
+    struct Scale {
+        Factor d;
+        uint32_t fifth;
+    };
+
+    static __device__ __forceinline__ Scale scale(const unsigned char* packet, int row, int group) {
+        return {factor_at(packet + 320 + row * 4 + group * 2), value_at<uint32_t>(packet + 256 + (group * ROWS + row) * 4)};
+    }
+    static __device__ __forceinline__ Element8 eight(const unsigned char* packet, int row, int chunk, const Scale& scale) {
+        Numbers numbers = split(nibbles(packet, row, chunk), 15);
+        join<4>(numbers, scale.fifth >> chunk % 4, 1);
+        return scaled<16>(numbers, scale.d);
+    }
+};
+
+struct Q5_1 {  // nibbles, bits; half d and m of two groups
+    static constexpr int STEP = 64, PACKET = 384;
+    struct Scale {
+        Line line;
+        uint32_t fifth;
+    };
+
+    static __device__ __forceinline__ Scale scale(const unsigned char* packet, int row, int group) {
+        const float2 line = float_pair(value_at<uint32_t>(packet + 320 + row * 8 + group * 4));
+        return {{line.x, line.y}, value_at<uint32_t>(packet + 256 + (group * ROWS + row) * 4)};
+    }
+    static __device__ __forceinline__ Element8 eight(const unsigned char* packet, int row, int chunk, const Scale& scale) {
+        Numbers numbers = split(nibbles(packet, row, chunk), 15);
+        join<4>(numbers, scale.fifth >> chunk % 4, 1);
+        return scale.line.of(numbers);
+    }
+};
+
+struct IQ4_NL {  // nibbles, which index a table; half d of two groups
+    static constexpr int STEP = 64, PACKET = 288;
+    using Scale = Factor;
+
+    static __device__ __forceinline__ Scale scale(const unsigned char* packet, int row, int group) {
+        return Q4_0::scale(packet, row, group);
+    }
+    static __device__ __forceinline__ Element8 eight(const unsigned char* packet, int row, int chunk, const Scale& d) {
+        const uint32_t word = nibbles(packet, row, chunk);
+        const uint32_t even = found(word), odd = found(word >> 16);
+        Element8 out;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const uint32_t pair = __byte_perm(even, odd, 0x4400 + 0x1111 * i) & 0x00ff00ffu;
+            out.word[i] = scaled(__hadd2(halves(pair | 0x64006400u), halves(0xe480e480u)), d);
+        }
+        return out;
+    }
+
+private:
+    // The table's entries, 128 more than the numbers, for four nibbles.
+    static __device__ __forceinline__ uint32_t found(uint32_t four) {
+        const uint32_t within = four & 0x7777u;
+        const uint32_t negative = __byte_perm(0x3f2d1801u, 0x766a5d4fu, within);
+        const uint32_t positive = __byte_perm(0xa6998d81u, 0xf1d9c5b5u, within);
+        return __byte_perm(negative, positive, 0x3210u | (four & 0x8888u) >> 1);
+    }
+};
+
+// Scale and minimum of a group of Q4_K and Q5_K, of a row's 16 bytes: half d and dmin; a byte a group of six bits of scale, two
+// upper ones of minimum; four bits a group, the lower ones of minimum.
+static __device__ __forceinline__ Line line_of_k(const unsigned char* row, int group) {
+    const float2 d = float_pair(value_at<uint32_t>(row));
+    const uint32_t byte = row[4 + group], low = value_at<uint32_t>(row + 12) >> 4 * group & 15;
+    return {__fmul_rn(d.x, static_cast<float>(byte & 63)), -__fmul_rn(d.y, static_cast<float>(byte >> 6 << 4 | low))};
+}
+
+struct Q4_K {  // nibbles; 16 bytes of scales
+    static constexpr int STEP = 256, PACKET = 1152;
+    using Scale = Line;
+
+    static __device__ __forceinline__ Scale scale(const unsigned char* packet, int row, int group) {
+        return line_of_k(packet + 1024 + row * 16, group);
+    }
+    static __device__ __forceinline__ Element8 eight(const unsigned char* packet, int row, int chunk, const Scale& line) {
+        return line.of(split(nibbles(packet, row, chunk), 15));
+    }
+};
+
+struct Q5_K {  // nibbles, bits; 16 bytes of scales
+    static constexpr int STEP = 256, PACKET = 1408;
+    struct Scale {
+        Line line;
+        uint32_t fifth;
+    };
+
+    static __device__ __forceinline__ Scale scale(const unsigned char* packet, int row, int group) {
+        const uint32_t fifth = value_at<uint32_t>(packet + 1024 + (group * ROWS + row) * 4);
+        return {line_of_k(packet + 1280 + row * 16, group), fifth};
+    }
+    static __device__ __forceinline__ Element8 eight(const unsigned char* packet, int row, int chunk, const Scale& scale) {
+        Numbers numbers = split(nibbles(packet, row, chunk), 15);
+        join<4>(numbers, scale.fifth >> chunk % 4, 1);
+        return scale.line.of(numbers);
+    }
+};
+
+struct Q6_K {  // nibbles, pairs; 16 signed bytes of scales, then half d of all rows
+    static constexpr int STEP = 256, PACKET = 1680;
+    struct Scale {
+        float d[2];
+    };
+
+    static __device__ __forceinline__ Scale scale(const unsigned char* packet, int row, int group) {
+        const int two = value_at<int16_t>(packet + 1536 + row * 16 + group * 2);
+        const float d = __half2float(value_at<__half>(packet + 1664 + row * 2));
+        return {{__fmul_rn(d, static_cast<float>(static_cast<int8_t>(two))), __fmul_rn(d, static_cast<float>(two >> 8))}};
+    }
+    static __device__ __forceinline__ Element8 eight(const unsigned char* packet, int row, int chunk, const Scale& scale) {
+        Numbers numbers = split(nibbles(packet, row, chunk), 15);
+        join<4>(numbers, two_bits(packet + 1024, row, chunk), 3);
+        return scaled<32>(numbers, half_of(scale.d, chunk));
+    }
+};
+
+struct Q3_K {  // pairs, bits; 12 bytes of scales, four lower bits each of 16, then two upper; then half d of all rows
+    static constexpr int STEP = 256, PACKET = 880;
+    struct Scale {
+        float d[2];
+        uint32_t third;
+    };
+
+    static __device__ __forceinline__ Scale scale(const unsigned char* packet, int row, int group) {
+        const unsigned char* scales = packet + 768 + row * 12;
+        const int low = scales[group], high = value_at<uint32_t>(scales + 8) >> 4 * group;
+        const float d = __half2float(value_at<__half>(packet + 864 + row * 2));
+        const int first = (low & 15 | (high & 3) << 4) - 32, second = (low >> 4 | (high & 12) << 2) - 32;
+        return {{__fmul_rn(d, static_cast<float>(first)), __fmul_rn(d, static_cast<float>(second))},
+                value_at<uint32_t>(packet + 512 + (group * ROWS + row) * 4)};
+    }
+    static __device__ __forceinline__ Element8 eight(const unsigned char* packet, int row, int chunk, const Scale& scale) {
+        Numbers numbers = split(two_bits(packet, row, chunk), 3);
+        join<2>(numbers, scale.third >> chunk % 4, 1);
+        return scaled<4>(numbers, half_of(scale.d, chunk));
+    }
+};
+
+struct Q2_K {  // pairs; 16 bytes of scales, four bits of scale and of minimum each; then half d and dmin of all rows
+    static constexpr int STEP = 256, PACKET = 672;
+    struct Scale {
+        float d[2], m[2];
+    };
+
+    static __device__ __forceinline__ Scale scale(const unsigned char* packet, int row, int group) {
+        const uint32_t two = value_at<uint16_t>(packet + 512 + row * 16 + group * 2);
+        const float2 d = float_pair(value_at<uint32_t>(packet + 640 + row * 4));
+        return {{__fmul_rn(d.x, static_cast<float>(two & 15)), __fmul_rn(d.x, static_cast<float>(two >> 8 & 15))},
+                {-__fmul_rn(d.y, static_cast<float>(two >> 4 & 15)), -__fmul_rn(d.y, static_cast<float>(two >> 12))}};
+    }
+    static __device__ __forceinline__ Element8 eight(const unsigned char* packet, int row, int chunk, const Scale& scale) {
+        const Line line(half_of(scale.d, chunk), half_of(scale.m, chunk));
+        return line.of(split(two_bits(packet, row, chunk), 3));
+    }
+};
+
+// Elements 8 chunk .. 8 chunk + 7 of a row of a whole matrix with so many inputs.
+template <typename Format>
+static __device__ __forceinline__ Element8 chunk_of(const unsigned char* matrix, int inputs, int64_t row, int chunk) {
+    constexpr int CHUNKS = Format::STEP / 8;
+    const int steps = (inputs + Format::STEP - 1) / Format::STEP, place = static_cast<int>(row % ROWS);
+    const unsigned char* packet = matrix + (row / ROWS * steps + chunk / CHUNKS) * Format::PACKET;
+    return Format::eight(packet, place, chunk % CHUNKS, Format::scale(packet, place, chunk % CHUNKS / 4));
+}
+
+}  // namespace packed
+
+// For a kernel of each.
+#define PACKED_FORMATS(KERNEL) \
+    KERNEL(Q8_0)               \
+    KERNEL(Q6_K)               \
+    KERNEL(Q5_K)               \
+    KERNEL(Q4_K)               \
+    KERNEL(Q3_K)               \
+    KERNEL(Q2_K)               \
+    KERNEL(Q5_1)               \
+    KERNEL(Q5_0)               \
+    KERNEL(Q4_1)               \
+    KERNEL(Q4_0)               \
+    KERNEL(IQ4_NL)
+
+#ifdef FORMAT
+using Packed = packed::FORMAT;
+#endif

@@ -1,0 +1,105 @@
+"""Packed weights without a GPU: kernels that repack and unpack, compiled for the host, against `gguf`."""
+
+import ctypes
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf.quants import dequantize
+
+from nightmill.worker.runners.gpu.device.compiler import kernel_directory
+from nightmill.worker.runners.gpu.device.element import Element
+from nightmill.worker.runners.gpu.device.operands import Format
+from tests.blocks import random_blocks
+from tests.elements import as_words
+
+HERE = Path(__file__).parent / "cuda_on_host"
+PACKED = [kept for kept in Format if kept.packed]
+THREADS = 256
+
+
+class _Index(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_uint) for name in "xyz"]
+
+
+@pytest.fixture(scope="module", params=Element, ids=lambda element: element.value)
+def element(request: pytest.FixtureRequest) -> Element:
+    found: Element = request.param
+    return found
+
+
+@pytest.fixture(scope="module")
+def kernels(element: Element, tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    compiler = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
+    if compiler is None:
+        pytest.skip("no C++ compiler")
+    folder = tmp_path_factory.mktemp("kernels")
+    source, library = folder / "packed.cpp", folder / "packed.so"
+    source.write_text('#include "weights/repack.cu"\n#include "weights/unpack.cu"\n')
+    includes = [f"-I{path}" for path in (HERE / "rows", HERE, kernel_directory())]
+    flags = ["-std=c++17", "-O1", "-ffp-contract=off", "-fPIC", "-shared", "-w"]
+    subprocess.run([compiler, *flags, *element.options, *includes, source, "-o", library], check=True)
+    return ctypes.CDLL(str(library))
+
+
+def launch(kernels: ctypes.CDLL, name: str, threads: int, *arguments: Any) -> None:
+    """Run so many threads, and those that fill their last block."""
+    kernel, (block, thread) = (
+        kernels[name],
+        (_Index.in_dll(kernels, name) for name in ("blockIdx", "threadIdx")),
+    )
+    _Index.in_dll(kernels, "blockDim").x = THREADS
+    for at in range(-(-threads // THREADS) * THREADS):
+        block.x, thread.x = divmod(at, THREADS)
+        kernel(*arguments)
+
+
+def pointer(array: npt.NDArray[Any]) -> ctypes.c_void_p:
+    return ctypes.c_void_p(array.ctypes.data)
+
+
+def aligned(size: int) -> npt.NDArray[np.uint8]:
+    """So many bytes that are not read before they are written, at a multiple of 16."""
+    held = np.full(size + 16, 0xFF, dtype=np.uint8)
+    first = -held.ctypes.data % 16
+    return held[first : first + size]
+
+
+@pytest.mark.parametrize("kept", PACKED, ids=lambda kept: kept.name)
+def test_packed_weights_have_the_files_bits(kernels: ctypes.CDLL, element: Element, kept: Format) -> None:
+    """Rows of two tensors, which end in the middle of a panel, and of a packet where a type allows that."""
+    kind = GGMLQuantizationType[kept.name]
+    block, size = GGML_QUANT_SIZES[kind]
+    assert kept.packet * block == 8 * kept.step * size, "a packet has the file's bytes, and no more"
+    rows, columns, first = 13, 7 * 32 if block == 32 else 512, 5
+    blocks = random_blocks(kind, rows * columns // block)
+    raw = blocks.reshape(rows, -1)
+    expected = as_words(dequantize(blocks, kind), element).reshape(rows, columns)
+    matrix, bad = aligned(kept.bytes(rows, columns)), np.zeros(1, dtype=np.int32)
+    matrix[:] = 0
+    for start, end in ((first, rows), (0, first)):
+        part = np.ascontiguousarray(raw[start:end])
+        launch(
+            kernels, f"repack_{kept.name}", (end - start) * columns // 32, pointer(part), pointer(matrix),
+            ctypes.c_int64(start), ctypes.c_int64(end - start), columns, pointer(bad),
+        )  # fmt: skip
+    assert not bad[0]
+    out = aligned((rows + 1) * columns * 2).view(np.uint16).reshape(rows + 1, columns)
+    panels = kept.bytes(rows, columns) // kept.bytes(8, columns)
+    launch(kernels, f"unpack_{kept.name}", panels * columns, pointer(matrix), pointer(out), rows, columns)
+    np.testing.assert_array_equal(out[:rows], expected)
+    assert (out[rows] == 0xFFFF).all(), "wrote past its rows"
+
+
+def test_a_weight_beyond_half_is_noticed(kernels: ctypes.CDLL, element: Element) -> None:
+    raw = random_blocks(GGMLQuantizationType.Q4_K, 8)
+    raw[3, :2] = np.array([60_000], dtype="<f2").view(np.uint8)
+    matrix, bad = aligned(Format.Q4_K.bytes(8, 256)), np.zeros(1, dtype=np.int32)
+    arguments = pointer(raw), pointer(matrix), ctypes.c_int64(0), ctypes.c_int64(8), 256, pointer(bad)
+    launch(kernels, "repack_Q4_K", 64, *arguments)
+    assert bool(bad[0]) == (element is Element.F16)
