@@ -1,16 +1,18 @@
 // Rows picked by index: token embeddings, and the rows that draw.
 //
 //   embed          tokens (T,), table (V, width) elements -> out (T, width) float, times `scale`
+//   embed_Q4_K ..  the same from a packed table (common/packed.cuh)
 //   gather_rows    out[r] = x[rows[r]], rows of `chunks` 16-byte chunks
 //
 // width is a multiple of 8. A token outside the table or a row of -1 (padding) gives a row of zeros. Bytes: embed
 // 6 a value, gather_rows twice the row. All are bound by memory; a thread moves one 16-byte chunk of the table or
 // of the row, threads are numbered through the whole output, so that rows of any width fill the blocks of 256.
-#include "common/common.cuh"
+#include "common/packed.cuh"
 
-extern "C" __global__ void __launch_bounds__(256)
-    embed(const int* __restrict__ tokens, const Element* __restrict__ table, float* __restrict__ out, int count,
-          int width, int vocab, float scale) {
+// chunk_of(row, chunk): eight elements of the table.
+template <typename Chunk>
+static __device__ __forceinline__ void embed_rows(const int* __restrict__ tokens, float* __restrict__ out, int count, int width,
+                                                  int vocab, float scale, Chunk chunk_of) {
     launch_next();
     wait_for_previous(tokens);
     const int chunks = width / 8;
@@ -20,12 +22,28 @@ extern "C" __global__ void __launch_bounds__(256)
     const int chunk = static_cast<int>(index % chunks);
     const int token = tokens[row];
     float values[8] = {};
-    if (token >= 0 && token < vocab)
-        unpack(*reinterpret_cast<const Element8*>(table + static_cast<int64_t>(token) * width + chunk * 8), values);
+    if (token >= 0 && token < vocab) unpack(chunk_of(token, chunk), values);
 #pragma unroll
     for (int i = 0; i < 8; ++i) values[i] *= scale;
     store8(out + index * 8, values);
 }
+
+extern "C" __global__ void __launch_bounds__(256)
+    embed(const int* __restrict__ tokens, const Element8* __restrict__ table, float* __restrict__ out, int count, int width,
+          int vocab, float scale) {
+    embed_rows(tokens, out, count, width, vocab, scale,
+               [=](int64_t row, int chunk) { return table[row * (width / 8) + chunk]; });
+}
+
+#define EMBED(FORMAT)                                                                                                       \
+    extern "C" __global__ void __launch_bounds__(256)                                                                       \
+        embed_##FORMAT(const int* __restrict__ tokens, const unsigned char* __restrict__ table, float* __restrict__ out,     \
+                       int count, int width, int vocab, float scale) {                                                      \
+        embed_rows(tokens, out, count, width, vocab, scale, [=](int64_t row, int chunk) {                                   \
+            return packed::chunk_of<packed::FORMAT>(table, width, row, chunk);                                              \
+        });                                                                                                                 \
+    }
+PACKED_FORMATS(EMBED)
 
 extern "C" __global__ void __launch_bounds__(256)
     gather_rows(const uint4* __restrict__ x, const int* __restrict__ rows, uint4* __restrict__ out, int count,

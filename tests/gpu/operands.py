@@ -19,6 +19,7 @@ from tests.elements import as_words, from_words
 
 Array = npt.NDArray[Any]
 MOST_ROWS, MOST_FFN = 4096, 4864  # of products with SwiGLU
+MOST_UNPACKED = 2 * MOST_FFN * 1024 * ELEMENT.itemsize  # bytes that a packed matrix has as elements
 
 
 def buffer(device: Device, array: Array) -> Buffer:
@@ -77,7 +78,8 @@ def shape_of(**sizes: Any) -> StepShape:
 @contextmanager
 def all_products(device: Device) -> Iterator[Products]:
     """Products of up to MOST_ROWS rows, with SwiGLU of up to MOST_FFN."""
-    products = Products(device, Activate(device), room(device, (MOST_ROWS, 2 * MOST_FFN), ELEMENT))
+    gate_up = room(device, (MOST_ROWS, 2 * MOST_FFN), ELEMENT)
+    products = Products(device, Activate(device), gate_up, unpacked=MOST_UNPACKED)
     yield products
     products.close()
 

@@ -12,9 +12,11 @@ from nightmill.worker.model.families import read_spec
 from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.runners.gpu.device.device import Device
 from nightmill.worker.runners.gpu.device.operands import ABSENT, Buffer, Matrix
+from nightmill.worker.runners.gpu.numbers import HALF, Numbers
 from nightmill.worker.runners.gpu.weights.dequantizer import SUPPORTED, Dequantizer
 from nightmill.worker.runners.gpu.weights.layout import weight_bytes
 from nightmill.worker.runners.gpu.weights.loading import load_weights
+from nightmill.worker.runners.gpu.weights.staging import Staging
 from tests.blocks import random_blocks
 from tests.elements import BOTH_ELEMENTS, as_words
 from tests.ggufs import write_model
@@ -30,7 +32,7 @@ def test_dequantising_gives_the_same_bits_as_gguf(device: Device, kind: GGMLQuan
     count = 3001 * max(1, 64 // block)
     blocks = random_blocks(kind, count)
     expected = dequantize(blocks, kind).reshape(-1)
-    dequantizer = Dequantizer(device, staging=size * 256 * 3)  # so small that a tensor takes several turns
+    dequantizer = Dequantizer(device, Staging(device, size * 256 * 3))  # so small that it takes several turns
     out_float = device.upload(np.full(expected.size + 8, np.nan, dtype=np.float32))
     out_words = device.upload(np.full(expected.size + 8, NAN_WORD))
     dequantizer.load(blocks.reshape(-1), kind, out_float, floats=True)
@@ -53,7 +55,7 @@ def test_a_file_arrives_whole_and_stacked(
 ) -> None:
     file = GgufFile.open(write_model(tmp_path / "model.gguf", architecture, kind=kind, tied=False))
     spec = read_spec(file)
-    weights = load_weights(device, file, spec)
+    weights = load_weights(device, file, spec, Numbers(device.element))
 
     def check(held: Matrix | Buffer, *names: str) -> None:
         expected = np.concatenate([file.array(name) for name in names])
@@ -87,4 +89,4 @@ def test_the_plan_covers_the_weights_and_wastes_little(tmp_path: Path) -> None:
     file = GgufFile.open(write_model(tmp_path / "model.gguf"))
     spec = read_spec(file)
     least = sum(math.prod(i.shape) * (2 if len(i.shape) == 2 else 4) for i in file.tensors.values())
-    assert least <= weight_bytes(spec) <= least + 256 * len(file.tensors)
+    assert least <= weight_bytes(spec, HALF) <= least + 256 * len(file.tensors)

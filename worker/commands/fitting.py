@@ -93,10 +93,10 @@ def fit(spec: ModelSpec, card: Card, settings: Settings, numbers: Numbers = HALF
 
     def workspace(max_tokens: int) -> int:
         return kept + workspace_bytes(
-            spec, card.multiprocessors, max_context=context, max_tokens=max_tokens, max_draws=slots
+            spec, numbers, card.multiprocessors, max_context=context, max_tokens=max_tokens, max_draws=slots
         )
 
-    weights, page = weight_bytes(spec), page_bytes(spec)
+    weights, page = weight_bytes(spec, numbers), page_bytes(spec)
     room = allowed(card.free, settings.gpu_memory) - weights
     most, least = max(GPU_TOKEN_BUDGET, slots), max(LEAST_TOKENS, slots)
     tokens = tokens_of_a_step(most, least, workspace, room)

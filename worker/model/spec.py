@@ -7,8 +7,8 @@ A layer adds to the residual stream x twice: x += scale * after(attention(before
 feed-forward network; `before` and `after` are norms or nothing. What a runner cannot compute, it refuses.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 import numpy as np
@@ -243,6 +243,8 @@ class ModelSpec:
     logit_scale: float = 1.0
     logit_softcap: float | None = None  # after the scale
     overflows_half: bool = False  # trained in BF16, with activations beyond 65,504
+    tensor_types: Mapping[str, str] = field(default_factory=dict, compare=False)
+    """GGUF's names of the types of the file's tensors, by their names; none where there is no file."""
 
     @property
     def attentions(self) -> tuple[Attention, ...]:

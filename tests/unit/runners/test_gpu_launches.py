@@ -34,7 +34,7 @@ from nightmill.worker.runners.gpu.device.element import Element
 from nightmill.worker.runners.gpu.device.graphs import Graph
 from nightmill.worker.runners.gpu.device.operands import ELEMENT, Buffer, Matrix
 from nightmill.worker.runners.gpu.kv_cache import PAGE
-from nightmill.worker.runners.gpu.numbers import HALF, Numbers
+from nightmill.worker.runners.gpu.numbers import HALF, Numbers, WeightNumbers
 from nightmill.worker.runners.gpu.products.chooser import Product
 from nightmill.worker.runners.gpu.products.few_rows import MAX_ROWS
 from nightmill.worker.runners.gpu.products.shapes import Kind, padded_rows
@@ -130,6 +130,20 @@ def test_steps_of_all_sizes_launch_kernels_as_they_were_compiled(driver: Recorde
     assert expected <= driver.launches.keys()
     assert driver.launches.keys() - {"library"} <= driver.checked
     runner.close()
+
+
+def test_weights_as_in_the_file_launch_kernels_for_their_type(driver: RecordedDriver) -> None:
+    """Of the bundled model, Q8_0; in room for its weights that the plan counts."""
+    file = GgufFile.open(MODEL)
+    numbers = Numbers(weights=WeightNumbers.FILE)
+    options = {"context": CONTEXT, "kv_blocks": 64, "tune": False, "graphs": False, "numbers": numbers}
+    with closing(CudaRunner(file, read_spec(file), slots=4, **options)) as runner:  # type: ignore[arg-type]
+        pages = Pages(4, CONTEXT // 16)
+        runner.launch(pages.batch([Chunk(0, [1] * 30, 0, 30)], admit=True))
+        runner.collect()
+        in_file = sum(file.raw(name).nbytes for name in file.tensors)
+        assert in_file <= runner.memory.weights < 1.03 * in_file
+    assert driver.launches.keys() >= {"repack_Q8_0", "unpack_Q8_0", "embed_Q8_0"}
 
 
 def test_nothing_is_captured_in_the_middle_of_a_night(

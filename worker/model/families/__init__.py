@@ -1,6 +1,7 @@
 """From the keys of a GGUF file to a `ModelSpec`: one module a family, listed here."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Final
 
 from nightmill.worker.model.families.checks import check_tensors
@@ -67,4 +68,4 @@ def read_spec(file: GgufFile) -> ModelSpec:
     spec = family(keys)
     keys.refuse_other_arithmetic()
     check_tensors(file, spec)
-    return spec
+    return replace(spec, tensor_types={name: tensor.kind.name for name, tensor in file.tensors.items()})

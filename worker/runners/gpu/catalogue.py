@@ -16,6 +16,7 @@ from nightmill.worker.runners.gpu.products.hopper_qkv import HopperQkv
 from nightmill.worker.runners.gpu.products.hopper_tiles import HopperTiles
 from nightmill.worker.runners.gpu.products.library import LibraryProducts
 from nightmill.worker.runners.gpu.products.split import SplitTiles
+from nightmill.worker.runners.gpu.products.unpacked import Unpacked
 from nightmill.worker.runners.gpu.rows.activate import Activate
 from nightmill.worker.runners.gpu.rows.embedding import Embedding
 from nightmill.worker.runners.gpu.rows.logits import LogitScale
@@ -23,6 +24,7 @@ from nightmill.worker.runners.gpu.rows.norms import Norms
 from nightmill.worker.runners.gpu.rows.rotation import Rotation
 from nightmill.worker.runners.gpu.sampling.sampler import Sampler
 from nightmill.worker.runners.gpu.weights.dequantizer import Dequantizer
+from nightmill.worker.runners.gpu.weights.repacker import Repacker
 
 __all__ = ["Launcher", "check_spec", "sources_for", "workspace_bytes"]
 
@@ -43,27 +45,47 @@ class Launcher(Protocol):
         ...
 
 
+class PackedLauncher(Protocol):
+    """The same of kernels for packed matrices, which only models have whose weights stay as in the file."""
+
+    @classmethod
+    def sources(cls, spec: ModelSpec, numbers: Numbers, *, hopper: bool) -> list[Source]:
+        """What it compiles for the formats of a model."""
+        ...
+
+
 _LAUNCHERS: tuple[type[Launcher], ...] = (  # those that compile longest first
     HopperTiles, HopperQkv, SplitTiles, FewRows, Embedding, Norms, Activate, Rotation, LogitScale,
     DecodeAttention, HopperPrefill, PortablePrefill, GeneralDecode, Sampler, Dequantizer,
 )  # fmt: skip
+_PACKED_LAUNCHERS: tuple[type[PackedLauncher], ...] = (Unpacked, Repacker)
 _LAST = (Norms, Activate, Rotation, PortablePrefill)
 
 
 def sources_for(spec: ModelSpec, numbers: Numbers, *, hopper: bool) -> list[Source]:
     """Files and options for nvcc; those that take longest first."""
     found = (source for launcher in _LAUNCHERS for source in launcher.sources(spec, hopper=hopper))
-    return list(dict.fromkeys(for_element(source, numbers.element) for source in found))
+    packed = (
+        source for launcher in _PACKED_LAUNCHERS for source in launcher.sources(spec, numbers, hopper=hopper)
+    )
+    return list(dict.fromkeys(for_element(source, numbers.element) for source in (*found, *packed)))
 
 
 def workspace_bytes(
-    spec: ModelSpec, multiprocessors: int, *, max_context: int, max_tokens: int, max_draws: int
+    spec: ModelSpec,
+    numbers: Numbers,
+    multiprocessors: int,
+    *,
+    max_context: int,
+    max_tokens: int,
+    max_draws: int,
 ) -> int:
     """Device memory for activations, and that launchers keep."""
     attention = spec.layers[0].attention
     needed = [
         Activations.workspace(spec, max_tokens=max_tokens, max_draws=max_draws),
         LibraryProducts.workspace(),
+        Unpacked.workspace(spec, numbers),
         Sampler.workspace(max_rows=LOGIT_ROWS, multiprocessors=multiprocessors),
         *(Rotation.workspace(one, max_context=max_context) for one in spec.attentions),
     ]

@@ -30,6 +30,7 @@ def _computed(spec: ModelSpec) -> ModelSpec:
         embedding_scale=spec.embedding_scale,
         logit_scale=spec.logit_scale,
         logit_softcap=spec.logit_softcap,
+        tensor_types=spec.tensor_types,
     )
 
 

@@ -42,6 +42,7 @@ from nightmill.worker.runners.gpu.products.chooser import Products
 from nightmill.worker.runners.gpu.products.kinds import kinds_of
 from nightmill.worker.runners.gpu.products.library import library_release
 from nightmill.worker.runners.gpu.products.shapes import MANY_ROWS
+from nightmill.worker.runners.gpu.products.unpacked import Unpacked
 from nightmill.worker.runners.gpu.rows.activate import Activate
 from nightmill.worker.runners.gpu.rows.embedding import Embedding
 from nightmill.worker.runners.gpu.rows.logits import LogitScale
@@ -156,11 +157,11 @@ class CudaRunner:
 
         def workspace(max_tokens: int) -> int:
             return kept + StepBuffers.bytes(max_tokens=max_tokens, **step) + workspace_bytes(
-                spec, device.multiprocessors, max_context=context, max_tokens=max_tokens,
+                spec, numbers, device.multiprocessors, max_context=context, max_tokens=max_tokens,
                 max_draws=self._max_draws,
             )  # fmt: skip
 
-        weights_size = weight_bytes(spec)
+        weights_size = weight_bytes(spec, numbers)
         if kv_blocks is None:
             room = allowed(free, gpu_memory) - weights_size
             least = max(slots, LEAST_TOKENS)
@@ -176,8 +177,10 @@ class CudaRunner:
         self.kv_blocks = self.memory.kv_blocks
         at = Activations.allocate(device, spec, **draws)
         norms, activate = Norms(device, spec), Activate(device)
-        self._products = products = Products(device, activate, at.gate_up, kinds_of(spec))
-        weights = load_weights(device, file, spec, report=self._report)
+        self._products = products = Products(
+            device, activate, at.gate_up, kinds_of(spec), Unpacked.workspace(spec, numbers)
+        )
+        weights = load_weights(device, file, spec, numbers, report=self._report)
         cache = KvCache.allocate(device, spec, self.kv_blocks + 1)  # one more for rows of padding
         layers = bind_layers(
             device, spec, weights, cache, at, products, norms, activate, attentions, max_context=context

@@ -16,6 +16,7 @@ from nightmill.worker.runners.gpu.products.shapes import (
     padded_rows,
 )
 from nightmill.worker.runners.gpu.products.split import SplitTiles
+from nightmill.worker.runners.gpu.products.unpacked import Unpacked
 from nightmill.worker.runners.gpu.rows.activate import Activate
 
 __all__ = ["Product", "Products"]
@@ -80,15 +81,20 @@ class Products:
 
     activate, gate_up  activations by themselves, and room for what they read, elements (rows, 2 F)
     kinds              that there will be
+    unpacked           bytes for packed weights that become elements (`Unpacked.workspace`)
     """
 
     def __init__(
-        self, device: Device, activate: Activate, gate_up: Buffer, kinds: Collection[Kind] = tuple(Kind)
-    ) -> None:
+        self, device: Device, activate: Activate, gate_up: Buffer, kinds: Collection[Kind] = tuple(Kind),
+        unpacked: int = 0,
+    ) -> None:  # fmt: skip
         self._library = LibraryProducts(device, activate, gate_up)
         self._ours: list[ProductLauncher] = []
         if device.hopper:
             self._ours = [HopperTiles(device, kinds), SplitTiles(device, kinds)]
+        self._of_packed: list[ProductLauncher] = []
+        if unpacked:
+            self._of_packed.append(Unpacked(device, unpacked, self._of_elements))
         self.clock = Clock(device, self._library.scratch, LibraryProducts.workspace())
         self._elements = device.element.format
         self._known: dict[tuple[Kind, int, int, Format], Product] = {}
@@ -116,6 +122,11 @@ class Products:
 
     def _candidates(self, shape: Shape) -> list[Candidate]:
         """Everything that can compute this shape, the best guess first."""
+        if not shape.format.plain:
+            return [one for launcher in self._of_packed for one in launcher.candidates(shape)]
+        return self._of_elements(shape)
+
+    def _of_elements(self, shape: Shape) -> list[Candidate]:
         ours = [one for launcher in self._ours for one in launcher.candidates(shape)]
         library = self._library.candidates(shape)
         found = library + ours if shape.kind.activation is None else ours + library

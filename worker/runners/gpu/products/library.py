@@ -39,6 +39,7 @@ class _Call:
     floats  y is float, not elements
     added   y += the product; float
     stride  from a row of x and of the weight to the next, in elements
+    pitch   from a row of y to the next, in its numbers
     """
 
     rows: int
@@ -47,6 +48,7 @@ class _Call:
     floats: bool
     added: bool
     stride: int
+    pitch: int
 
 
 def library_release() -> str:
@@ -150,7 +152,7 @@ class _Library:
             self._layouts[call] = (
                 create(self._element, call.inputs, call.outputs, call.stride),
                 create(self._element, call.inputs, call.rows, call.stride),
-                create(kind, call.outputs, call.rows, call.outputs),
+                create(kind, call.outputs, call.rows, call.pitch),
             )
         return self._layouts[call]
 
@@ -197,7 +199,8 @@ class LibraryProducts:
         kind = shape.kind
         outputs = shape.outputs if kind.activation is None else 2 * shape.outputs
         floats, added = kind in (Kind.FLOAT, Kind.ADDEND), kind is Kind.RESIDUAL
-        whole = _Call(shape.rows, outputs, shape.inputs, floats, added=added, stride=shape.inputs)
+        pitch = shape.pitch or outputs
+        whole = _Call(shape.rows, outputs, shape.inputs, floats, added, stride=shape.inputs, pitch=pitch)
         first = first_sum(shape.outputs, shape.inputs)
         if kind not in SUMMED or not self._two_sums or first == shape.inputs:
             return (whole,)

@@ -62,13 +62,17 @@ GATED = {Kind.SWIGLU: Activation.SILU, Kind.GEGLU: Activation.GELU}
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Sizes of a product; `outputs` are those of y: with a gate half as many as the weight has rows."""
+    """Sizes of a product; `outputs` are those of y: with a gate half as many as the weight has rows.
+
+    pitch  outputs from a row of y to the next, if y is some columns of a wider array; else None
+    """
 
     rows: int
     outputs: int
     inputs: int
     kind: Kind
     format: Format = Format.F16
+    pitch: int | None = None
 
 
 def _always(shape: Shape) -> bool:

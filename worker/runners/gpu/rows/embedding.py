@@ -2,8 +2,8 @@
 
 from nightmill.worker.model.spec import ModelSpec
 from nightmill.worker.runners.gpu.device.device import Device
-from nightmill.worker.runners.gpu.device.functions import KernelPairs, blocks_for
-from nightmill.worker.runners.gpu.device.operands import Buffer, Matrix
+from nightmill.worker.runners.gpu.device.functions import KernelPair, KernelPairs, blocks_for
+from nightmill.worker.runners.gpu.device.operands import Buffer, Format, Matrix
 from nightmill.worker.runners.gpu.device.sources import Source, source_of
 
 __all__ = ["Embedding"]
@@ -17,8 +17,8 @@ class Embedding:
     def __init__(self, device: Device, vocab: int, scale: float = 1.0) -> None:
         self._vocab = vocab
         self._scale = scale
-        kernels = KernelPairs(device, source_of("embedding"))
-        self._embed = kernels.function("embed", "PPPiiif")
+        self._kernels = kernels = KernelPairs(device, source_of("embedding"))
+        self._embed: dict[Format, KernelPair] = {}
         self._gather_rows = kernels.function("gather_rows", "PPPii")
 
     @staticmethod
@@ -30,10 +30,17 @@ class Embedding:
         """The table's rows (vocab, width) for tokens (rows,) -> out (rows, width) float."""
         if rows:
             width = table.columns
-            self._embed.of(rows)(
+            self._of(table.format).of(rows)(
                 blocks_for(rows * width // 8), _BLOCK, tokens.address, table.address, out.address, rows,
                 width, self._vocab, self._scale,
             )  # fmt: skip
+
+    def _of(self, kept: Format) -> KernelPair:
+        """The kernel for tables of a format."""
+        if kept not in self._embed:
+            name = f"embed_{kept.name}" if kept.packed else "embed"
+            self._embed[kept] = self._kernels.function(name, "PPPiiif")
+        return self._embed[kept]
 
     def gather_rows(self, x: Buffer, indices: int, out: Buffer, rows: int) -> None:
         """out[r] = x[indices[r]], rows of a multiple of 16 bytes; zeros where indices[r] is negative."""

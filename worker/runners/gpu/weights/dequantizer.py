@@ -1,10 +1,4 @@
-"""Raw GGUF bytes to elements or float, on the GPU.
-
-The bytes travel from the mapped file through two pinned buffers: while the GPU fetches and dequantises one,
-threads fill the other.
-"""
-
-from concurrent.futures import ThreadPoolExecutor
+"""Raw GGUF bytes to elements or float, on the GPU."""
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +10,7 @@ from nightmill.worker.runners.gpu.device.functions import Function, Module
 from nightmill.worker.runners.gpu.device.operands import ELEMENT, FLOAT
 from nightmill.worker.runners.gpu.device.sources import Source, source_of
 from nightmill.worker.runners.gpu.weights.grids import grid_of
+from nightmill.worker.runners.gpu.weights.staging import Staging
 
 __all__ = ["SUPPORTED", "Dequantizer"]
 
@@ -28,65 +23,41 @@ SUPPORTED = (
 )  # fmt: skip
 """The tensor types that `dequantize.cu` knows."""
 
-STAGING_BYTES = 32 << 20
-_COPY_THREADS = 4
 _THREADS = 256
 
 
 class Dequantizer:
-    """Uploads tensors and dequantises them on the device's stream.
-
-    staging  bytes of each of the two pinned buffers, and of their twins on the device
-    """
+    """Uploads tensors and dequantises them on the device's stream; launches `dequantize.cu`."""
 
     @staticmethod
     def sources(spec: ModelSpec, *, hopper: bool) -> list[Source]:
         """What it is compiled from."""
         return [source_of("dequantize")]
 
-    def __init__(self, device: Device, *, staging: int = STAGING_BYTES) -> None:
+    def __init__(self, device: Device, staging: Staging) -> None:
         self._device = device
+        self._staging = staging
         self._module = Module.of(device, source_of("dequantize"))
         self._functions: dict[str, Function] = {}
         self._grids: dict[GGMLQuantizationType, int] = {}  # addresses of their tables; 0 where there is none
-        self._pinned = [device.pinned(staging, np.uint8) for _ in range(2)]
-        self._raw = [device.allocate(staging, "staged weights") for _ in range(2)]
-        self._free = [device.event() for _ in range(2)]
         self._bad = device.upload(np.zeros(1, dtype=np.int32))
-        self._turn = 0
-        self._staging = staging
-        self._pool = ThreadPoolExecutor(_COPY_THREADS, "weights")
 
     def load(self, raw: npt.NDArray[np.uint8], kind: GGMLQuantizationType, out: int, *, floats: bool) -> None:
         """Queue the tensor with these bytes to be written at `out` as floats, or else as elements."""
         block, size = GGML_QUANT_SIZES[kind]
-        step = self._staging // (size * 256) * size * 256  # whole blocks, and aligned results
         written = (FLOAT if floats else ELEMENT).itemsize
-        for start in range(0, len(raw), step):
-            part = raw[start : start + step]
-            count = len(part) // size * block
-            self._load_part(part, kind, out + start // size * block * written, count, floats)
-
-    def _load_part(
-        self, part: npt.NDArray[np.uint8], kind: GGMLQuantizationType, out: int, count: int, floats: bool
-    ) -> None:
-        turn, self._turn = self._turn, 1 - self._turn
-        device, pinned = self._device, self._pinned[turn][: len(part)]
-        device.wait(self._free[turn], "the upload of weights")
-        share = -(-len(part) // _COPY_THREADS)
-        pieces = [slice(start, start + share) for start in range(0, len(part), share)]
-        list(self._pool.map(lambda piece: np.copyto(pinned[piece], part[piece]), pieces))
-        device.copy_in(self._raw[turn], pinned)
-        self._function(f"dequantize_{kind.name}_{'f32' if floats else 'element'}")(
-            (-(-count // _THREADS), 1),
-            (_THREADS, 1, 1),
-            self._raw[turn],
-            out,
-            count,
-            self._grid(kind),
-            self._bad,
-        )
-        self._free[turn].record(device.stream)
+        function = self._function(f"dequantize_{kind.name}_{'f32' if floats else 'element'}")
+        for address, start, taken in self._staging.parts(raw, size * 256):  # so that results are aligned
+            count, place = taken // size * block, out + start // size * block * written
+            function(
+                (-(-count // _THREADS), 1),
+                (_THREADS, 1, 1),
+                address,
+                place,
+                count,
+                self._grid(kind),
+                self._bad,
+            )
 
     def _grid(self, kind: GGMLQuantizationType) -> int:
         if kind not in self._grids:
@@ -104,9 +75,6 @@ class Dequantizer:
         return not self._device.download(self._bad, 1, np.int32)[0]
 
     def close(self) -> None:
-        """Give the staging memory back."""
-        self._device.synchronize()
-        self._pool.shutdown()
-        for address in filter(None, (*self._raw, self._bad, *self._grids.values())):
+        """Give its memory back, when all is done."""
+        for address in filter(None, (self._bad, *self._grids.values())):
             self._device.free(address)
-        self._raw, self._pinned = [], []

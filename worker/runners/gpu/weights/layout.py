@@ -1,15 +1,17 @@
 """A model's weights as operands of launchers, and how much memory they take."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import groupby
 
-from nightmill.worker.model.spec import ModelSpec, Role, Weight
+from nightmill.worker.model.spec import ModelSpec, Role, Shape, Weight
 from nightmill.worker.runners.gpu.device.device import aligned
-from nightmill.worker.runners.gpu.device.element import Element
 from nightmill.worker.runners.gpu.device.operands import ABSENT, FLOAT, Buffer, Format, Matrix
+from nightmill.worker.runners.gpu.numbers import Numbers, WeightNumbers
 
 __all__ = [
-    "NO_NORM", "LayerWeights", "NormWeight", "Weights", "format_of", "padded_vocab", "stored", "weight_bytes",
+    "NO_NORM", "LayerWeights", "NormWeight", "Run", "Weights", "formats_in", "padded_vocab", "runs_of",
+    "stored", "weight_bytes",
 ]  # fmt: skip
 
 
@@ -66,9 +68,51 @@ class Weights:
     head: Matrix  # (padded_vocab, width), with rows of 0 at the end; the embedding's where the head is tied
 
 
-def format_of(weight: Weight, element: Element) -> Format:
-    """In which format a matrix is kept."""
-    return element.format
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Tensors of a weight that follow each other and are kept in one format.
+
+    parts  their names and shapes
+    rows   of the matrix that they make, some more than theirs where it is the LM head
+    """
+
+    format: Format
+    parts: tuple[tuple[str, Shape], ...]
+    rows: int
+    columns: int
+
+    @property
+    def bytes(self) -> int:
+        return self.format.bytes(self.rows, self.columns)
+
+
+def runs_of(spec: ModelSpec, role: Role, weight: Weight, numbers: Numbers) -> list[Run]:
+    """How a matrix is kept: one run, unless its tensors are in different packed formats.
+
+    Each tensor of a type that can be packed stays as it is in the file. Where a tensor of a stack has another
+    type, all become elements: nothing is quantised anew, and products have the same bits in any case.
+    """
+    element = numbers.element.format
+    names = [spec.tensor_types.get(name, "") for name in weight.names]
+    kept = numbers.weights is not WeightNumbers.ELEMENT and all(name in _PACKED for name in names)
+    formats = [_PACKED[name] for name in names] if kept else [element] * len(names)
+    runs = []
+    for format_, group in groupby(zip(formats, weight.parts, strict=True), lambda pair: pair[0]):
+        parts = tuple(part for _, part in group)
+        runs.append(Run(format_, parts, sum(shape[0] for _, shape in parts), weight.shape[1]))
+    if len(runs) == 1:
+        return [replace(runs[0], rows=stored(spec, role, weight)[0])]
+    return runs
+
+
+def formats_in(spec: ModelSpec, numbers: Numbers, *roles: Role) -> set[Format]:
+    """All formats of the matrices of a model, or of those with these roles, by parts where they are MIXED."""
+    return {
+        run.format
+        for role, weight in spec.all_weights()
+        if weight.is_matrix and (role in roles or not roles)
+        for run in runs_of(spec, role, weight, numbers)
+    }
 
 
 def padded_vocab(spec: ModelSpec) -> int:
@@ -85,13 +129,18 @@ def stored(spec: ModelSpec, role: Role, weight: Weight) -> tuple[int, ...]:
     return (padded_vocab(spec), *weight.shape[1:]) if role is head else weight.shape
 
 
-def weight_bytes(spec: ModelSpec) -> int:
+def weight_bytes(spec: ModelSpec, numbers: Numbers) -> int:
     """Bytes that the weights take on the device."""
-    return sum(aligned(_bytes(spec, role, weight)) for role, weight in spec.all_weights())
+    return sum(
+        aligned(size) for role, weight in spec.all_weights() for size in _sizes(spec, role, weight, numbers)
+    )
 
 
-def _bytes(spec: ModelSpec, role: Role, weight: Weight) -> int:
-    shape = stored(spec, role, weight)
+def _sizes(spec: ModelSpec, role: Role, weight: Weight, numbers: Numbers) -> list[int]:
     if weight.is_matrix:
-        return format_of(weight, Element.F16).bytes(shape[0], shape[1])  # as many in any other
-    return math.prod(shape) * FLOAT.itemsize
+        return [run.bytes for run in runs_of(spec, role, weight, numbers)]
+    return [math.prod(weight.shape) * FLOAT.itemsize]
+
+
+_PACKED = {kept.name: kept for kept in Format if kept.packed}
+"""Formats by GGUF's names of types."""

@@ -1,30 +1,37 @@
-"""Gets a model's weights onto the GPU: raw GGUF bytes go up, and are dequantised there.
+"""Gets a model's weights onto the GPU: raw GGUF bytes go up, and are repacked or dequantised there.
 
-Matrices become elements, row-major (outputs, inputs) as in the file; those that share an input are
-stacked, as `Role` says. Vectors become float.
+Matrices stay as they are in the file, or become elements, row-major (outputs, inputs); those that share an
+input are stacked, as `Role` says. Vectors become float.
 """
 
 import logging
 import math
 from collections.abc import Callable
 
+import numpy as np
+import numpy.typing as npt
+
 from nightmill.jobs.errors import ModelFileError
 from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.model.spec import ModelSpec, Norm, Role, Weight
 from nightmill.worker.runners.gpu.device.device import Arena, Device
 from nightmill.worker.runners.gpu.device.element import Element
-from nightmill.worker.runners.gpu.device.operands import ABSENT, FLOAT, Buffer, Matrix
+from nightmill.worker.runners.gpu.device.operands import ABSENT, FLOAT, Buffer, Format, Matrix
+from nightmill.worker.runners.gpu.numbers import Numbers
 from nightmill.worker.runners.gpu.weights.dequantizer import SUPPORTED, Dequantizer
 from nightmill.worker.runners.gpu.weights.head_order import HeadOrder
 from nightmill.worker.runners.gpu.weights.layout import (
     NO_NORM,
     LayerWeights,
     NormWeight,
+    Run,
     Weights,
-    format_of,
-    stored,
+    formats_in,
+    runs_of,
     weight_bytes,
 )
+from nightmill.worker.runners.gpu.weights.repacker import Repacker
+from nightmill.worker.runners.gpu.weights.staging import Staging
 
 __all__ = ["load_weights"]
 
@@ -32,9 +39,14 @@ log = logging.getLogger(__name__)
 
 
 def load_weights(
-    device: Device, file: GgufFile, spec: ModelSpec, *, report: Callable[[str], None] = log.info
+    device: Device,
+    file: GgufFile,
+    spec: ModelSpec,
+    numbers: Numbers,
+    *,
+    report: Callable[[str], None] = log.info,
 ) -> Weights:
-    """Upload all weights into one allocation of `weight_bytes(spec)`.
+    """Upload all weights into one allocation of `weight_bytes(spec, numbers)`.
 
     Raises ModelFileError for a tensor type that is not supported and for weights beyond the element's range,
     DeviceMemoryError where the device has no room.
@@ -45,11 +57,15 @@ def load_weights(
                 file.fail(
                     f"tensor {name}: the type {kind.name} is not supported on the GPU; requantise the model"
                 )
-    arena = Arena(device, weight_bytes(spec), "the weights")
-    dequantizer = Dequantizer(device)
+    arena = Arena(device, weight_bytes(spec, numbers), "the weights")
+    staging = Staging(device)
+    makers: list[Dequantizer | Repacker] = [dequantizer := Dequantizer(device, staging)]
+    repacker = None
+    if any(kept.packed for kept in formats_in(spec, numbers)):
+        makers.append(repacker := Repacker(device, staging))
     try:
-        weights = _Loader(device, file, spec, arena, dequantizer).load()
-        if not dequantizer.fits():
+        weights = _Loader(device, file, spec, numbers, arena, dequantizer, repacker).load()
+        if not all(maker.fits() for maker in makers):
             element = device.element
             remedy = "--dtype bf16" if element is Element.F16 else "--reference"
             raise ModelFileError(
@@ -57,7 +73,9 @@ def load_weights(
                 f"or is not a number; if the file is not damaged, give {remedy}"
             )
     finally:
-        dequantizer.close()
+        staging.close()
+        for maker in makers:
+            maker.close()
     report(f"weights: {arena.used:,} bytes on {device.name}")
     return weights
 
@@ -66,13 +84,16 @@ class _Loader:
     """Places the weights of a spec in an arena, and queues their way there."""
 
     def __init__(
-        self, device: Device, file: GgufFile, spec: ModelSpec, arena: Arena, dequantizer: Dequantizer
-    ) -> None:
+        self, device: Device, file: GgufFile, spec: ModelSpec, numbers: Numbers, arena: Arena,
+        dequantizer: Dequantizer, repacker: Repacker | None,
+    ) -> None:  # fmt: skip
         self._device = device
         self._file = file
         self._spec = spec
+        self._numbers = numbers
         self._arena = arena
         self._dequantizer = dequantizer
+        self._repacker = repacker
 
     def load(self) -> Weights:
         spec, own = self._spec, self._spec.weights()
@@ -106,14 +127,33 @@ class _Loader:
         )
 
     def _matrix(self, own: dict[Role, Weight], role: Role, order: HeadOrder | None = None) -> Matrix:
-        weight = own[role]
-        rows, columns = stored(self._spec, role, weight)
-        kept = format_of(weight, self._device.element)
-        size, used = kept.bytes(rows, columns), kept.bytes(weight.shape[0], columns)
-        sizes = [kept.bytes(*shape) for _, shape in weight.parts]
-        address = self._place(weight, size, sizes, order, floats=False)
-        self._device.fill(address + used, 0, size - used)
-        return Matrix(address, rows, columns, kept)
+        weight, first, parts = own[role], 0, []
+        for run in runs_of(self._spec, role, weight, self._numbers):
+            parts.append(self._run(run, first, order))
+            first += run.rows
+        if len(parts) == 1:
+            return parts[0]
+        return Matrix(parts[0].address, weight.shape[0], weight.shape[1], Format.MIXED, parts=tuple(parts))
+
+    def _run(self, run: Run, first: int, order: HeadOrder | None) -> Matrix:
+        """Some tensors of a weight, from its row `first` on, as one matrix."""
+        matrix = Matrix(self._arena.take(run.bytes), run.rows, run.columns, run.format)
+        if run.format.packed:
+            assert self._repacker is not None
+            self._repacker.clear(matrix)
+        place = 0
+        for name, (rows, _) in run.parts:
+            kind, raw = self._file.tensors[name].kind, self._arranged(name, first + place, rows, order)
+            if self._repacker is not None and run.format.packed:
+                self._repacker.load(raw, matrix, place)
+            else:
+                address = matrix.address + run.format.bytes(place, run.columns)
+                self._dequantizer.load(raw, kind, address, floats=False)
+            place += rows
+        if not run.format.packed:
+            used = run.format.bytes(place, run.columns)
+            self._device.fill(matrix.address + used, 0, matrix.bytes - used)
+        return matrix
 
     def _norm(self, own: dict[Role, Weight], role: Role, norm: Norm | None) -> NormWeight:
         if norm is None:
@@ -122,26 +162,19 @@ class _Loader:
         return NormWeight(self._vector(own, role), norm.eps, norm.centred, bias)
 
     def _vector(self, own: dict[Role, Weight], role: Role, order: HeadOrder | None = None) -> Buffer:
+        """order: of the elements of heads, where the vector has such."""
         if role not in own:
             return ABSENT
         weight = own[role]
-        sizes = [math.prod(shape) * FLOAT.itemsize for _, shape in weight.parts]
-        return Buffer(self._place(weight, sum(sizes), sizes, order, floats=True), weight.shape, FLOAT)
-
-    def _place(
-        self, weight: Weight, size: int, sizes: list[int], order: HeadOrder | None, *, floats: bool
-    ) -> int:
-        """Take `size` bytes and queue the weight's tensors, of these sizes, one behind the other.
-
-        order  of the elements of heads, where rows of the tensors are such
-        """
-        start = address = self._arena.take(size)
-        first = 0  # row of the weight
-        for (name, shape), taken in zip(weight.parts, sizes, strict=True):
-            kind, raw = self._file.tensors[name].kind, self._file.raw(name)
-            if order is not None:
-                raw = order.arranged(raw, first, shape[0])
-            self._dequantizer.load(raw, kind, address, floats=floats)
-            address += taken
+        address, first = self._arena.take(math.prod(weight.shape) * FLOAT.itemsize), 0
+        for name, shape in weight.parts:
+            raw = self._arranged(name, first, shape[0], order)
+            place = address + first * math.prod(shape[1:]) * FLOAT.itemsize
+            self._dequantizer.load(raw, self._file.tensors[name].kind, place, floats=True)
             first += shape[0]
-        return start
+        return Buffer(address, weight.shape, FLOAT)
+
+    def _arranged(self, name: str, first: int, rows: int, order: HeadOrder | None) -> npt.NDArray[np.uint8]:
+        """A tensor's bytes, of which those of heads' elements are in the GPU's order."""
+        raw = self._file.raw(name)
+        return raw if order is None else order.arranged(raw, first, rows)

@@ -1,0 +1,217 @@
+"""Weights that stay as they are in the file: they and their products have the bits of dequantised ones."""
+
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf.quants import dequantize
+
+from benchmarks.family_models import Heads, Size
+from benchmarks.quantised_models import Shape as ModelShape
+from benchmarks.quantised_models import write
+from nightmill.worker.engine.request import Request
+from nightmill.worker.model.families import read_spec
+from nightmill.worker.model.gguf.file import GgufFile
+from nightmill.worker.runners.gpu.device.device import Device
+from nightmill.worker.runners.gpu.device.operands import ELEMENT, FLOAT, Buffer, Format, Matrix
+from nightmill.worker.runners.gpu.numbers import Numbers, WeightNumbers
+from nightmill.worker.runners.gpu.products.chooser import Products
+from nightmill.worker.runners.gpu.products.shapes import SUMMED, Kind, Shape, padded_rows
+from nightmill.worker.runners.gpu.products.unpacked import Unpacked
+from nightmill.worker.runners.gpu.rows.embedding import Embedding
+from nightmill.worker.runners.gpu.runner import CudaRunner
+from nightmill.worker.runners.gpu.weights.layout import weight_bytes
+from nightmill.worker.runners.gpu.weights.repacker import Repacker
+from nightmill.worker.runners.gpu.weights.staging import Staging
+from tests.blocks import random_blocks
+from tests.elements import BOTH_ELEMENTS, as_words, from_words
+from tests.gpu.driving import BLOCK, GREEDY, Chunk, Cuda, Pages, generate, logits_of
+from tests.gpu.operands import all_products, buffer, elements, fetched, poisoned
+
+Array = npt.NDArray[np.float32]
+PACKED = [kept for kept in Format if kept.packed]
+EACH_FORMAT = pytest.mark.parametrize("kept", PACKED, ids=lambda kept: kept.name)
+
+
+def weights_of(kept: Format, rows: int, columns: int) -> tuple[npt.NDArray[np.uint8], Array]:
+    """Random rows as bytes of a file, and the floats that they are."""
+    kind = GGMLQuantizationType[kept.name]
+    block, _ = GGML_QUANT_SIZES[kind]
+    blocks = random_blocks(kind, rows * columns // block)
+    return blocks.reshape(rows, -1), dequantize(blocks, kind).reshape(rows, columns)
+
+
+def packed(
+    device: Device, kept: Format, raw: npt.NDArray[np.uint8], columns: int, parts: Sequence[int] = ()
+) -> Matrix:
+    """The rows in a matrix, in memory full of NaN before; loaded from tensors of so many rows."""
+    matrix = Matrix(device.allocate(kept.bytes(len(raw), columns)), len(raw), columns, kept)
+    device.fill(matrix.address, 0xFF, matrix.bytes)
+    staging = Staging(device, raw.shape[1] * 5)  # so small that a tensor takes several turns
+    repacker = Repacker(device, staging)
+    repacker.clear(matrix)
+    first = 0
+    for rows in parts or [len(raw)]:
+        repacker.load(raw[first : first + rows].reshape(-1), matrix, first)
+        first += rows
+    assert repacker.fits()
+    staging.close()
+    repacker.close()
+    return matrix
+
+
+def columns_of(kept: Format) -> tuple[int, ...]:
+    """Some that fill packets, and if the type has them some that do not."""
+    return (768, 224) if kept.step == 64 else (768, 256)
+
+
+@BOTH_ELEMENTS
+@EACH_FORMAT
+def test_repacked_weights_are_the_files(device: Device, kept: Format) -> None:
+    for columns in columns_of(kept):
+        for parts in ([29], [13, 16, 11]):
+            rows = sum(parts)
+            raw, exact = weights_of(kept, rows, columns)
+            expected = as_words(exact, device.element)
+            matrix = packed(device, kept, raw, columns, parts)
+            unpacked = Unpacked(device, (rows + 1) * columns * 2, lambda shape: [])
+            place = unpacked.unpack(matrix).address
+            device.fill(place, 0xFF, (rows + 1) * columns * 2)
+            unpacked.unpack(matrix)
+            words = device.download(place, (rows + 1, columns), np.uint16)
+            np.testing.assert_array_equal(words[:-1], expected)
+            assert (words[-1] == 0xFFFF).all(), "wrote past its rows"
+            chosen = np.array([5, 0, rows - 1, -1, 8, rows], dtype=np.int32)
+            out = poisoned(device, (len(chosen) + 1, columns), FLOAT)
+            embedding = Embedding(device, rows, scale=3.0)
+            embedding.embed(buffer(device, chosen), matrix, out, len(chosen))
+            found = fetched(device, out)
+            inside = (chosen >= 0) & (chosen < rows)
+            table = from_words(expected, device.element).astype(np.float32)
+            np.testing.assert_array_equal(
+                found[:-1],
+                np.where(inside[:, None], np.float32(3.0) * table[np.clip(chosen, 0, rows - 1)], 0),
+            )
+            assert np.isnan(found[-1]).all(), "wrote past its rows"
+
+
+def test_a_packed_weight_beyond_half_is_noticed(device: Device) -> None:
+    raw, _ = weights_of(Format.Q4_K, 8, 256)
+    raw[3, :2] = np.array([60_000], dtype="<f2").view(np.uint8)
+    matrix = Matrix(device.allocate(Format.Q4_K.bytes(8, 256)), 8, 256, Format.Q4_K)
+    repacker = Repacker(device, Staging(device))
+    repacker.load(raw.reshape(-1), matrix, 0)
+    assert not repacker.fits()
+
+
+def result_of(
+    device: Device, products: Products, shape: Shape, x: Buffer, weight: Matrix, before: Array
+) -> list[npt.NDArray[np.uint32]]:
+    """The words that each way gives."""
+    floats = shape.kind in (Kind.FLOAT, *SUMMED)
+    y = poisoned(device, (shape.rows + 1, shape.outputs), FLOAT if floats else ELEMENT)
+    found = []
+    for candidate in products._candidates(shape):
+        if floats:
+            device.copy_in(y.address, before)
+            device.synchronize()
+        candidate.way(shape)(x, weight, y)
+        words = device.download(
+            y.address, (shape.rows + 1, shape.outputs), np.uint32 if floats else np.uint16
+        )
+        found.append(words[: shape.rows])
+    device.free(y.address)
+    return found
+
+
+KINDS = (Kind.PLAIN, Kind.FLOAT, Kind.SWIGLU, Kind.GEGLU, Kind.RESIDUAL, Kind.ADDEND)
+ROWS = (1, 2, 3, 5, 8, 9, 17, 40, 64, 65, 130, 257, 512, 1000, 1024, 4096)
+
+
+@EACH_FORMAT
+def test_products_have_the_bits_of_those_over_elements(device: Device, kept: Format) -> None:
+    """By every way there is, among any number of rows."""
+    with all_products(device) as products:
+        for index, kind in enumerate(KINDS):
+            outputs, inputs = ((520, 768), (1152, 1024), (896, 4864))[index % 3]
+            if inputs % kept.step == 0 and kept.step == 64 and index % 2:
+                inputs += 32
+            rows_of_weight = outputs * (2 if kind.activation else 1)
+            raw, exact = weights_of(kept, rows_of_weight, inputs)
+            weight = packed(device, kept, raw, inputs)
+            plain = Matrix(elements(device, exact).address, rows_of_weight, inputs, device.element.format)
+            rng = np.random.default_rng(index)
+            held = elements(device, rng.standard_normal((4096, inputs)) / 64)
+            before = rng.standard_normal((4097, outputs)).astype(np.float32)
+            reference = None
+            for rows in reversed(ROWS[index % 2 :: 2]):
+                shape = Shape(padded_rows(rows), outputs, inputs, kind, device.element.format)
+                if reference is None:
+                    reference = result_of(device, products, shape, held, plain, before[: shape.rows + 1])[0]
+                own = result_of(
+                    device, products, replace(shape, format=kept), held, weight, before[: shape.rows + 1]
+                )
+                assert own
+                for way, words in enumerate(own):
+                    np.testing.assert_array_equal(
+                        words[:rows], reference[:rows], err_msg=f"{kind} {rows} {outputs} {inputs} way {way}"
+                    )
+            for address in (weight.address, plain.address, held.address):
+                device.free(address)
+
+
+SMALL = Size(layers=4, vocab=603, context=512, heads=Heads(4, 2, 64), width=256, ffn=512)
+SLOTS, CONTEXT = 6, 256
+
+
+@pytest.mark.parametrize("name", [*(kept.name for kept in PACKED), "Q4_K_M"])
+def test_a_model_as_in_the_file_gives_the_bits_of_its_elements(name: str, tmp_path: Path) -> None:
+    """Prompts, chunks of prompts beside drawn tokens, a few sequences and one."""
+    tied = len(name) % 2 == 0
+    file = GgufFile.open(
+        write(tmp_path / "model.gguf", ModelShape(SMALL, tied=tied), name, pool_bytes=1 << 20)
+    )
+    spec = read_spec(file)
+    texts = np.random.default_rng(1).integers(0, spec.vocab, (SLOTS, 200)).tolist()
+    steps = [[Chunk(s, texts[s], 0, 20 + 17 * s, 5) for s in range(4)]]
+    steps += [[Chunk(0, texts[0], 20, 1, 1, True), Chunk(4, texts[4], 0, 170, 3), Chunk(5, texts[5], 0, 1)]]
+    steps += [[Chunk(s, texts[s], 20 + 17 * s + (s == 0), 1, 1, True) for s in range(4)]]
+    steps += [[Chunk(s, texts[s], p, 1, 1, True) for s, p in ((0, 22), (1, 38))]]
+    found = []
+    for weights in (WeightNumbers.ELEMENT, WeightNumbers.FILE):
+        cuda = Cuda(
+            file, spec, slots=SLOTS, kv_blocks=SLOTS * CONTEXT // BLOCK, max_tokens=512, max_draws=512,
+            context=CONTEXT, tune=False, numbers=Numbers(weights=weights),
+        )  # fmt: skip
+        pages = Pages(SLOTS, CONTEXT // BLOCK)
+        with closing(cuda.runner):
+            found.append([logits_of(cuda, pages, step, admit=at < 2) for at, step in enumerate(steps)])
+            sizes = cuda.runner.memory.weights
+    assert sizes == weight_bytes(spec, Numbers(weights=WeightNumbers.FILE))
+    assert sizes < 1.03 * sum(file.raw(tensor).nbytes for tensor in file.tensors) + 256 * len(file.tensors)
+    for step, (plain, kept) in enumerate(zip(*found, strict=True)):
+        np.testing.assert_array_equal(kept.view(np.uint32), plain.view(np.uint32), err_msg=f"step {step}")
+
+
+def test_tuned_products_and_graphs_give_the_tokens_of_elements(tmp_path: Path) -> None:
+    file = GgufFile.open(write(tmp_path / "model.gguf", ModelShape(SMALL), "Q4_K_M", pool_bytes=1 << 20))
+    spec = read_spec(file)
+    rng = np.random.default_rng(2)
+    prompts = [tuple(rng.integers(0, spec.vocab, length).tolist()) for length in (1, 2, 17, 40, 100, 5)]
+    requests = [Request(str(number), 1, prompt, GREEDY, seed=0) for number, prompt in enumerate(prompts)]
+    found = []
+    for weights in (WeightNumbers.ELEMENT, WeightNumbers.FILE):
+        runner = CudaRunner(
+            file, spec, slots=SLOTS, kv_blocks=SLOTS * CONTEXT // BLOCK, max_tokens=512, context=CONTEXT,
+            numbers=Numbers(weights=weights),
+        )  # fmt: skip
+        with closing(runner):
+            found.append(generate(runner, requests, context=CONTEXT, token_budget=256))
+            found.append(generate(runner, requests[:2], context=CONTEXT, token_budget=7))
+    assert found[0] == found[2]
+    assert found[1] == found[3]
