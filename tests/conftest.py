@@ -5,6 +5,7 @@ create databases) name servers to use instead of those from the wheels. Nothing 
 skips: a server that does not start is an error.
 """
 
+import gc
 import os
 import shutil
 import tempfile
@@ -59,6 +60,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         ordered += share + short[:end]
         del short[:end]
     items[:] = ordered + short
+
+
+def pytest_collection_finish() -> None:
+    """Python's collector never again visits what all test modules and their imports have made."""
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -48,8 +48,12 @@ PREPARING_SECONDS = 0.005  # between two looks at grammars that are being compil
 _PR_SET_PDEATHSIG = 1
 
 
-def serve(connection: Connection, build: Callable[[], Engine]) -> int:
+def serve(
+    connection: Connection, build: Callable[[], Engine], collector: QuietCollector | None = None
+) -> int:
     """Build an engine and run it until told to stop, or until nobody is at the other end.
+
+    collector  says when to look for garbage: another one where the process is not the engine's alone
 
     Returns the exit code: 0 if it was told to stop.
     """
@@ -60,9 +64,9 @@ def serve(connection: Connection, build: Callable[[], Engine]) -> int:
             log.critical("the engine could not be built", exc_info=True)
         return _fail(connection, error)
     try:
-        with QuietCollector() as collector:
+        with collector or QuietCollector() as quiet:
             connection.send(Ready(engine.stats, engine.arithmetic))
-            _Loop(engine, connection, collector).run()
+            _Loop(engine, connection, quiet).run()
     except (EOFError, BrokenPipeError, ConnectionResetError):
         log.warning("the worker is gone: the engine ends, and other workers take over the jobs")
         return 1
