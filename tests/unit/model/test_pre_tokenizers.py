@@ -71,9 +71,9 @@ def is_quadratic(how: PreTokenizer) -> bool:
     cut = splitter(how)
 
     def grows(kind: str, end: str) -> bool:
-        short, long = (kind * (length // len(kind)) + end for length in (2_000, 8_000))
+        short, long = (kind * (length // len(kind)) + end for length in (1_000, 4_000))
         # What takes less than two microseconds a character is not worth a second look.
-        return seconds(cut, long) > 0.016 and all(
+        return seconds(cut, long) > 0.008 and all(
             min(seconds(cut, long) for _ in range(3)) > 10 * seconds(cut, short) for _ in range(3)
         )
 

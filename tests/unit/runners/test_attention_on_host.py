@@ -73,15 +73,16 @@ def test_decode_in_pieces_and_split_gives_the_same_bits(
     assert launched == set(kernels)
 
 
-@pytest.mark.parametrize("launcher", [PortablePrefill, HopperPrefill])
 @pytest.mark.parametrize(
-    ("shape", "scores"),
+    ("launcher", "shape", "scores"),
     [
-        ((3, 1, 64), {"window": 70, "softcap": 3.0}),
-        ((2, 1, 80), {}),
-        ((4, 2, 128), {"window": 17}),
-        ((2, 1, 192), {}),
-        ((2, 1, 256), {"window": 70}),
+        (PortablePrefill, (3, 1, 64), {"window": 70, "softcap": 3.0}),
+        (PortablePrefill, (2, 1, 80), {}),
+        (PortablePrefill, (2, 1, 256), {"window": 70}),
+        (HopperPrefill, (3, 1, 64), {"window": 70, "softcap": 3.0}),
+        (HopperPrefill, (4, 2, 128), {"window": 17}),
+        (HopperPrefill, (2, 1, 192), {}),
+        (HopperPrefill, (2, 1, 256), {"window": 70}),
     ],
     ids=str,
 )
