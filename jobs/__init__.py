@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from nightmill.jobs.client import Client
     from nightmill.jobs.contract import (
         FINAL_STATES,
+        Answer,
         Constrained,
         ConstraintKind,
         GenerationParams,
@@ -98,6 +99,7 @@ __all__ = [
     "workers",
     # types
     "Job",
+    "Answer",
     "JobState",
     "Worker",
     "WorkerState",
@@ -142,6 +144,7 @@ _HOMES = {
     "client": ("Client",),
     "contract": (
         "FINAL_STATES",
+        "Answer",
         "Constrained",
         "ConstraintKind",
         "GenerationParams",
@@ -261,9 +264,11 @@ def results(
     return default_client().results(jobs, batch=batch, order=order, wait=wait, timeout=timeout)
 
 
-def stream(job_id: str, *, after: Place | str | None = None, timeout: float | None = None) -> Iterator[Piece]:
+def stream(
+    job_id: str, *, answer: int = 0, after: Place | str | None = None, timeout: float | None = None
+) -> Iterator[Piece]:
     """The text of a job while it is generated, piece by piece. See Client.stream."""
-    return default_client().stream(job_id, after=after, timeout=timeout)
+    return default_client().stream(job_id, answer=answer, after=after, timeout=timeout)
 
 
 def cancel(job_id: str) -> JobState:

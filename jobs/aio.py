@@ -89,11 +89,11 @@ async def results(
 
 
 async def stream(
-    job_id: str, *, after: Place | str | None = None, timeout: float | None = None
+    job_id: str, *, answer: int = 0, after: Place | str | None = None, timeout: float | None = None
 ) -> AsyncIterator[Piece]:
     """The text of a job while it is generated, piece by piece. See Client.stream."""
     client = await asyncio.to_thread(_jobs.default_client)
-    async for piece in client.stream_async(job_id, after=after, timeout=timeout):
+    async for piece in client.stream_async(job_id, answer=answer, after=after, timeout=timeout):
         yield piece
 
 

@@ -182,24 +182,36 @@ class Client:
         return self.waiting.results(jobs, batch, order, wait, timeout)
 
     def stream(
-        self, job_id: str, *, after: Place | str | None = None, timeout: float | None = None
+        self,
+        job_id: str,
+        *,
+        answer: int = 0,
+        after: Place | str | None = None,
+        timeout: float | None = None,
     ) -> Iterator[Piece]:
         """The text of a job while it is generated, piece by piece; joined, they are the text of its row.
 
         A piece is a str, with the `place` where it ends. With that as `after`, a reader that was interrupted
         goes on exactly there, in any process. Ends with the job, whatever became of it: `get` tells. If Redis
-        does not answer, the text comes whole, when it is there.
+        does not answer, the text comes whole, when it is there. Of a job with several answers it is the
+        first's text, or that of the one whose number is `answer`.
 
-        Raises JobNotFoundError, InvalidParameterError (`after` is no place), WaitTimeoutError after
-        `timeout` seconds, StreamChangedError if the job began afresh and its text is another.
+        Raises JobNotFoundError, InvalidParameterError (`after` is no place, or the job has no such answer),
+        WaitTimeoutError after `timeout` seconds, StreamChangedError if the job began afresh and its text is
+        another.
         """
-        return self.following.pieces(job_id, _place(after), timeout)
+        return self.following.pieces(job_id, _place(after), timeout, answer)
 
     def stream_async(
-        self, job_id: str, *, after: Place | str | None = None, timeout: float | None = None
+        self,
+        job_id: str,
+        *,
+        answer: int = 0,
+        after: Place | str | None = None,
+        timeout: float | None = None,
     ) -> AsyncIterator[Piece]:
         """As `stream`, for asyncio."""
-        return self.following.pieces_async(job_id, _place(after), timeout)
+        return self.following.pieces_async(job_id, _place(after), timeout, answer)
 
     def stats(self, batch: str | None = None) -> dict[str, Any]:
         """Numbers of jobs by state and stop reason, and the tokens read and written."""

@@ -17,6 +17,9 @@ MAX_SEED = 2**63 - 1  # seeds live in a signed 64-bit SQL column
 
 MAX_ERROR_LENGTH = 4_000  # characters of an error that are kept
 
+MAX_ANSWERS = 128  # of one job
+MAX_ANSWER_TOKENS = 1 << 20  # of all answers of a job together, where there are several: they are one row
+
 JsonObject = dict[str, Any]
 
 MAX_TOKEN_ID = 2**31 - 1
@@ -117,6 +120,9 @@ class GenerationParams(BaseModel):
     min_tokens: int = Field(
         default=0, ge=0, le=1_000_000, description="Nothing ends the text before so many tokens."
     )
+    n: int = Field(
+        default=1, ge=1, le=MAX_ANSWERS, description="So many answers, each with a seed of its own."
+    )
 
     @field_validator("stop", mode="before")
     @classmethod
@@ -138,6 +144,17 @@ class GenerationParams(BaseModel):
         most = info.data.get("max_tokens")  # missing if it is wrong itself, which is said first
         if most is not None and value > most:
             raise ValueError(f"must not be more than max_tokens, which is {most}")
+        return value
+
+    @field_validator("n")
+    @classmethod
+    def _answers_fit_into_a_row(cls, value: int, info: ValidationInfo) -> int:
+        most = info.data.get("max_tokens")
+        if most is not None and value > 1 and value * most > MAX_ANSWER_TOKENS:
+            raise ValueError(
+                f"so many answers of up to {most:,} tokens may have more than {MAX_ANSWER_TOKENS:,} in all; "
+                "give fewer, or a smaller max_tokens"
+            )
         return value
 
     @field_validator("stop")
@@ -191,7 +208,7 @@ class GenerationParams(BaseModel):
             return cls.model_construct(**known)
 
 
-_LATER = ("stop_token_ids", "min_tokens")
+_LATER = ("stop_token_ids", "min_tokens", "n")
 """Parameters that were not there from the beginning."""
 
 _UNSTORABLE = re.compile("[\x00\ud800-\udfff]")
@@ -296,6 +313,16 @@ class Constrained:
         return cls(ConstraintKind.read(kind), text)
 
 
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One of the answers of a job."""
+
+    text: str
+    stop_reason: StopReason
+    completion_tokens: int
+    seed: int  # a job of its own with this seed has the same text
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
     """One prompt and what became of it: a snapshot of its row."""
@@ -313,9 +340,10 @@ class Job:
     custom_id: str | None = None
     row: int | None = None  # place in the batch's file, from 1
     stop_reason: StopReason | None = None
-    text: str | None = None
+    text: str | None = None  # of the first answer
+    several: tuple[Answer, ...] = ()  # all answers in order, where more than one was asked for: see `answers`
     prompt_tokens: int | None = None
-    completion_tokens: int | None = None
+    completion_tokens: int | None = None  # of all answers together
     arithmetic: str | None = None  # that computed the text (`jobs.arithmetic`); older rows have none
     error: str | None = None
     errors: list[JsonObject] = field(default_factory=list)  # one entry per attempt that failed or was charged
@@ -340,15 +368,30 @@ class Job:
         return self.params.seed
 
     @property
+    def answers(self) -> tuple[Answer, ...]:
+        """Its answers in order, once it has ended. One that had not begun to write has none."""
+        if self.several or self.text is None or self.stop_reason is None:
+            return self.several
+        return (Answer(self.text, self.stop_reason, self.completion_tokens or 0, self.seed or 0),)
+
+    @property
     def parsed(self) -> Any:
         """The value of an answer that had to be JSON. None if it had not, or is not whole.
 
         It is whole if it ended by itself (`stop_reason` is eos): then it obeys its schema.
         """
+        return self.parsed_answers[0] if self.answers else None
+
+    @property
+    def parsed_answers(self) -> list[Any]:
+        """As `parsed`, of each answer."""
         asked = self.constrained
-        if asked is None or asked.kind is not ConstraintKind.JSON_SCHEMA or self.text is None:
-            return None
-        return json.loads(self.text) if self.stop_reason is StopReason.EOS else None
+        if asked is None or asked.kind is not ConstraintKind.JSON_SCHEMA:
+            return [None] * len(self.answers)
+        return [
+            json.loads(answer.text) if answer.stop_reason is StopReason.EOS else None
+            for answer in self.answers
+        ]
 
 
 class WorkerState(_Word):

@@ -13,10 +13,12 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 
-from nightmill.jobs.contract import Job
+from nightmill.jobs.answers import answer_id
+from nightmill.jobs.contract import MAX_ANSWERS, Job
 from nightmill.jobs.errors import (
     BrokerError,
     DatabaseError,
+    InvalidParameterError,
     JobNotFoundError,
     NightmillError,
     StreamChangedError,
@@ -44,8 +46,10 @@ _CLOSED = "the client is closed: follow the text with another, which goes on at 
 class Reader:
     """One reader of one text. `wake` is called, on another's thread, when `take` has something new to say."""
 
-    def __init__(self, job_id: str, place: Place, wake: Callable[[], None]) -> None:
+    def __init__(self, job_id: str, place: Place, wake: Callable[[], None], answer: int = 0) -> None:
         self.job_id = job_id
+        self.name = answer_id(job_id, answer)
+        self._answer = answer
         self.line = ""
         self.job: Job | None = None  # once it has ended
         self._wake = wake
@@ -87,10 +91,18 @@ class Reader:
         """Hand it the row of its job, which has ended."""
         with self._lock:
             try:
-                self._add(self._cursor.finish(job.text or ""))
+                self._add(self._cursor.finish(self._text_of(job)))
                 self._end(job)
-            except StreamChangedError as error:
+            except (StreamChangedError, InvalidParameterError) as error:
                 self._end(error=error)
+
+    def _text_of(self, job: Job) -> str:
+        if self._answer >= job.params.n:
+            had = f"{job.params.n} answers" if job.params.n > 1 else "one answer"
+            raise InvalidParameterError(f"answer: the job has {had}, counted from 0", field="answer")
+        if self._answer == 0:
+            return job.text or ""
+        return job.answers[self._answer].text if self._answer < len(job.answers) else ""
 
     def fail(self, error: NightmillError) -> None:
         """Let `take` raise this, once it has handed out what came before."""
@@ -146,11 +158,13 @@ class Following(Forkable):
         for thread in threads:
             thread.join(_END_SECONDS)
 
-    def pieces(self, job_id: str, place: Place = START, timeout: float | None = None) -> Iterator[Piece]:
+    def pieces(
+        self, job_id: str, place: Place = START, timeout: float | None = None, answer: int = 0
+    ) -> Iterator[Piece]:
         """The text of a job from `place` on, as it comes; raises as `Client.stream` does."""
         give_up_at = _moment(timeout)
         news = threading.Event()
-        with self.reading(job_id, place, news.set) as reader:
+        with self.reading(job_id, place, news.set, answer) as reader:
             over = False
             while not over:
                 if not news.wait(_seconds_to(give_up_at)):
@@ -162,7 +176,7 @@ class Following(Forkable):
                     piece, over = reader.take()
 
     async def pieces_async(
-        self, job_id: str, place: Place = START, timeout: float | None = None
+        self, job_id: str, place: Place = START, timeout: float | None = None, answer: int = 0
     ) -> AsyncIterator[Piece]:
         """As `pieces`, for asyncio: holds no thread while it waits."""
         give_up_at = _moment(timeout)
@@ -172,7 +186,7 @@ class Following(Forkable):
             with suppress(RuntimeError):  # the loop is closed: nobody reads any more
                 loop.call_soon_threadsafe(news.set)
 
-        with self.reading(job_id, place, wake) as reader:
+        with self.reading(job_id, place, wake, answer) as reader:
             over = False
             while not over:
                 try:
@@ -186,11 +200,16 @@ class Following(Forkable):
                     piece, over = reader.take()
 
     @contextmanager
-    def reading(self, job_id: str, place: Place, wake: Callable[[], None]) -> Iterator[Reader]:
+    def reading(
+        self, job_id: str, place: Place, wake: Callable[[], None], answer: int = 0
+    ) -> Iterator[Reader]:
         """A reader of a job's text, from `place` on; raises NightmillError if it is closed."""
         if not is_job_id(job_id):
             raise JobNotFoundError(f"there is no job {job_id!r}")
-        reader = Reader(job_id, place, wake)
+        if not isinstance(answer, int) or not 0 <= answer < MAX_ANSWERS:
+            said = f"answer: must be 0 to {MAX_ANSWERS - 1} (got {str(answer)[:100]!r})"
+            raise InvalidParameterError(said, field="answer")
+        reader = Reader(job_id, place, wake, answer)
         with self._changed:
             if self._closed:
                 raise NightmillError(_CLOSED)
@@ -211,7 +230,7 @@ class Following(Forkable):
     def _enter(self, reader: Reader) -> None:
         """Give a reader a line that no worker has seen: who has the job sends the text from its beginning."""
         self._readers.pop(reader.line, None)
-        reader.line = f"{reader.job_id}:{next(self._numbers)}"
+        reader.line = f"{reader.name}:{next(self._numbers)}"
         self._readers[reader.line] = reader
 
     def _run(self, name: str, work: Callable[[], None]) -> None:

@@ -50,6 +50,7 @@ class BatchSettings(TypedDict, total=False):
     ignore_eos: bool | None
     stop_token_ids: int | Sequence[int] | None
     min_tokens: int | None
+    n: int | None
     response_format: Mapping[str, Any] | type[BaseModel] | None
     json_schema: Mapping[str, Any] | type[BaseModel] | None
     regex: str | None

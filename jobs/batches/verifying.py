@@ -219,7 +219,7 @@ def compare(job_id: str, then: Job | None, now: Job) -> VerifiedRow:
     differences = difference(str(then.arithmetic), str(now.arithmetic)) if recorded else ()
     if not done:
         verdict = Verdict.NOT_COMPARED
-    elif (then.text, then.stop_reason) == (now.text, now.stop_reason):
+    elif _said(then) == _said(now):
         verdict = Verdict.EQUAL
     elif not recorded:
         verdict = Verdict.UNRECORDED
@@ -233,11 +233,21 @@ def compare(job_id: str, then: Job | None, now: Job) -> VerifiedRow:
         arithmetic_then=then.arithmetic,
         arithmetic_now=now.arithmetic,
         differences=differences,
-        parting=part(then.text or "", now.text or "") if done and then.text != now.text else None,
+        parting=_parting(then, now) if done else None,
         stop_reason_then=then.stop_reason,
         stop_reason_now=now.stop_reason,
         error=None if done else now.error or f"its copy was {now.state}",
     )
+
+
+def _said(job: Job) -> list[tuple[str, str]]:
+    return [(answer.text, answer.stop_reason) for answer in job.answers]
+
+
+def _parting(then: Job, now: Job) -> Parting | None:
+    """Where the first answer parts from its copy that is not the same; None if all texts are."""
+    pairs = zip(then.answers, now.answers, strict=False)
+    return next((part(one.text, other.text) for one, other in pairs if one.text != other.text), None)
 
 
 def part(then: str, now: str) -> Parting:

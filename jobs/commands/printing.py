@@ -38,6 +38,10 @@ def print_job(job: Job) -> None:
     echo(f"  prompt: {prompt_line(job)}")
     if job.error:
         echo(f"  error: {printable(job.error)}")
+    if job.several:
+        _print_several(job)
+        echo()
+        return
     echo_text(f"{job.text or ''}\n")
 
 
@@ -48,6 +52,7 @@ def print_stream(client: Client, job_id: str) -> None:
         type_text(piece)
     echo_text("")
     job = client.get(job_id)
+    _print_several(job, after=0)
     error = f": {printable(job.error)}" if job.error else ""
     echo(f"{job.state}, {job.stop_reason}, {_tokens(job)}{error}", err=True)
 
@@ -55,14 +60,25 @@ def print_stream(client: Client, job_id: str) -> None:
 def print_all_of(job: Job) -> None:
     """Print everything that is known of a job, its text last."""
     for name, value in json.loads(to_json(job_values(job))).items():
-        if value not in (None, [], {}, "") and name not in ("text", "errors"):
+        if value not in (None, [], {}, "") and name not in ("text", "answers", "errors"):
             echo(_field(name, value if isinstance(value, str) else to_json(value)))
     for entry in job.errors:
         if "attempt" in entry:
             echo(_field(f"attempt {entry['attempt']}", f"{entry['at']} {entry['error']}"))
-    if job.text is not None:
+    if job.several:
+        _print_several(job)
+    elif job.text is not None:
         echo()
         echo_text(job.text)
+
+
+def _print_several(job: Job, after: int = -1) -> None:
+    """Each of several answers (those `after` that number) under a line that says how it ended."""
+    for number, answer in enumerate(job.several):
+        if number > after:
+            how = f"{answer.stop_reason}, {answer.completion_tokens} tokens, seed {answer.seed}"
+            echo(f"\nanswer {number}  {how}")
+            echo_text(answer.text)
 
 
 def _tokens(job: Job) -> str:
@@ -75,8 +91,9 @@ def _field(name: str, value: str) -> str:
 
 
 def job_values(job: Job) -> dict[str, Any]:
-    """A job as an object for programs."""
-    return asdict(job) | {"params": job.params.model_dump(mode="json", warnings=False)}
+    """A job as an object for programs; `answers` are all of several, and none of one."""
+    values = asdict(job) | {"params": job.params.model_dump(mode="json", warnings=False)}
+    return values | {"answers": values.pop("several")}
 
 
 def prompt_line(job: Job) -> str:

@@ -29,8 +29,6 @@ IGNORED = frozenset(
 )  # fmt: skip
 """Keys of a body that are accepted and have no effect."""
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "n": (1,),
-    "best_of": (1,),
     "stream": (False,),
     "echo": (False,),
     "suffix": ("",),
@@ -51,13 +49,10 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "web_search_options": (),
 }
 """Keys of a body that may be null or have these values, with which they have no effect."""
-_A_ROW_EACH = "is not supported; give a row for each answer, with seeds of their own"
 _NO_CALLS = "is not supported yet: models call no tools here; remove it"
 _NO_LOGPROBS = "is not supported yet: answers come without probabilities; remove it"
 _NO_PENALTY = "is not supported yet; remove it, or give repetition_penalty in its place"
 _REFUSALS = {
-    "n": _A_ROW_EACH,
-    "best_of": f"{_A_ROW_EACH}, and choose among them: answers come without probabilities",
     "suffix": "is not supported: models here continue a prompt, and do not fill in what stands before a "
     "suffix; remove it, or describe it in the prompt",
     "reasoning_effort": "is not supported; give it in chat_template_kwargs if the model's template reads it",
@@ -83,6 +78,7 @@ GUIDED = {
 _STRUCTURED = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "grammar"}
 _FRAME = frozenset({"custom_id", "method", "url", "body"})
 _LIMIT = "max_completion_tokens"  # OpenAI's later name for max_tokens
+_BEST_OF = "best_of"  # so many answers are to be generated, of which the best n are wanted
 _OF_CHATS = frozenset({"chat_template_kwargs", "add_generation_prompt", "continue_final_message"})
 _BODY = {
     CHAT: _OF_CHATS
@@ -90,8 +86,12 @@ _BODY = {
     | IGNORED
     | NEUTRAL.keys()
     | GUIDED.keys()
-    | {"messages", "structured_outputs", _LIMIT},
-    COMPLETIONS: _TAKEN | IGNORED | NEUTRAL.keys() | GUIDED.keys() | {"prompt", "structured_outputs", _LIMIT},
+    | {"messages", "structured_outputs", _LIMIT, _BEST_OF},
+    COMPLETIONS: _TAKEN
+    | IGNORED
+    | NEUTRAL.keys()
+    | GUIDED.keys()
+    | {"prompt", "structured_outputs", _LIMIT, _BEST_OF},
 }
 
 
@@ -116,7 +116,9 @@ def body_job(body: Mapping[str, Any], url: str, defaults: JobSpec, **more: Any) 
     """
     given = {name: value for name, value in body.items() if value is not None}
     try:
-        return JobSpec.parse(_fields(given, url) | more, defaults)
+        spec = JobSpec.parse(_fields(given, url) | more, defaults)
+        _check_best_of(given.get(_BEST_OF), spec.params.n)
+        return spec
     except InvalidRequestError as error:
         renamed = error.field == "max_tokens" and _LIMIT in given
         raise error.renamed(_LIMIT) if renamed else error from None
@@ -164,6 +166,23 @@ def _fields(given: JsonObject, url: str) -> JsonObject:
         several = isinstance(value, list) and value and isinstance(value[0], str | list)
         raise invalid(prompt, f"{said} of prompts; give each prompt a row of its own" if several else said)
     return fields | {prompt: value}
+
+
+def _check_best_of(value: Any, wanted: int) -> None:
+    """All answers that are generated are wanted: which of them are the best, nobody could say."""
+    if value is None:
+        return
+    if type(value) is not int or value < wanted:
+        raise invalid(
+            _BEST_OF, f"must be a whole number of at least n, which is {wanted} (got {_short(value)})"
+        )
+    if value > wanted:
+        raise InvalidRequestError(
+            f"{_BEST_OF}: {value} is more than n, which is {wanted}: the best are chosen by probabilities, "
+            f"without which answers come here; give n: {value}, and choose among them",
+            field=_BEST_OF,
+            code=RowCode.UNSUPPORTED_FIELD,
+        )
 
 
 def _is_ids(value: list[Any]) -> bool:

@@ -13,7 +13,8 @@ from nightmill.jobs.formats.results import ERROR_COLUMNS, RESULT_COLUMNS
 from nightmill.jobs.formats.rows import FileFormat
 
 _OPENAI_KEYS = {"id", "custom_id", "response", "error"}
-_ERROR_KEYS = {"custom_id", "id", "line", "error", "text"}
+_RESULT_KEYS = RESULT_COLUMNS.keys() - {"answers"}
+_ERROR_KEYS = {"custom_id", "id", "line", "error", "text", "answers"}
 
 
 class ForeignFileError(Exception):
@@ -60,7 +61,9 @@ def _is_row(row: JsonObject, format: FileFormat, *, errors: bool) -> bool:
         return False
     if format is FileFormat.OPENAI:
         return row.keys() == _OPENAI_KEYS and (row["error"] is not None) == errors
-    return "error" in row and row.keys() <= _ERROR_KEYS if errors else row.keys() == RESULT_COLUMNS.keys()
+    if errors:
+        return "error" in row and row.keys() <= _ERROR_KEYS
+    return row.keys() - {"answers"} == _RESULT_KEYS
 
 
 def _csv_ids(path: Path, columns: list[str]) -> Iterator[str]:

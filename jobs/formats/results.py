@@ -1,13 +1,14 @@
 """What became of a job, as a row of a result file or of an error file.
 
 Results have the format of the input: OpenAI rows for OpenAI rows (the objects `chat.completion` and
-`text_completion` of its API reference), plain ones for all others; in tables, flat.
+`text_completion` of its API reference), plain ones for all others; in tables, flat. Several answers are
+choices there, a list in plain rows, and a text with JSON in tables, which have a column for it in any case.
 """
 
+import json
 from datetime import datetime
-from typing import Any
 
-from nightmill.jobs.contract import Job, JsonObject, StopReason
+from nightmill.jobs.contract import Answer, Job, JsonObject, StopReason
 from nightmill.jobs.formats.rows import FileFormat
 
 RESULT_COLUMNS = {
@@ -18,6 +19,7 @@ RESULT_COLUMNS = {
     "prompt_tokens": "int64",
     "completion_tokens": "int64",
     "seed": "int64",
+    "answers": "string",
 }
 """The columns of results in a table, and their types."""
 ERROR_COLUMNS = {
@@ -28,6 +30,7 @@ ERROR_COLUMNS = {
     "field": "string",
     "message": "string",
     "text": "string",
+    "answers": "string",
 }
 """The columns of errors in a table, and their types."""
 
@@ -57,7 +60,7 @@ def result_row(job: Job, format: FileFormat, *, model: str = "") -> JsonObject:
         "prompt_tokens": job.prompt_tokens,
         "completion_tokens": job.completion_tokens,
         "seed": job.seed,
-    }
+    } | _answers_of(job, format)
 
 
 def error_row(job: Job, format: FileFormat, *, model: str = "") -> JsonObject:
@@ -75,9 +78,31 @@ def error_row(job: Job, format: FileFormat, *, model: str = "") -> JsonObject:
     if format is FileFormat.JSONL:
         line = {"line": error.pop("line")} if "line" in error else {}
         partial = {"text": job.text} if job.text else {}
+        partial |= _answers_of(job, format)
         return {"custom_id": custom_id, "id": job.id} | line | {"error": error} | partial
     flat = {"custom_id": custom_id, "id": job.id} | error | {"text": job.text or None}
+    flat |= _answers_of(job, format)
     return {name: flat.get(name) for name in ERROR_COLUMNS}
+
+
+def answer_values(job: Job) -> list[JsonObject]:
+    """All answers of a job that was to have several, in order; none of any other job."""
+    return [
+        {
+            "text": answer.text,
+            "stop_reason": str(answer.stop_reason),
+            "completion_tokens": answer.completion_tokens,
+            "seed": answer.seed,
+        }
+        for answer in job.several
+    ]
+
+
+def _answers_of(job: Job, format: FileFormat) -> JsonObject:
+    answers = answer_values(job)
+    if format is FileFormat.JSONL:
+        return {"answers": answers} if answers else {}
+    return {"answers": json.dumps(answers, ensure_ascii=False) if answers else None}
 
 
 def _error(job: Job) -> JsonObject:
@@ -102,21 +127,26 @@ def _response(job: Job, status: int, model: str) -> JsonObject:
 
 def completion_body(job: Job, model: str) -> JsonObject:
     """The object that POST /v1/chat/completions or /v1/completions answers."""
-    text = job.text or ""
     chat = job.messages is not None
-    message: dict[str, Any] = (
-        {"message": {"role": "assistant", "content": text, "refusal": None}} if chat else {"text": text}
-    )
     return {
         "id": completion_id(job.id, chat),
         "object": "chat.completion" if chat else "text_completion",
         "created": _seconds(job.finished_at or job.created_at),
         "model": model,
-        "choices": [{"index": 0} | message | {"logprobs": None, "finish_reason": finish_reason(job)}],
+        "choices": [_choice(index, answer, chat) for index, answer in enumerate(job.answers)],
         "usage": usage(job),
         "stop_reason": None if job.stop_reason is None else str(job.stop_reason),
         "seed": job.seed,
     }
+
+
+def _choice(index: int, answer: Answer, chat: bool) -> JsonObject:
+    said: JsonObject = (
+        {"message": {"role": "assistant", "content": answer.text, "refusal": None}}
+        if chat
+        else {"text": answer.text}
+    )
+    return {"index": index} | said | {"logprobs": None, "finish_reason": finish_reason(answer)}
 
 
 def completion_id(job_id: str, chat: bool) -> str:
@@ -124,9 +154,9 @@ def completion_id(job_id: str, chat: bool) -> str:
     return f"{'chatcmpl' if chat else 'cmpl'}-{job_id}"
 
 
-def finish_reason(job: Job) -> str:
+def finish_reason(answer: Answer) -> str:
     """Why a text ends, in OpenAI's words."""
-    return _FINISH_REASONS.get(job.stop_reason or StopReason.ERROR, "length")
+    return _FINISH_REASONS.get(answer.stop_reason, "length")
 
 
 def usage(job: Job) -> JsonObject:

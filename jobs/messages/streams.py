@@ -6,8 +6,8 @@ lists in one round trip, a few dozen times a second while they have jobs, and pu
 inboxes: one message for all texts of a step. A job that is on no list costs nothing, and who does not read
 its inbox in time loses messages, notices the gap, and asks again.
 
-On a list a text is a *line*: the job's id and a number, by which the follower knows its reader. A worker that
-sees a new line sends the text from its beginning.
+On a list a text is a *line*: the name of the answer (its job's id, if it is the first) and a number, by which
+the follower knows its reader. A worker that sees a new line sends the text from its beginning.
 """
 
 import json
@@ -37,7 +37,7 @@ _ANSWER_SECONDS = 5.0  # after which a Redis that hangs counts as away
 MOST_FOLLOWERS = 256
 _LONGEST_LIST = 1 << 20  # bytes; room for 25,000 lines
 _ID = re.compile(rb"[0-9a-f]{32}")
-_LINE = re.compile(rb"([0-9a-f]{32}):[0-9]{1,12}")
+_LINE = re.compile(rb"([0-9a-f]{32}(?:\.[1-9][0-9]{0,2})?):[0-9]{1,12}")
 
 
 class Part(NamedTuple):
@@ -127,7 +127,7 @@ class Followers:
         self._lines: dict[str, dict[str, str]] = {}
 
     def look(self) -> Mapping[str, Mapping[str, str]]:
-        """What each follower follows: {follower: {line: job id}}. The same objects where nothing changed."""
+        """What each follower follows: {follower: {line: answer}}. The same objects where nothing changed."""
         with self._redis.open() as redis:
             known = list(self._lists)
             ids, lists = self._ask(redis, known)

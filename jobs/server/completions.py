@@ -20,7 +20,7 @@ from nightmill.jobs.prompts import json_type
 from nightmill.jobs.server.bodies import read_object
 from nightmill.jobs.server.desk import Desk, idempotency_key
 from nightmill.jobs.server.errors import HttpError, http_error_of, http_error_of_job, invalid
-from nightmill.jobs.server.events import COMMENT, DONE, EventStream, event, with_pauses
+from nightmill.jobs.server.events import COMMENT, DONE, EventStream, event, merged, with_pauses
 from nightmill.jobs.spec import JobSpec
 
 
@@ -92,8 +92,9 @@ class Completions:
         try:
             for chunk in chunks.first():
                 yield event(chunk)
-            async for piece in with_pauses(self._desk.pieces(job_id)):
-                yield COMMENT if piece is None else event(chunks.piece(piece))
+            texts = [self._desk.pieces(job_id, answer=index) for index in range(chunks.answers)]
+            async for piece in with_pauses(merged(texts)):
+                yield COMMENT if piece is None else event(chunks.piece(*piece))
             job = await self._desk.run(self._desk.client.get, job_id)
             chunks.over = True
             if (failure := http_error_of_job(job)) is not None:
@@ -111,6 +112,7 @@ class _Chunks:
 
     def __init__(self, job_id: str, chat: bool, spec: JobSpec, delivery: Delivery) -> None:
         self.over = False
+        self.answers = spec.params.n
         self._chat = chat
         self._usage: JsonObject = {"usage": None} if delivery.include_usage else {}
         self._frame: JsonObject = {
@@ -121,19 +123,25 @@ class _Chunks:
         }
 
     def first(self) -> list[JsonObject]:
-        """Before the text."""
-        return [self._chunk({"role": "assistant", "content": ""}, None)] if self._chat else []
+        """Before the texts."""
+        if not self._chat:
+            return []
+        begin = {"role": "assistant", "content": ""}
+        return [self._chunk(index, begin, None) for index in range(self.answers)]
 
-    def piece(self, text: str) -> JsonObject:
-        """A piece of it."""
-        return self._chunk({"content": text} if self._chat else text, None)
+    def piece(self, index: int, text: str) -> JsonObject:
+        """A piece of an answer."""
+        return self._chunk(index, {"content": text} if self._chat else text, None)
 
     def last(self, job: Job) -> list[JsonObject]:
-        """After it."""
-        ends = [self._chunk({} if self._chat else "", finish_reason(job))]
+        """After them."""
+        ends = [
+            self._chunk(index, {} if self._chat else "", finish_reason(answer))
+            for index, answer in enumerate(job.answers)
+        ]
         return [*ends, self._frame | {"choices": [], "usage": usage(job)}] if self._usage else ends
 
-    def _chunk(self, content: Any, reason: str | None) -> JsonObject:
+    def _chunk(self, index: int, content: Any, reason: str | None) -> JsonObject:
         holds = {"delta": content} if self._chat else {"text": content}
-        choice = {"index": 0} | holds | {"logprobs": None, "finish_reason": reason}
+        choice = {"index": index} | holds | {"logprobs": None, "finish_reason": reason}
         return self._frame | {"choices": [choice]} | self._usage

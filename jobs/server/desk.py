@@ -110,10 +110,10 @@ class Desk:
         await self.run(self.client.cancel, job_id)
         return await self.run(self.client.get, job_id)
 
-    def pieces(self, job_id: str, place: Place = START) -> AsyncIterator[Piece]:
-        """The text of a job as it comes."""
+    def pieces(self, job_id: str, place: Place = START, answer: int = 0) -> AsyncIterator[Piece]:
+        """The text of a job, or of another of its answers, as it comes."""
         patience = self.limits.request_seconds + self.limits.grace_seconds
-        return self.client.stream_async(job_id, after=place, timeout=patience)
+        return self.client.stream_async(job_id, answer=answer, after=place, timeout=patience)
 
     async def finished(self, request: Request, job_id: str, *, cancel: bool) -> Job:
         """A job once it has ended; if the caller goes away before, it is cancelled if `cancel`."""

@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import TypeVar
 
 from starlette.responses import StreamingResponse
@@ -39,6 +39,22 @@ class EventStream(StreamingResponse):
             await super().__call__(scope, receive, send)
         finally:
             self._on_close()
+
+
+async def merged(sources: Sequence[AsyncIterator[T]]) -> AsyncIterator[tuple[int, T]]:
+    """The items of all these as they come, each with its source's number."""
+    pending = {asyncio.ensure_future(anext(source, None)): index for index, source in enumerate(sources)}
+    try:
+        while pending:
+            done, _ = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+            for one in done:
+                index = pending.pop(one)
+                if (item := one.result()) is not None:
+                    yield index, item
+                    pending[asyncio.ensure_future(anext(sources[index], None))] = index
+    finally:
+        for one in pending:
+            one.cancel()
 
 
 async def with_pauses(items: AsyncIterator[T]) -> AsyncIterator[T | None]:

@@ -12,6 +12,7 @@ from starlette.responses import JSONResponse, Response
 
 from nightmill.jobs.contract import Job, JobState, JsonObject
 from nightmill.jobs.errors import NightmillError
+from nightmill.jobs.formats.results import answer_values
 from nightmill.jobs.pieces import START, Place
 from nightmill.jobs.prompts import json_type
 from nightmill.jobs.server.bodies import read_object, read_times
@@ -158,6 +159,7 @@ def job_object(job: Job) -> JsonObject:
         "scheduled_at": _time(job.scheduled_at),
         "deadline_at": _time(job.deadline_at),
         "text": job.text,
+        "answers": answer_values(job),
     } | _outcome(job)
 
 

@@ -75,7 +75,7 @@ def _field(name: str) -> JsonObject:
 def _openai_body(url: str) -> JsonObject:
     """A body that is for one of OpenAI's endpoints; keys without a schema are taken and have no effect."""
     known = _PROMPTS | {"max_completion_tokens": _field("max_tokens"), "stream": _FLAG}
-    known |= {"stream_options": _STREAM_OPTIONS}
+    known |= {"stream_options": _STREAM_OPTIONS, "best_of": _field("n")}
     ours = FIELDS.keys() - {"metadata"}  # OpenAI's own has no effect
     properties = {
         name: _field(name) if name in ours else known.get(name, {}) for name in sorted(body_keys(url))
@@ -127,6 +127,7 @@ _OUTCOME: JsonObject = {
     "started_at": _TIME,
     "finished_at": _TIME,
 }
+_ANSWER = _object({"text": TEXT, "stop_reason": _STOP_REASON, "completion_tokens": _NUMBER, "seed": _NUMBER})
 _JOB = _object(
     {
         "id": TEXT,
@@ -140,6 +141,7 @@ _JOB = _object(
         "scheduled_at": _TIME,
         "deadline_at": _TIME,
         "text": _MAYBE_TEXT,
+        "answers": {"type": "array", "items": _ANSWER},
     }
     | _OUTCOME
 )

@@ -14,7 +14,7 @@ from sqlalchemy.orm import InstrumentedAttribute
 from nightmill.jobs.batch_status import BatchRecord, ErrorGroup, Pace, RowCount, group_errors
 from nightmill.jobs.contract import Job, JobState, StopReason
 from nightmill.jobs.errors import BatchNotFoundError
-from nightmill.jobs.sql import partials
+from nightmill.jobs.sql import answers, partials
 from nightmill.jobs.sql.database import Database
 from nightmill.jobs.sql.jobs import (
     CHUNK,
@@ -27,7 +27,7 @@ from nightmill.jobs.sql.jobs import (
     cancelled_values,
     chunked,
     dialect_insert,
-    job_from_row,
+    read_jobs,
     retried_values,
     tokens_read,
 )
@@ -232,7 +232,7 @@ class BatchStore:
             for ids in chunked((row.id for row in page if row.state in states), CHUNK):
                 with self.database.read() as connection:
                     query = select(JOBS).where(JobRow.id.in_(ids), JobRow.state.in_(states))
-                    found = [job_from_row(row) for row in connection.execute(query).mappings()]
+                    found = read_jobs(connection, query)
                 yield from sorted(found, key=lambda job: (job.row or 0) if by_row else job.id)
 
     def _pages(self, name: str, place: InstrumentedAttribute[Any]) -> Iterator[Sequence[Any]]:
@@ -357,8 +357,11 @@ class BatchStore:
                 lock_jobs(connection, *rows)
                 statement = update(JobRow).where(*rows).values(values)
                 returned = (JobRow.id, JobRow.model, JobRow.priority)
-                changed += connection.execute(statement.returning(*returned)).all()
+                done = connection.execute(statement.returning(*returned)).all()
                 partials.forget_ended(connection, chunk)
+                if values["state"] is JobState.QUEUED:
+                    answers.forget(connection, [row.id for row in done])
+                changed += done
         return changed
 
 

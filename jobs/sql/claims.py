@@ -7,6 +7,7 @@ counts none.
 """
 
 import logging
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -17,6 +18,7 @@ from sqlalchemy import Connection, bindparam, delete, insert, select, update
 
 from nightmill.jobs.checks import template_variables
 from nightmill.jobs.contract import (
+    Answer,
     Constrained,
     ConstraintKind,
     GenerationParams,
@@ -28,7 +30,7 @@ from nightmill.jobs.contract import (
     is_token_ids,
 )
 from nightmill.jobs.errors import InvalidParameterError
-from nightmill.jobs.sql import partials, suspects
+from nightmill.jobs.sql import answers, partials, suspects
 from nightmill.jobs.sql.database import Database
 from nightmill.jobs.sql.jobs import chunked, mark_unsent
 from nightmill.jobs.sql.locks import lock_ids, lock_jobs
@@ -65,11 +67,12 @@ class Outcome:
     job_id: str
     attempt: int
     stop_reason: StopReason
-    text: str
+    text: str  # of the first answer
     prompt_tokens: int
-    completion_tokens: int
+    completion_tokens: int  # of all answers
     error: str | None = None
     arithmetic: str | None = None  # by which the text was computed; None if nothing was
+    answers: tuple[Answer, ...] = ()  # all of them, where the job was to have several
 
 
 class Claims:
@@ -81,18 +84,43 @@ class Claims:
 
     # -- a job's life ----------------------------------------------------------------------------
 
-    @retried
     def claim(self, job_ids: Sequence[str]) -> list[Claim]:
         """Take those of `job_ids` that are queued, due and not past their deadline, in the order given.
 
-        Suspects are left to `claim_suspects`.
+        Suspects are left to `claim_suspects`, and jobs with several answers to `claim_several`: a worker must
+        know how many before it takes them.
         """
+        return self._claim_named(_CLAIM, job_ids)
+
+    def claim_several(self, job_ids: Sequence[str]) -> list[Claim]:
+        """As `claim`, but jobs with several answers, too."""
+        return self._claim_named(_CLAIM_SEVERAL, job_ids)
+
+    @retried
+    def _claim_named(self, claiming: Any, job_ids: Sequence[str]) -> list[Claim]:
         now = self.database.now()
         with self.database.write() as connection:
             lock_jobs(connection, JobRow.id.in_(job_ids), JobRow.suspects.is_(None), QUEUED)
-            taken = self._take(connection, _CLAIM, now, job_ids=job_ids)
+            taken = self._take(connection, claiming, now, job_ids=job_ids)
         place = {job_id: index for index, job_id in enumerate(job_ids)}
         return sorted(starmap(_read, taken), key=lambda claim: place[claim.job_id])
+
+    def with_several_answers(self, job_ids: Sequence[str]) -> dict[str, int]:
+        """Those of `job_ids` that `claim` leaves queued as they are to have several answers, and how many."""
+        query = select(JobRow.id, _ANSWERS).where(
+            JobRow.id.in_(job_ids),
+            JobRow.suspects.is_(None),
+            _ANSWERS.is_not(None),
+            *suspects.claimable(self.database.now()),
+        )
+        with self.database.read() as connection:
+            found = dict(map(tuple, connection.execute(query)))
+        # A row that a newer version wrote may say anything; whoever claims it says so.
+        return {
+            job_id: int(said) if re.fullmatch("[1-9][0-9]{0,2}", said := str(found[job_id])) else 1
+            for job_id in job_ids
+            if job_id in found
+        }
 
     def suspects_wait(self, models: Sequence[str | None]) -> bool:
         """Whether a group of suspects is queued for a worker that serves `models`."""
@@ -147,6 +175,11 @@ class Claims:
         written = 0
         with self.database.write() as connection:
             lock_ids(connection, [outcome.job_id for outcome in outcomes])
+            answers.write(
+                connection,
+                self.worker_id,
+                {(outcome.job_id, outcome.attempt): outcome.answers for outcome in outcomes},
+            )
             if plain:
                 written += connection.execute(
                     _FINISH, [_finish_values(outcome, self.worker_id, now) for outcome in plain]
@@ -337,7 +370,10 @@ def _claiming(*conditions: Any) -> Any:
     )
 
 
-_CLAIM = _claiming(JobRow.id.in_(bindparam("job_ids", expanding=True)), JobRow.suspects.is_(None))
+_ANSWERS = JobRow.params["n"].as_string()  # NULL in most rows: one answer is not said
+_NAMED = (JobRow.id.in_(bindparam("job_ids", expanding=True)), JobRow.suspects.is_(None))
+_CLAIM = _claiming(*_NAMED, _ANSWERS.is_(None))
+_CLAIM_SEVERAL = _claiming(*_NAMED)
 _FINISH = (
     update(JobRow)
     .where(

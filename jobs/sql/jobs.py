@@ -28,6 +28,7 @@ from sqlalchemy.orm import InstrumentedAttribute
 
 from nightmill.jobs.contract import (
     FINAL_STATES,
+    Answer,
     Constrained,
     GenerationParams,
     Job,
@@ -36,7 +37,7 @@ from nightmill.jobs.contract import (
     StopReason,
 )
 from nightmill.jobs.errors import InvalidTransitionError, JobNotFoundError
-from nightmill.jobs.sql import partials
+from nightmill.jobs.sql import answers, partials
 from nightmill.jobs.sql.database import Database
 from nightmill.jobs.sql.locks import hold_batches, lock_ids, refuse_deleting
 from nightmill.jobs.sql.retrying import retried
@@ -178,6 +179,7 @@ class Store:
                 raise InvalidTransitionError(
                     f"job {job_id} is {state}: only failed and cancelled jobs can be retried"
                 )
+            answers.forget(connection, [job_id])
         return self.get(job_id)
 
     # -- reading ---------------------------------------------------------------------------------
@@ -185,10 +187,10 @@ class Store:
     def get(self, job_id: str) -> Job:
         """One job; raises JobNotFoundError."""
         with self.database.read() as connection:
-            row = connection.execute(select(JOBS).where(JobRow.id == job_id)).mappings().one_or_none()
-        if row is None:
+            found = read_jobs(connection, select(JOBS).where(JobRow.id == job_id))
+        if not found:
             raise JobNotFoundError(f"there is no job {job_id!r}")
-        return job_from_row(row)
+        return found[0]
 
     def find(self, selection: Selection, limit: int | None = None, newest_first: bool = False) -> list[Job]:
         """Jobs in the order of enqueueing."""
@@ -197,7 +199,7 @@ class Store:
         if limit is not None:
             query = query.limit(limit)
         with self.database.read() as connection:
-            return [job_from_row(row) for row in connection.execute(query).mappings()]
+            return read_jobs(connection, query)
 
     def ids(self, selection: Selection, limit: int) -> list[str]:
         """Ids in the order of enqueueing."""
@@ -220,7 +222,7 @@ class Store:
             )
         query = query.order_by(JobRow.finished_at, JobRow.id).limit(limit)
         with self.database.read() as connection:
-            return [job_from_row(row) for row in connection.execute(query).mappings()]
+            return read_jobs(connection, query)
 
     def count(self, selection: Selection) -> int:
         """How many jobs are selected."""
@@ -342,7 +344,19 @@ def cancelled_values(now: datetime) -> dict[str, Any]:
     }
 
 
-def job_from_row(row: RowMapping) -> Job:
+def read_jobs(connection: Connection, query: Select[Any]) -> list[Job]:
+    """The jobs whose whole rows a query selects, with their answers."""
+    rows = connection.execute(query).mappings().all()
+    several = {row["id"]: row["text"] for row in rows if row["state"] in FINAL and _wants_several(row)}
+    known = answers.read(connection, several) if several else {}
+    return [job_from_row(row, known.get(row["id"], ())) for row in rows]
+
+
+def _wants_several(row: RowMapping) -> bool:
+    return isinstance(row["params"], dict) and "n" in row["params"]
+
+
+def job_from_row(row: RowMapping, several: tuple[Answer, ...] = ()) -> Job:
     """A row of `jobs` as the public snapshot. What this version does not understand is shown as it is.
 
     Never raises: one row that a newer version has written must not hide the others of its list.
@@ -350,6 +364,7 @@ def job_from_row(row: RowMapping) -> Job:
     values = {name: row[name] for name in _SHOWN_AS_THEY_ARE}
     return Job(
         **values,
+        several=several,
         state=JobState.read(row["state"]),
         stop_reason=StopReason.read(row["stop_reason"]) if row["stop_reason"] else None,
         prompt_ids=_of_kind(row["prompt_ids"], list),
@@ -364,6 +379,7 @@ def job_from_row(row: RowMapping) -> Job:
 
 _SHOWN_AS_THEY_ARE = {field.name for field in fields(Job)} - {
     *(
+        "several",
         "state",
         "stop_reason",
         "prompt_ids",

@@ -21,7 +21,10 @@ from nightmill.jobs.sql.tables import JobRow, PartialRow
 
 @dataclass(frozen=True, slots=True)
 class SavedTokens:
-    """What an attempt had drawn. `fingerprint`: of the model and the prompt that the tokens follow."""
+    """What an attempt had drawn. `fingerprint`: of the model and the prompt that the tokens follow.
+
+    Of a job with several answers the tokens of each, as `worker.service.answering` packs them.
+    """
 
     job_id: str
     attempt: int

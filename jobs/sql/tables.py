@@ -1,4 +1,4 @@
-"""The declared schema: six tables, typed. `migrations/` must lead to exactly this (a test compares)."""
+"""The declared schema, typed. `migrations/` must lead to exactly this (a test compares)."""
 
 from datetime import UTC, datetime
 from typing import Any, ClassVar
@@ -223,6 +223,21 @@ class PartialRow(Base):
     fingerprint: Mapped[str] = mapped_column(String(64))
     tokens: Mapped[bytes] = mapped_column(LargeBinary)
     saved_at: Mapped[datetime]
+
+
+class AnswerRow(Base):
+    """One of several answers of a job that has ended. The first's text is in `jobs`, and not here again."""
+
+    __tablename__ = "answers"
+
+    job_id: Mapped[str] = mapped_column(
+        String(32), ForeignKey("jobs.id", ondelete="CASCADE"), primary_key=True
+    )
+    number: Mapped[int] = mapped_column(primary_key=True)  # from 0
+    text: Mapped[str | None] = mapped_column(StorableText())
+    stop_reason: Mapped[str] = mapped_column(String(16))
+    completion_tokens: Mapped[int]
+    seed: Mapped[int] = mapped_column(BigInteger)
 
 
 class FileRow(Base):

@@ -1,13 +1,13 @@
 """Files that are handed in over HTTP. Older rows stay as they are.
 
-Revision: 0012, after 0010.
+Revision: 0012, after 0011.
 """
 
 import sqlalchemy as sa
 from alembic import op
 
 revision = "0012"
-down_revision = "0010"
+down_revision = "0011"
 branch_labels = None
 depends_on = None
 

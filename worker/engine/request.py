@@ -11,10 +11,12 @@ from nightmill.worker.engine.stops import TextWatch
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One claimed job, tokenised. `deadline` is in seconds since the epoch; `seed` keys the sampler.
+    """One claimed job, tokenised, or one of its answers. `seed` keys the sampler.
 
-    `priority`: higher is admitted sooner; equal priorities in order of submission, but for equal prefixes,
-    which are kept together. `generated_ids`: what an earlier attempt had drawn, to go on from. `constrained`:
+    `job_id` names the request: each answer of a job has a name of its own. `deadline` is in seconds since the
+    epoch. `priority`: higher is admitted sooner; equal priorities in order of submission, but for equal
+    prefixes, which are kept together, and for one that is `behind`: it goes as if so many more had been
+    submitted before it. `generated_ids`: what an earlier attempt had drawn, to go on from. `constrained`:
     what the answer must be, of which whoever submits makes the `constraint`: what may be drawn, as it stands
     before the first of `generated_ids`. It is this request's alone, and of the kind that the engine's
     constraints take.
@@ -30,6 +32,7 @@ class Request:
     generated_ids: tuple[int, ...] = ()
     constraint: object | None = None
     constrained: Constrained | None = None
+    behind: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +143,7 @@ class Sequence:
             self.masked_until = self.length_limit
         self.let_run()
         group = self.order if self.group is None else self.group
-        self.rank = (-self.request.priority, group, self.order)
+        self.rank = (-self.request.priority, group + self.request.behind, self.order)
 
     def let_run(self) -> None:
         """One whose next token is drawn under a mask waits for it; others run ahead."""

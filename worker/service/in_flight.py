@@ -30,7 +30,8 @@ class InFlight:
     """The claimed jobs of this worker, and how many more it may claim.
 
     Claiming only what the engine can soon take leaves the rest of a queue to other workers. Jobs that were
-    claimed when it was too late go to `hand_back`.
+    claimed when it was too late go to `hand_back`. A job takes a place for each of its answers that has not
+    ended, but never more than half of all: there is room beside it for jobs with one.
     """
 
     def __init__(
@@ -41,6 +42,7 @@ class InFlight:
         self._changed = threading.Condition()
         self._reserved = 0
         self._jobs: dict[JobKey, str] = {}  # with the fingerprint of its prompt, once that is known
+        self._further: dict[JobKey, int] = {}  # places beyond the first, of jobs with several answers
         self._awaited: dict[JobKey, list[_Countdown]] = {}
         self._closed = False
         self._ended = False
@@ -56,6 +58,25 @@ class InFlight:
             self._reserved += taken
             return taken
 
+    def reserve_for(self, answers: Sequence[int]) -> tuple[int, int]:
+        """Wait for room and take the places of the first of these jobs, which have so many answers.
+
+        At least of one job, though there be fewer. Returns of how many jobs, and places; (0, 0) once closed.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or self.room > 0)
+            if self._closed:
+                return 0, 0
+            jobs, taken = 1, self._places(answers[0])
+            while jobs < len(answers) and taken + self._places(answers[jobs]) <= self.room:
+                taken += self._places(answers[jobs])
+                jobs += 1
+            self._reserved += taken
+            return jobs, taken
+
+    def _places(self, answers: int) -> int:
+        return max(1, min(answers, self.capacity // 2))
+
     def fill(self, reserved: int, claims: Sequence[Claim]) -> bool:
         """Turn reserved places into claimed jobs; the places of jobs that could not be claimed are free.
 
@@ -66,6 +87,9 @@ class InFlight:
             ours = not self._ended
             if ours:
                 self._jobs.update(dict.fromkeys(keys, ""))
+                for key, claim in zip(keys, claims, strict=True):
+                    if claim.params.n > 1:
+                        self._further[key] = self._places(claim.params.n) - 1
         try:
             if not ours:
                 self._hand_back(keys)
@@ -74,6 +98,14 @@ class InFlight:
                 self._reserved -= reserved
                 self._changed.notify_all()
         return ours
+
+    def lighten(self, key: JobKey, answers: int) -> None:
+        """So many answers of a job have not ended yet."""
+        with self._changed:
+            further = self._places(answers) - 1
+            if self._further.get(key, 0) > further:
+                self._further[key] = further
+                self._changed.notify_all()
 
     def mark(self, key: JobKey, fingerprint: str) -> None:
         """Note what saved tokens of a job depend on."""
@@ -91,6 +123,7 @@ class InFlight:
         with self._changed:
             for key in keys:
                 self._jobs.pop(key, None)
+                self._further.pop(key, None)
                 for waiting in self._awaited.pop(key, ()):
                     waiting.release()
             self._changed.notify_all()
@@ -166,5 +199,7 @@ class InFlight:
 
     @property
     def room(self) -> int:
-        """Places that are neither filled nor reserved; none in a pause."""
-        return 0 if self._paused else self.capacity - self._reserved - len(self._jobs)
+        """Places that are neither filled nor reserved; none in a pause. Negative if jobs took more."""
+        if self._paused:
+            return 0
+        return self.capacity - self._reserved - len(self._jobs) - sum(self._further.values())

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from queue import Empty, SimpleQueue
 
+from nightmill.jobs.answers import split_answer_id
 from nightmill.jobs.errors import BrokerError
 from nightmill.jobs.messages.streams import PIECE_CHARACTERS, Followers, Part
 from nightmill.worker.engine.request import Growth
@@ -24,7 +25,7 @@ MOST_TEXTS = 2048  # followed on one worker at once; the others come whole
 _PAUSE_SECONDS = 1.0  # after a failure of Redis
 
 Lines = Mapping[str, Mapping[str, str]]
-"""{follower: {line: job id}}"""
+"""{follower: {line: answer}}; an answer goes by the name that it has in the engine"""
 
 
 class _Text:
@@ -59,7 +60,7 @@ class Publisher:
     """Sends followed texts. What it is told, it is told on any thread and at once.
 
     in_flight  the jobs that this worker has
-    follow     has the engine tell the texts of these jobs, from now on, to `grown`; false if it was not told
+    follow     has the engine tell these texts, from now on, to `grown`; false if it was not told
     """
 
     def __init__(
@@ -75,7 +76,7 @@ class Publisher:
         self._news: SimpleQueue[list[Growth] | list[str] | None] = SimpleQueue()
         self._closing = threading.Event()
         self._lines: Lines = {}
-        self._texts: dict[str, _Text] = {}  # by job
+        self._texts: dict[str, _Text] = {}  # by answer
         self._look_at = 0.0
         self._thread = watched_thread("publisher", self._run, on_failure)
 
@@ -153,19 +154,19 @@ class Publisher:
             return
         held = self._in_flight.keys()
         ours = {job_id for job_id, _ in held}
-        wanted = {job_id for own in lines.values() for job_id in own.values() if job_id in ours}
+        wanted = {name for own in lines.values() for name in own.values() if split_answer_id(name)[0] in ours}
         wanted = set(sorted(wanted)[:MOST_TEXTS])
         if wanted != self._texts.keys() and self._follow(sorted(wanted)):  # else it is tried at the next look
-            self._texts = {job_id: self._texts.get(job_id) or _Text() for job_id in wanted}
+            self._texts = {name: self._texts.get(name) or _Text() for name in wanted}
 
     def _send(self, ended: set[str]) -> None:
         letters: dict[str, list[Part]] = {}
         for follower, lines in self._lines.items():
             parts: list[Part] = []
-            for line, job_id in lines.items():
-                if (text := self._texts.get(job_id)) is not None:
+            for line, name in lines.items():
+                if (text := self._texts.get(name)) is not None:
                     parts += text.parts(follower, line)
-                if job_id in ended:
+                if split_answer_id(name)[0] in ended:
                     parts.append(Part(line))
             if parts:
                 letters[follower] = parts

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 
+from nightmill.jobs.answers import split_answer_id
 from nightmill.jobs.contract import StopReason
 from nightmill.jobs.errors import DatabaseError, DatabaseRefusedError, NightmillError, RunnerError
 from nightmill.jobs.messages.streams import Followers
@@ -19,6 +20,7 @@ from nightmill.jobs.sql.jobs import chunked
 from nightmill.jobs.sql.partials import SavedTokens
 from nightmill.worker.engine.request import Completion, Progress, Request
 from nightmill.worker.link.link import EngineLink
+from nightmill.worker.service.answering import Answering
 from nightmill.worker.service.in_flight import InFlight, JobKey
 from nightmill.worker.service.publishing import Publisher
 from nightmill.worker.service.resume import SAVE_GROUP, SAVE_TOKENS, fingerprint, tokens_to_resume
@@ -56,6 +58,7 @@ class Service:
     ) -> None:
         self.claims = claims
         self.in_flight = InFlight(capacity, self._hand_back)
+        self._answering = Answering(self.in_flight)
         self.drain_seconds = drain_seconds
         self.last_shard_at = time.monotonic()
         self._tokenize = tokenize
@@ -90,30 +93,55 @@ class Service:
                     self._leave_queued(left)
                     break
                 taken, left = left[:places], left[places:]
-                ours += self._start(taken)
+                claimed = self._start(taken)
+                ours += claimed
+                if len(claimed) < places:
+                    ours += self._start_several(set(taken).difference(job_id for job_id, _ in claimed))
             self.in_flight.wait_for_end(ours)
         except Exception as error:
             log.critical("a shard could not be run", exc_info=True)
             self.fail(f"a shard could not be run: {describe(error)}")
 
-    def _start(self, job_ids: Sequence[str]) -> list[JobKey]:
+    def _start(self, job_ids: Sequence[str], *, several_in: int = 0) -> list[JobKey]:
+        """Claim and begin what can be claimed, in reserved places: one for each job, or `several_in` in all
+        for jobs with several answers."""
         claims: list[Claim] = []
         late = False
         try:
             with self._claiming:
                 late = self.in_flight.closed
                 if not late:
-                    claims = self._claim(job_ids)
+                    claims = self._claim(
+                        job_ids, self.claims.claim_several if several_in else self.claims.claim
+                    )
         finally:
-            ours = self.in_flight.fill(len(job_ids), claims)
+            ours = self.in_flight.fill(several_in or len(job_ids), claims)
         if late:
             self._leave_queued(job_ids)
         return self.begin(claims) if ours else []
 
-    def _claim(self, job_ids: Sequence[str]) -> list[Claim]:
+    def _start_several(self, job_ids: set[str]) -> list[JobKey]:
+        """Claim and begin those of these jobs that are to have several answers, as there is room for them."""
+        ours: list[JobKey] = []
+        try:
+            answers = self.claims.with_several_answers(sorted(job_ids))
+        except DatabaseError as error:
+            log.warning("%d jobs stay queued, to be announced again: %s", len(job_ids), error)
+            return ours
+        while answers:
+            jobs, places = self.in_flight.reserve_for(list(answers.values()))
+            if jobs == 0:
+                self._leave_queued(list(answers))
+                break
+            taken = list(answers)[:jobs]
+            answers = {job_id: count for job_id, count in answers.items() if job_id not in taken}
+            ours += self._start(taken, several_in=places)
+        return ours
+
+    def _claim(self, job_ids: Sequence[str], claim: Callable[[Sequence[str]], list[Claim]]) -> list[Claim]:
         """Claim a shard. Where a row of it makes that fail, its halves, until this row is alone and fails."""
         try:
-            return self.claims.claim(job_ids)
+            return claim(job_ids)
         except Exception as error:
             if isinstance(error, DatabaseError) and not isinstance(error, DatabaseRefusedError):
                 log.warning("%d jobs stay queued, to be announced again: %s", len(job_ids), error)
@@ -122,7 +150,7 @@ class Service:
             fault = describe(error)
         if len(job_ids) > 1:
             middle = len(job_ids) // 2
-            return self._claim(job_ids[:middle]) + self._claim(job_ids[middle:])
+            return self._claim(job_ids[:middle], claim) + self._claim(job_ids[middle:], claim)
         self._refuse(job_ids[0], f"the job could not be claimed: {fault}")
         return []
 
@@ -137,7 +165,7 @@ class Service:
                 self._fail_job(key, str(prompt))
                 continue
             try:
-                requests.append(self._request(claim, prompt))
+                requests += self._answering.split(self._request(claim, prompt))
             except Exception as error:
                 log.exception("job %s could not be submitted", claim.job_id)
                 self._fail_job(key, _not_submitted(error))
@@ -145,7 +173,7 @@ class Service:
             self._submit(requests)
             self._publisher.began()
         if resumed := [len(request.generated_ids) for request in requests if request.generated_ids]:
-            log.info("%d jobs go on from %d tokens that were saved", len(resumed), sum(resumed))
+            log.info("%d answers go on from %d tokens that were saved", len(resumed), sum(resumed))
         return [(claim.job_id, claim.attempt) for claim in claims]
 
     def _prompts(self, claims: Sequence[Claim]) -> list[Prompt]:
@@ -167,7 +195,7 @@ class Service:
         return [NightmillError(f"the prompt could not be tokenised: {fault}")]
 
     def _request(self, claim: Claim, prompt_ids: tuple[int, ...]) -> Request:
-        """What the engine is to do for a job."""
+        """What the engine is to do for a job, whatever the number of its answers."""
         mark = fingerprint(self.engine.arithmetic, prompt_ids)
         self.in_flight.mark((claim.job_id, claim.attempt), mark)
         deadline = None
@@ -196,12 +224,13 @@ class Service:
                 for request in requests:
                     self._submit([request])
             else:
-                self._fail_job((requests[0].job_id, requests[0].attempt), _not_submitted(error))
+                self._fail_job(_key_of(requests[0]), _not_submitted(error))
             return
         with self._cancelling:  # one that was sent before the engine knew the job had no effect
-            self._cancels_sent.difference_update((request.job_id, request.attempt) for request in requests)
+            self._cancels_sent.difference_update(map(_key_of, requests))
 
     def _fail_job(self, key: JobKey, error: str) -> None:
+        self._answering.drop(key)
         self._writer.put(Outcome(*key, StopReason.ERROR, "", 0, 0, error=error))
 
     def _refuse(self, job_id: str, reason: str) -> None:
@@ -226,18 +255,9 @@ class Service:
     # -- what the engine says --------------------------------------------------------------------
 
     def _on_completion(self, completion: Completion) -> None:
-        self._writer.put(
-            Outcome(
-                job_id=completion.job_id,
-                attempt=completion.attempt,
-                stop_reason=completion.stop_reason,
-                text=completion.text,
-                prompt_tokens=completion.prompt_tokens,
-                completion_tokens=completion.completion_tokens,
-                error=completion.error,
-                arithmetic=str(self.engine.arithmetic),
-            )
-        )
+        outcome = self._answering.completed(completion, str(self.engine.arithmetic))
+        if outcome is not None:
+            self._writer.put(outcome)
 
     def _on_engine_failure(self, error: RunnerError) -> None:
         self.fail(f"the engine failed: {error}")
@@ -269,9 +289,12 @@ class Service:
                 fresh = asked - self._cancels_sent
                 self._cancels_sent = asked
             for key in fresh:
-                if not self.engine.cancel(key[0]):
+                if not self._cancel(key):
                     with self._cancelling:
                         self._cancels_sent.discard(key)
+
+    def _cancel(self, key: JobKey) -> bool:
+        return all(self.engine.cancel(name) for name in self._answering.names([key]))
 
     def save_partials(self) -> None:
         """Save the tokens of the jobs that have grown, so that they are not drawn again if this worker dies.
@@ -279,13 +302,13 @@ class Service:
         Raises DatabaseError. The engine is asked for few jobs at a time, so that its next step is not late;
         writing is the caller's time.
         """
-        for group in chunked(self.in_flight.keys(), SAVE_GROUP):
-            self._save(self.engine.progress([job_id for job_id, _ in group], SAVE_TOKENS))
+        for group in chunked(self._answering.names(self.in_flight.keys()), SAVE_GROUP):
+            self._save(self.engine.progress(group, SAVE_TOKENS))
 
     def _save(self, reports: Sequence[Progress]) -> None:
         saved = [
             SavedTokens(report.job_id, report.attempt, mark, report.token_ids)
-            for report in reports
+            for report in self._answering.gather(reports)
             if report.token_ids and (mark := self.in_flight.fingerprint((report.job_id, report.attempt)))
         ]
         if saved:
@@ -300,8 +323,8 @@ class Service:
         before = set(self.in_flight.keys())
         running = self.claims.running()
         after = set(self.in_flight.keys())
-        for job_id, _attempt in (before & after) - running.keys():
-            self.engine.cancel(job_id)  # its completion, if it makes one, is fenced off
+        for key in (before & after) - running.keys():
+            self._cancel(key)  # its completion, if it makes one, is fenced off
         long_ago = self.claims.database.now() - _CLAIM_SETTLED
         strays = [key for key, since in running.items() if key not in after and since < long_ago]
         if strays:
@@ -355,6 +378,10 @@ class Service:
     def close(self) -> None:
         """Stop the engine; call `drain` first."""
         self.engine.stop()
+
+
+def _key_of(request: Request) -> JobKey:
+    return split_answer_id(request.job_id)[0], request.attempt
 
 
 def _not_submitted(error: Exception) -> str:

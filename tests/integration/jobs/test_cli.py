@@ -14,7 +14,7 @@ from click.testing import CliRunner, Result
 from nightmill.jobs.client import Client
 from nightmill.jobs.commands.batches import batch
 from nightmill.jobs.commands.main import main
-from nightmill.jobs.contract import StopReason
+from nightmill.jobs.contract import Answer, StopReason
 from nightmill.jobs.settings import Settings
 from nightmill.jobs.sql.claims import Claims, Outcome
 from nightmill.jobs.sql.tables import SCHEMA_REVISION
@@ -106,6 +106,7 @@ def test_enqueue_prints_ids_and_keeps_every_option(run: Run, cli_client: Client)
             "ignore_eos": False,
             "stop_token_ids": (),
             "min_tokens": 0,
+            "n": 1,
         }
 
 
@@ -141,6 +142,20 @@ def test_list_and_show_tell_people_and_programs(run: Run, cli_client: Client) ->
     assert (job["prompt_tokens"], job["completion_tokens"], job["metadata"]) == (2, 3, {"k": 1})
     assert job["params"]["max_tokens"] == 256
     assert job["finished_at"].endswith("+00:00")
+
+
+def test_enqueue_and_show_print_every_answer(run: Run, cli_client: Client) -> None:
+    (job_id,) = json.loads(run("enqueue", "a prompt", "--n", "2", "--seed", "7", "--json").stdout)["ids"]
+    answers = (Answer("one", StopReason.EOS, 2, 7), Answer("t\x1bwo", StopReason.LENGTH, 3, 8))
+    claims = Claims(cli_client.database, "a" * 32)
+    claims.claim_several([job_id])
+    claims.finish([Outcome(job_id, 1, StopReason.EOS, "one", 4, 5, answers=answers)])
+    shown = run("show", job_id).stdout
+    assert shown.endswith(
+        "\nanswer 0  eos, 2 tokens, seed 7\none\n\nanswer 1  length, 3 tokens, seed 8\nt\x1bwo\n"
+    )
+    job = json.loads(run("show", job_id, "--json").stdout)
+    assert [answer["text"] for answer in job["answers"]] == ["one", "t\x1bwo"] and job["text"] == "one"
 
 
 def test_cancel_and_retry(run: Run, cli_client: Client) -> None:

@@ -44,6 +44,7 @@ GOOD: dict[str, st.SearchStrategy[Any]] = {
     "ignore_eos": st.booleans(),
     "stop_token_ids": st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=5),
     "min_tokens": st.just(0) | st.just(1),
+    "n": st.integers(1, 128),
     "chat_template_kwargs": st.dictionaries(
         st.sampled_from(["enable_thinking", "reasoning_effort", "X1"]),
         st.booleans() | st.integers(-9, 9) | st.sampled_from(["high", "26 Jul 2024", ""]),
@@ -78,6 +79,7 @@ BAD: dict[str, st.SearchStrategy[Any]] = {
     "stop": st.just([""]) | st.lists(TEXTS, min_size=17, max_size=18) | st.just(["a\0"]),
     "stop_token_ids": st.just([-1]) | st.just([1] * 257) | st.just([2**31]),
     "min_tokens": st.integers(1_000_001) | st.integers(max_value=-1),
+    "n": st.integers(129) | st.integers(max_value=0),
     "chat_template_kwargs": st.sampled_from([{"messages": 1}, {"a": [1]}, {"a": "<|x|>"}, {"1": 1}]),
     "response_format": st.just({"type": "poem"}) | st.just({"type": "json_schema"}),
     "json_schema": st.just({"not": {}}) | st.just({"items": {"uniqueItems": True}}),

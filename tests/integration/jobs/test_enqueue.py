@@ -35,6 +35,7 @@ def test_a_job_is_kept_as_it_was_said(client: Client, clock: Clock) -> None:
         ignore_eos=True,
         stop_token_ids=[3, 5],
         min_tokens=2,
+        n=3,
         batch="tonight",
         custom_id="mine",
         priority=9,
@@ -56,6 +57,7 @@ def test_a_job_is_kept_as_it_was_said(client: Client, clock: Clock) -> None:
         "ignore_eos": True,
         "stop_token_ids": (3, 5),
         "min_tokens": 2,
+        "n": 3,
     }
     assert (job.batch, job.custom_id, job.priority, job.max_attempts) == ("tonight", "mine", 9, 2)
     assert (job.idempotency_key, job.metadata) == ("key", {"deep": [1, {"ü": None}]})

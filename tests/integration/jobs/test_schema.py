@@ -15,8 +15,10 @@ from alembic.script import ScriptDirectory
 from sqlalchemy import inspect, text
 
 from nightmill.jobs.client import Client
+from nightmill.jobs.contract import Answer, StopReason
 from nightmill.jobs.errors import DatabaseError, SchemaError
 from nightmill.jobs.settings import Settings
+from nightmill.jobs.sql.claims import Claims, Outcome
 from nightmill.jobs.sql.database import Database, migrations_dir
 from nightmill.jobs.sql.files import FileStore, StoredFile
 from nightmill.jobs.sql.http_batches import HttpBatch, HttpBatchStore
@@ -192,6 +194,30 @@ def test_what_there_was_before_files_and_batches_over_http_stays(empty_database:
         assert connection.execute(text("SELECT prompt FROM jobs")).scalars().all() == ["kept"]
 
 
+def test_rows_from_before_there_were_several_answers_have_one(empty_database: Database) -> None:
+    config = _alembic()
+    with empty_database.engine.begin() as connection:
+        config.attributes["connection"] = connection
+        command.upgrade(config, "0010")
+        columns = "id, state, stop_reason, text, completion_tokens, params, seed, attempt, failures"
+        columns += ", max_attempts, priority, prompt, created_at"
+        for values in ("'1', 'succeeded', 'eos', 'kept', 4", "'2', 'queued', NULL, NULL, NULL"):
+            values += ", '{}', 6, 0, 0, 3, 5, 'p', '2026-01-01'"
+            connection.execute(text(f"INSERT INTO jobs ({columns}) VALUES ({values})"))
+    empty_database.migrate()
+    old, waiting = Store(empty_database).find(Selection())
+    assert old.answers == (Answer("kept", StopReason.EOS, 4, 6),)
+    assert (waiting.answers, waiting.params.n) == ((), 1)
+    claims = Claims(empty_database, "a" * 32)
+    assert [claim.params.n for claim in claims.claim(["2"])] == [1]
+    assert claims.finish([Outcome("2", 1, StopReason.LENGTH, "new", 3, 9)]) == 1
+    with empty_database.engine.begin() as connection:
+        config.attributes["connection"] = connection
+        command.downgrade(config, "0010")
+        found = connection.execute(text("SELECT text FROM jobs ORDER BY id")).scalars().all()
+        assert found == ["kept", "new"]
+
+
 def test_a_configured_database_without_tables_says_how_to_make_them(empty_database: Database) -> None:
     with pytest.raises(SchemaError) as caught, empty_database.read():
         pass
@@ -235,7 +261,8 @@ def test_an_embedded_database_of_a_newer_version_is_refused(directory: Path, sql
 def test_a_table_that_vanished_is_a_schema_error(empty_database: Database) -> None:
     empty_database.migrate()
     with empty_database.write() as connection:
-        connection.execute(text("DROP TABLE partials"))  # which refers to it
+        for name in ("partials", "answers"):  # which refer to it
+            connection.execute(text(f"DROP TABLE {name}"))
         connection.execute(text("DROP TABLE jobs"))
     missing = pytest.raises(SchemaError, match=r"lacks a table \(.*jobs.*\): run `nightmill migrate`")
     with missing, empty_database.read() as connection:

@@ -46,6 +46,13 @@ def test_streams_outlive_the_worker_and_joined_are_the_rows_texts(
     ]
     for reader in readers:
         reader.start()
+    several = jobs_client.enqueue("Once upon a time", n=3, seed=1, max_tokens=LONG_TOKENS, temperature=1.5)
+    third: list[Piece] = []
+    reader = threading.Thread(
+        target=lambda: third.extend(jobs_client.stream(several, answer=2, timeout=PATIENCE)), daemon=True
+    )
+    reader.start()
+    readers.append(reader)
     with start_worker("killed", save_seconds=0.2) as killed:
         wait_until(lambda: all(len(read[job_id]) > 3 for job_id in ids[::2]) or _ended(jobs_client, ids))
         killed.send_signal(signal.SIGKILL)
@@ -54,6 +61,16 @@ def test_streams_outlive_the_worker_and_joined_are_the_rows_texts(
         for reader in readers:
             reader.join(PATIENCE)
             assert not reader.is_alive()
+        answers = jobs_client.get(several).answers
+        alone = [
+            jobs_client.enqueue("Once upon a time", seed=answer.seed, max_tokens=LONG_TOKENS, temperature=1.5)
+            for answer in answers
+        ]
+        assert [job.text for job in jobs_client.results(alone, timeout=PATIENCE)] == [
+            answer.text for answer in answers
+        ]
+    assert len({answer.text for answer in answers}) == 3
+    assert "".join(third) == answers[2].text
     for job_id in ids:
         job = jobs_client.get(job_id)
         assert job.state is JobState.SUCCEEDED

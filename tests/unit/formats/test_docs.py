@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 from openai.types.chat import ChatCompletion
 
+from nightmill.jobs.answers import answer_seed
 from nightmill.jobs.constrained import FORMS, MAX_BYTES, MAX_CHOICES, MAX_REGEX
-from nightmill.jobs.contract import JobState, StopReason
+from nightmill.jobs.contract import Answer, JobState, StopReason
 from nightmill.jobs.errors import RowCode
 from nightmill.jobs.formats import FileFormat, InputFile, error_row, result_row
 from nightmill.jobs.formats.openai import GUIDED, IGNORED, NEUTRAL
@@ -84,6 +85,16 @@ def test_result_rows_look_as_the_page_says(format: str, text: str) -> None:
         ChatCompletion.model_validate(shown["response"]["body"], strict=True)
 
 
+@pytest.mark.parametrize(("format", "text"), examples("several"))
+def test_rows_with_several_answers_look_as_the_page_says(format: str, text: str) -> None:
+    shown = json.loads(text)
+    numbers = range(len(shown["answers"]))
+    assert [answer["seed"] for answer in shown["answers"]] == [answer_seed(shown["seed"], n) for n in numbers]
+    assert sum(answer["completion_tokens"] for answer in shown["answers"]) == shown["completion_tokens"]
+    answers = tuple(Answer("x", StopReason.EOS, 1, n) for n in numbers)
+    assert shape(shown) == shape(result_row(job(several=answers), FileFormat(format)))
+
+
 @pytest.mark.parametrize(("format", "text"), examples("failures"))
 def test_error_rows_look_as_the_page_says(format: str, text: str) -> None:
     if format == "csv":
@@ -111,10 +122,10 @@ def test_every_key_of_a_plain_row_is_described() -> None:
 def test_every_key_of_an_openai_body_is_described() -> None:
     described = named_in_tables(section("## OpenAI's batch format").split("### Results")[0])
     frame = {"custom_id", "method", "url", "body"}
-    ours = {"top_k", "min_p", "repetition_penalty", "ignore_eos", "stop_token_ids", "min_tokens"}
+    ours = {"top_k", "min_p", "repetition_penalty", "ignore_eos", "stop_token_ids", "min_tokens", "best_of"}
     ours |= {"chat_template_kwargs", "add_generation_prompt", "continue_final_message"}
     ours |= FORMS.keys() | GUIDED.keys() | {"structured_outputs"}
-    parameters = {"max_tokens", "max_completion_tokens", "temperature", "top_p", "seed", "stop", "model"}
+    parameters = {"max_tokens", "max_completion_tokens", "temperature", "top_p", "seed", "stop", "model", "n"}
     assert described == frame | ours | parameters | {"messages", "prompt"} | NEUTRAL.keys() | IGNORED
 
 

@@ -48,9 +48,8 @@ def test_either_name_of_the_limit_is_taken_and_two_that_differ_are_not(tmp_path:
         ({"suffix": "the end"}, 'body.suffix: "the end" is not supported: models here continue a prompt'),
         (
             {"best_of": 3},
-            "body.best_of: 3 is not supported; give a row for each answer, with seeds of their own, and",
+            "body.best_of: 3 is more than n, which is 1: the best are chosen by probabilities, without which",
         ),
-        ({"n": 3}, "body.n: 3 is not supported; give a row for each answer, with seeds of their own"),
     ],
 )
 def test_what_models_here_cannot_do_is_refused_with_the_reason(
@@ -63,6 +62,27 @@ def test_what_models_here_cannot_do_is_refused_with_the_reason(
 def test_our_own_parameters_are_taken_from_the_body(tmp_path: Path) -> None:
     own = {"top_k": 5, "min_p": 0.1, "repetition_penalty": 1.2, "ignore_eos": True}
     assert said(only(tmp_path, chat(**own))) == own
+
+
+@pytest.mark.parametrize(
+    ("body", "n"),
+    [({"n": 3}, 3), ({"n": 3, "best_of": 3}, 3), ({"best_of": 1}, 1), ({"n": None, "best_of": None}, 1)],
+)
+def test_several_answers_are_taken_and_the_best_of_as_many(
+    tmp_path: Path, body: dict[str, Any], n: int
+) -> None:
+    spec = only(tmp_path, completion(**body)).spec
+    assert spec is not None and spec.params.n == n
+
+
+@pytest.mark.parametrize(
+    "body", [{"n": 3, "best_of": 2}, {"best_of": 0}, {"best_of": True}, {"best_of": "2"}, {"best_of": [1]}]
+)
+def test_best_of_what_cannot_be_is_an_invalid_value(tmp_path: Path, body: dict[str, Any]) -> None:
+    error = only(tmp_path, completion(**body)).error
+    assert error is not None
+    assert (error.code, error.field) == ("invalid_value", "body.best_of")
+    assert "must be a whole number of at least n, which is" in error.message
 
 
 def test_text_parts_are_joined_and_developer_is_system(tmp_path: Path) -> None:
@@ -94,7 +114,7 @@ def test_keys_without_effect_are_accepted_and_leave_no_setting(tmp_path: Path, b
 @pytest.mark.parametrize(
     ("body", "field"),
     [
-        ({"n": 2}, "n"), ({"n": True}, "n"), ({"stream": True}, "stream"), ({"stream": 0}, "stream"),
+        ({"n": 2, "best_of": 3}, "best_of"), ({"stream": True}, "stream"), ({"stream": 0}, "stream"),
         ({"tools": [{"type": "function"}]}, "tools"), ({"tool_choice": "required"}, "tool_choice"),
         ({"functions": [{}]}, "functions"), ({"function_call": {"name": "f"}}, "function_call"),
         ({"response_format": {"type": "grammar"}}, "response_format.type"), ({"logprobs": True}, "logprobs"),
@@ -230,8 +250,8 @@ def test_the_frame_of_a_row_is_checked(tmp_path: Path, change: dict[str, Any], f
 
 
 def test_a_bad_row_keeps_its_custom_id_unless_that_is_bad_itself(tmp_path: Path) -> None:
-    assert only(tmp_path, chat("x", n=2)).custom_id == "x"
-    assert only(tmp_path, chat("\ud800", n=2)).custom_id is None
+    assert only(tmp_path, chat("x", best_of=2)).custom_id == "x"
+    assert only(tmp_path, chat("\ud800", best_of=2)).custom_id is None
 
 
 def test_a_prompt_may_be_token_ids(tmp_path: Path) -> None:

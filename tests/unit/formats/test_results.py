@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,8 +11,9 @@ from hypothesis import strategies as st
 from openai.types import Completion
 from openai.types.chat import ChatCompletion
 
-from nightmill.jobs.contract import GenerationParams, Job, JobState, StopReason
+from nightmill.jobs.contract import Answer, GenerationParams, Job, JobState, StopReason
 from nightmill.jobs.formats import FileFormat, InputFile, ResultFile, RowError, error_row, result_row
+from nightmill.jobs.formats.ours import job_ids
 from tests.unit.formats.files import FINISHED, chat, completion, job, write_lines
 
 FAILED = {
@@ -134,10 +136,42 @@ def test_a_duplicate_leaves_its_custom_id_to_the_first_row(format: FileFormat) -
     assert error_row(duplicate, format)["custom_id"] is None
 
 
+SEVERAL = (Answer("one", StopReason.EOS, 2, 7), Answer("two", StopReason.LENGTH, 3, 8))
+SHOWN = [
+    {"text": "one", "stop_reason": "eos", "completion_tokens": 2, "seed": 7},
+    {"text": "two", "stop_reason": "length", "completion_tokens": 3, "seed": 8},
+]
+
+
+def test_several_answers_are_in_one_row_of_each_format(tmp_path: Path) -> None:
+    made = job(text="one", completion_tokens=5, several=SEVERAL)
+    late = replace(made, state=JobState.FAILED, stop_reason=StopReason.DEADLINE)
+    body = result_row(made, FileFormat.OPENAI)["response"]["body"]
+    assert [(one["index"], one["text"], one["finish_reason"]) for one in body["choices"]] == [
+        (0, "one", "stop"),
+        (1, "two", "length"),
+    ]
+    assert body["usage"] == {"prompt_tokens": 5, "completion_tokens": 5, "total_tokens": 10}
+    assert len(error_row(late, FileFormat.OPENAI)["response"]["body"]["choices"]) == 2
+    for format, read in (
+        (FileFormat.JSONL, list),
+        (FileFormat.CSV, json.loads),
+        (FileFormat.PARQUET, json.loads),
+    ):
+        assert read(result_row(made, format)["answers"]) == SHOWN
+        assert read(error_row(late, format)["answers"]) == SHOWN
+        for row, errors in ((result_row(made, format), False), (error_row(late, format), True)):
+            path = tmp_path / f"{errors}.{format}"
+            with ResultFile(path, format, errors=errors) as file:
+                file.write(row)
+            assert list(job_ids(path, format, errors=errors)) == [made.id]
+
+
 @pytest.mark.parametrize("format", [FileFormat.CSV, FileFormat.PARQUET])
 def test_in_tables_every_row_has_the_same_columns(format: FileFormat) -> None:
     assert list(result_row(job(), format)) == [
-        "custom_id", "id", "text", "stop_reason", "prompt_tokens", "completion_tokens", "seed"
+        "custom_id", "id", "text", "stop_reason", "prompt_tokens", "completion_tokens", "seed",
+        "answers",
     ]  # fmt: skip
     refused = bad(RowError("invalid_json", "is not JSON"), custom_id=None)
     assert error_row(refused, format) == {
@@ -148,6 +182,7 @@ def test_in_tables_every_row_has_the_same_columns(format: FileFormat) -> None:
         "field": None,
         "message": "is not JSON",
         "text": None,
+        "answers": None,
     }
 
 
@@ -159,7 +194,7 @@ def test_every_input_row_ends_in_exactly_one_output(
     """Rows of all kinds go in; the good ones end somehow; each line is answered once, each custom_id once."""
     directory = tmp_path_factory.mktemp("night")
     ids = st.sampled_from(["a", "b", "c"]) | TEXTS.filter(bool)
-    row = st.builds(chat, ids) | st.builds(completion, ids) | st.builds(chat, ids, n=st.just(2))
+    row = st.builds(chat, ids) | st.builds(completion, ids) | st.builds(chat, ids, best_of=st.just(2))
     broken = st.sampled_from([b"{", b"[]", b'{"a":1,"a":2}', b"\xff", b'{"custom_id": 5}', b"null"])
     rows = data.draw(st.lists(row | broken, min_size=1, max_size=30))
     file = InputFile(write_lines(directory / "in.jsonl", rows), FileFormat.OPENAI)

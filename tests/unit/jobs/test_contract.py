@@ -48,6 +48,7 @@ def test_the_defaults_of_generation_are_those_of_the_contract() -> None:
         "ignore_eos": False,
         "stop_token_ids": (),
         "min_tokens": 0,
+        "n": 1,
     }
 
 

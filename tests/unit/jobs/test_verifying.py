@@ -5,7 +5,9 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nightmill.jobs.batches.verifying import choose, part
+from nightmill.jobs.batches.verifying import Parting, Verdict, choose, compare, part
+from nightmill.jobs.contract import Answer, StopReason
+from tests.unit.formats.files import job
 
 IDS = [f"{number:032x}" for number in range(200)]
 seeds = st.integers()
@@ -48,3 +50,14 @@ def test_texts_part_after_their_last_equal_character(same: str, then: str, now: 
 @given(texts, texts.filter(bool))
 def test_a_text_that_goes_on_parts_where_the_other_ends(same: str, more: str) -> None:
     assert part(same, same + more).at == part(same + more, same).at == len(same)
+
+
+def test_every_answer_is_compared() -> None:
+    answers = (Answer("one", StopReason.EOS, 2, 7), Answer("two", StopReason.EOS, 3, 8))
+    then = job(text="one", several=answers, arithmetic="a")
+    assert compare(then.id, then, then).verdict is Verdict.EQUAL
+    now = job(text="one", several=(answers[0], Answer("tea", StopReason.EOS, 3, 8)))
+    found = compare(then.id, then, now)
+    assert (found.verdict, found.parting) == (Verdict.UNRECORDED, Parting(1, "two", "tea"))
+    cut = job(text="one", several=(answers[0], Answer("two", StopReason.LENGTH, 3, 8)))
+    assert compare(then.id, then, cut).verdict is not Verdict.EQUAL

@@ -57,6 +57,7 @@ def surveyed(requests: list[Request], sample: int) -> Survey:
     found = Survey(rows=len(requests))
     for request in requests:
         found.prompt_tokens.append(len(request.prompt_ids))
+        found.answers.append(1)
         found.limits.append(min(request.params.max_tokens, LIMITS.context - len(request.prompt_ids)))
         found.endless.append(request.params.ignore_eos)
     found.sample = random.Random(5).sample(requests, min(sample, len(requests)))

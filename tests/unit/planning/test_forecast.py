@@ -178,3 +178,7 @@ def test_pages_are_counted_row_by_row() -> None:
     pages = pages_needed(found, expected_lengths(found, None), 2, block_size=4)
     assert (pages.whole, pages.running_at_most) == (1 + 2 + 10 + 1, 10 + 2)
     assert pages.running == 7  # two rows of the mean of 3.5
+    found.answers[1] = 3
+    pages = pages_needed(found, lengths := expected_lengths(found, None), 3, block_size=4)
+    assert (pages.whole, pages.running_at_most) == (1 + 3 * 2 + 10 + 1, 10 + 2 + 2)
+    assert lengths.tolist() == [1, 1, 1, 1, 30, 1] == draw_lengths(found, np.ones(1)).tolist()

@@ -41,7 +41,7 @@ def night(tmp_path: Path) -> Path:
         )
         for n in range(300)
     ]
-    rows[100:125] = [completion(f"bad {n}", prompt="x", n=2) for n in range(25)]
+    rows[100:125] = [completion(f"bad {n}", prompt="x", best_of=2) for n in range(25)]
     return write_lines(tmp_path / "night.jsonl", rows)
 
 
@@ -59,8 +59,9 @@ def test_the_json_of_a_plan_has_everything(night: Path) -> None:
         "line": 101,
         "custom_id": "bad 0",
         "code": "unsupported_field",
-        "field": "body.n",
-        "message": "body.n: 2 is not supported; give a row for each answer, with seeds of their own",
+        "field": "body.best_of",
+        "message": "body.best_of: 2 is more than n, which is 1: the best are chosen by probabilities, "
+        "without which answers come here; give n: 2, and choose among them",
     }
     assert [row["line"] for row in told["bad"]] == list(range(101, 126))
     assert told["rows_for_other_models"] == {
@@ -119,7 +120,7 @@ def test_rows_that_the_kv_cache_has_no_pages_for_do_not_run_at_once(tmp_path: Pa
 def test_on_a_terminal_the_first_bad_rows_are_shown_and_all_are_counted(night: Path) -> None:
     lines = list(describe_plan(planned(night, deadline_at=NOW + timedelta(seconds=1))))
     assert lines[0] == f"{night}: 300 rows (openai), 275 good, 25 bad"
-    assert lines[1].startswith("  line 101 'bad 0': body.n: 2 is not supported; ")
+    assert lines[1].startswith("  line 101 'bad 0': body.best_of: 2 is more than n, ")
     assert lines[20].startswith("  line 120 'bad 19': ")
     assert lines[21] == "  ... and 5 more: --json lists all"
     assert lines[22].split() == ["25", "unsupported_field"]
@@ -132,7 +133,7 @@ def test_on_a_terminal_the_first_bad_rows_are_shown_and_all_are_counted(night: P
 
 
 def test_a_file_of_bad_rows_only_has_a_plan(tmp_path: Path) -> None:
-    path = write_lines(tmp_path / "in.jsonl", [chat("a", n=2), chat("b", n=3)])
+    path = write_lines(tmp_path / "in.jsonl", [chat("a", best_of=2), chat("b", best_of=3)])
     plan = planned(path)
     assert plan.estimate is None
     assert plan.as_json()["kv_pages"]["whole"] == 0

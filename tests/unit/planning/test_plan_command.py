@@ -59,11 +59,11 @@ def test_good_rows_that_fit_end_with_zero(plan: Plan, tmp_path: Path) -> None:
 
 
 def test_bad_rows_end_with_three(plan: Plan, tmp_path: Path) -> None:
-    path = write_lines(tmp_path / "in.jsonl", [*haiku(3), chat("bad", n=2), b"{"])
+    path = write_lines(tmp_path / "in.jsonl", [*haiku(3), chat("bad", best_of=2), b"{"])
     done = plan(str(path), "--no-measure")
     assert done.exit_code == 3, done.output
     assert "5 rows (openai), 3 good, 2 bad" in done.output
-    assert "line 4 'bad': body.n: 2 is not supported" in done.output
+    assert "line 4 'bad': body.best_of: 2 is more than n" in done.output
     assert "line 5: is not JSON" in done.output
     assert "no estimate" in done.output
 

@@ -40,7 +40,7 @@ BAD: list[tuple[str, Any]] = [
     ("invalid_encoding", b'{"custom_id": "\xff"}'),
     ("missing_field", {"custom_id": "m", "method": "POST", "url": "/v1/completions"}),
     ("missing_field", chat("bad-1", messages=None)),
-    ("unsupported_field", chat("bad-2", n=2)),
+    ("unsupported_field", chat("bad-2", best_of=2)),
     ("unsupported_field", chat("bad-3", tools=[{}])),
     (
         "unsupported_field",
@@ -103,9 +103,9 @@ def test_a_smaller_kv_cache_limits_rows_too(tmp_path: Path) -> None:
 def test_what_the_good_rows_ask_for_is_counted(tmp_path: Path) -> None:
     rows = [
         completion("a", prompt="abc", max_tokens=5, model="one"),
-        chat("b", n=2),
+        chat("b", best_of=2),
         completion("c", prompt="abcd", ignore_eos=True, model="two"),
-        completion("d", prompt="a", ignore_eos=True, stop="x", model="one"),
+        completion("d", prompt="a", ignore_eos=True, stop="x", model="one", n=3),
     ]
     found = look(
         write_lines(tmp_path / "in.jsonl", rows),
@@ -114,11 +114,14 @@ def test_what_the_good_rows_ask_for_is_counted(tmp_path: Path) -> None:
     assert list(found.prompt_tokens) == [3, 4, 1]
     assert list(found.limits) == [5, 7, 7]
     assert list(found.endless) == [0, 1, 0]
+    assert (list(found.answers), found.tokens_at_most) == ([1, 1, 3], 5 + 7 + 3 * 7)
     assert found.models == {"one": 2, "two": 1}
 
 
 def test_the_sample_is_of_good_rows_with_their_parameters(tmp_path: Path) -> None:
-    rows = [completion(str(n), prompt="ab", seed=n, max_tokens=n) for n in range(1, 9)] + [chat("x", n=2)]
+    rows = [completion(str(n), prompt="ab", seed=n, max_tokens=n) for n in range(1, 9)] + [
+        chat("x", best_of=2)
+    ]
     found = look(write_lines(tmp_path / "in.jsonl", rows), sample=20, defaults=JobSpec.defaults({"top_k": 3}))
     assert sorted(int(request.job_id) for request in found.sample) == list(range(1, 9))
     for request in found.sample:

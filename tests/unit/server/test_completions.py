@@ -9,6 +9,7 @@ import openai
 import pytest
 from pydantic import BaseModel
 
+from nightmill.jobs.answers import answer_seed
 from nightmill.jobs.contract import Constrained, ConstraintKind, JobState
 from nightmill.jobs.formats.openai import IGNORED, NEUTRAL
 from nightmill.jobs.server.desk import PRIORITY, Limits
@@ -87,6 +88,41 @@ def test_plain_completions_whole_and_streamed(server: Server) -> None:
     assert server.client.get(whole.id.removeprefix("cmpl-")).prompt == "Once"
 
 
+def test_several_answers_are_choices_whole_and_streamed(server: Server) -> None:
+    client = server.openai()
+    limit: dict[str, Any] = {"seed": 3, "max_tokens": 30, "n": 4}
+    texts = [text_of(answer_seed(3, number), max_tokens=30) for number in range(4)]
+    plain = client.completions.create(**PLAIN, **limit)
+    chat = client.chat.completions.create(**CHAT, **limit)
+    assert [choice.index for choice in plain.choices] == [0, 1, 2, 3]
+    assert [choice.text for choice in plain.choices] == texts
+    assert [choice.message.content for choice in chat.choices] == texts
+    job = server.client.get(plain.id.removeprefix("cmpl-"))
+    assert plain.usage is not None and (plain.usage.prompt_tokens, plain.usage.completion_tokens) == (
+        3,
+        sum(answer.completion_tokens for answer in job.answers),
+    )
+    told = list(
+        client.chat.completions.create(**CHAT, **limit, stream=True, stream_options={"include_usage": True})
+    )
+    joined, ends = [""] * 4, {}
+    for chunk in told:
+        for choice in chunk.choices:
+            joined[choice.index] += choice.delta.content or ""
+            if choice.finish_reason:
+                ends[choice.index] = choice.finish_reason
+    assert joined == texts
+    assert ends == {choice.index: choice.finish_reason for choice in chat.choices}
+    assert told[-1].usage == chat.usage
+    streamed = [""] * 4
+    for piece in client.completions.create(**PLAIN, **limit, stream=True):
+        streamed[piece.choices[0].index] += piece.choices[0].text
+    assert streamed == texts
+    with server.http() as http:
+        own = http.post("/v1/generate", json={"prompt": "Once"} | limit).json()
+    assert [answer["text"] for answer in own["answers"]] == texts and own["text"] == texts[0]
+
+
 def test_two_hundred_at_once_with_the_asynchronous_client(server: Server) -> None:
     async def program() -> list[str]:
         async with server.openai_async(timeout=60) as client:
@@ -116,7 +152,7 @@ def test_raw_responses_and_helpers_of_the_client(server: Server) -> None:
     [
         ({"temperature": -1}, "temperature"),
         ({"max_completion_tokens": 0}, "max_completion_tokens"),
-        ({"n": 2}, "n"),
+        ({"best_of": 2}, "best_of"),
         ({"logprobs": True}, "logprobs"),
         ({"stop": [""]}, "stop"),
         ({"messages": []}, "messages"),

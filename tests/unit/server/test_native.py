@@ -98,6 +98,7 @@ def test_everything_that_enqueue_may_be_told_may_be_said_here(server: Server) ->
         "model": "model",
         "stop_token_ids": [3],
         "min_tokens": 1,
+        "n": 2,
         "chat_template_kwargs": {"enable_thinking": False},
         "add_generation_prompt": True,
         "continue_final_message": False,

@@ -1,11 +1,12 @@
 """From what a file asks for and what a sample cost to the time that the whole of it takes.
 
-The night is played through: rows in the order of the file take the first slot that comes free, for as many
-rounds as their answer has tokens, drawn from the measured survival curve. So the batch fills, runs full, and
+The night is played through: answers in the order of the file take the first slot that comes free, for as many
+rounds as they have tokens, drawn from the measured survival curve. So the batch fills, runs full, and
 drains at the end, when ever fewer long answers are left and a round costs nearly as much as before.
 """
 
 import heapq
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,14 +20,14 @@ IntArray = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Pages:
-    """Pages of the KV cache that rows need, each for its prompt and its answer; none counted as shared."""
+    """Pages of the KV cache that answers need, each for its prompt and itself; none counted as shared."""
 
     running: int
-    """For the rows that run at once, with answers of the expected length."""
+    """For those that run at once, if they have the expected length."""
     running_at_most: int
-    """For as many of the largest rows, each with the longest answer that it may have."""
+    """For as many of the largest, each as long as it may be."""
     whole: int
-    """For all rows, were they to run at once."""
+    """For all, were they to run at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,26 +40,26 @@ class Forecast:
     output_tokens: int
     rounds: int
     slots: int
-    """Rows that run at once, over all workers."""
+    """Answers that are generated at once, over all workers."""
     tokens_per_second: float
 
 
 def expected_lengths(survey: Survey, survival: FloatArray | None) -> FloatArray:
-    """(good rows,): tokens that each answer will have on average; its limit if nothing is known."""
-    limits = np.array(survey.limits, dtype=np.int64)
+    """(answers,): tokens that each answer will have on average; its limit if nothing is known."""
+    limits = _of_each(survey, survey.limits)
     if survival is None or not limits.size:
         return limits.astype(np.float64)
     curve = _lengthened(survival, int(limits.max()))
     means = np.concatenate([[0.0], np.cumsum(curve)])  # E[min(length, m)] = sum of survival[t], t < m
-    return np.where(np.array(survey.endless, dtype=bool), limits, means[limits])
+    return np.where(_of_each(survey, survey.endless), limits, means[limits])
 
 
 def pages_needed(survey: Survey, lengths: FloatArray, slots: int, block_size: int) -> Pages:
-    """Pages for `slots` rows at once, and for all."""
-    prompts = np.array(survey.prompt_tokens, dtype=np.int64)
+    """Pages for `slots` answers at once, and for all."""
+    prompts = prompts_of_answers(survey)
     expected = np.ceil((prompts + lengths) / block_size)
-    most = np.sort(-(-(prompts + np.array(survey.limits, dtype=np.int64)) // block_size))
-    running = min(slots, survey.good)
+    most = np.sort(-(-(prompts + _of_each(survey, survey.limits)) // block_size))
+    running = min(slots, len(prompts))
     return Pages(
         running=round(float(expected.mean()) * running) if running else 0,
         running_at_most=int(most[len(most) - running :].sum()),
@@ -87,14 +88,19 @@ def forecast(survey: Survey, measured: Measurement, *, slots: int, workers: int 
 
 
 def draw_lengths(survey: Survey, survival: FloatArray) -> IntArray:
-    """(good rows,): a length for each answer, drawn from the curve and cut at the row's limit."""
-    limits = np.array(survey.limits, dtype=np.int64)
+    """(answers,): a length for each, drawn from the curve and cut at the row's limit."""
+    limits = _of_each(survey, survey.limits)
     if not limits.size:
         return limits
     chance = np.random.default_rng(0).random(limits.size)
     drawn = np.searchsorted(1 - survival, chance, side="right")
     beyond = drawn >= len(survival)  # longer than anything that was seen
-    return np.where(beyond | np.array(survey.endless, dtype=bool), limits, np.minimum(drawn, limits))
+    return np.where(beyond | (_of_each(survey, survey.endless) > 0), limits, np.minimum(drawn, limits))
+
+
+def prompts_of_answers(survey: Survey) -> IntArray:
+    """(answers,): the tokens of the prompt of each."""
+    return _of_each(survey, survey.prompt_tokens)
 
 
 def play(lengths: IntArray, slots: int) -> tuple[int, int, int]:
@@ -106,6 +112,11 @@ def play(lengths: IntArray, slots: int) -> tuple[int, int, int]:
         return 0, 0, 0
     full = min(ends)
     return max(ends), full, sum(ends) - full * len(ends)
+
+
+def _of_each(survey: Survey, rows: Sequence[int]) -> IntArray:
+    """(answers,): of each answer what `rows` says of its row."""
+    return np.repeat(np.array(rows, dtype=np.int64), np.array(survey.answers, dtype=np.int64))
 
 
 def _lengthened(curve: FloatArray, size: int) -> FloatArray:

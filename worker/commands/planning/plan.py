@@ -18,6 +18,7 @@ from nightmill.worker.commands.planning.forecast import (
     expected_lengths,
     forecast,
     pages_needed,
+    prompts_of_answers,
 )
 from nightmill.worker.commands.planning.measure import WARM_UP, Measurement, measure
 from nightmill.worker.commands.planning.survey import Encode, Survey, survey
@@ -86,6 +87,7 @@ class Plan:
             "model": self.model,
             "rows": found.rows,
             "good": found.good,
+            "answers": sum(found.answers),
             "bad": [asdict(row) for row in found.bad],
             "bad_by_code": self.bad_by_code,
             "rows_for_other_models": self.other_models,
@@ -94,7 +96,7 @@ class Plan:
             "prompt_tokens": sum(prompts),
             "longest_prompt": max(prompts, default=0),
             "output_tokens": self.output_tokens,
-            "output_tokens_at_most": sum(found.limits),
+            "output_tokens_at_most": found.tokens_at_most,
             "context": self.limits.context,
             "kv_pages": asdict(self.pages)
             | {"tokens_per_page": self.limits.block_size, "available": self.limits.pages},
@@ -159,10 +161,10 @@ def make_plan(
 
 
 def _fitting(found: Survey, lengths: Any, limits: Limits, slots: int) -> int:
-    """Rows of the usual size that the KV cache has pages for, at most `slots`."""
+    """Answers of the usual size that the KV cache has pages for, at most `slots`."""
     if limits.pages is None:
         return slots
-    usual = np.ceil((np.array(found.prompt_tokens) + lengths) / limits.block_size).mean()
+    usual = np.ceil((prompts_of_answers(found) + lengths) / limits.block_size).mean()
     return max(1, min(slots, int(limits.pages / usual)))
 
 

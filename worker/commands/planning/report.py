@@ -45,7 +45,9 @@ def describe_plan(plan: Plan) -> Iterator[str]:
     mean = sum(found.prompt_tokens) / found.good
     longest = max(found.prompt_tokens)
     yield f"prompt tokens  {sum(found.prompt_tokens):,} (mean {mean:,.0f}, longest {longest:,})"
-    most = f"at most {sum(found.limits):,}"
+    if (answers := sum(found.answers)) > found.good:
+        yield f"answers        {answers:,}"
+    most = f"at most {found.tokens_at_most:,}"
     yield "output tokens  " + (
         most if plan.output_tokens is None else f"about {plan.output_tokens:,} ({most})"
     )

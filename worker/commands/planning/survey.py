@@ -35,10 +35,12 @@ class Survey:
     rows: int = 0
     bad: list[BadRow] = field(default_factory=list)
     prompt_tokens: "array[int]" = field(default_factory=lambda: array("I"))
+    answers: "array[int]" = field(default_factory=lambda: array("B"))
+    """How many answers the row is to have."""
     limits: "array[int]" = field(default_factory=lambda: array("I"))
-    """The most tokens that the answer can have: max_tokens, or what the context leaves."""
+    """The most tokens that each answer can have: max_tokens, or what the context leaves."""
     endless: "array[int]" = field(default_factory=lambda: array("B"))
-    """1 if nothing but the limit can end the answer (ignore_eos, nothing to stop at)."""
+    """1 if nothing but the limit can end an answer (ignore_eos, nothing to stop at)."""
     cut: int = 0
     """Rows whose prompt and max_tokens together do not fit the context: such an answer may be cut."""
     models: Counter[str] = field(default_factory=Counter)
@@ -52,6 +54,11 @@ class Survey:
     def good(self) -> int:
         """Rows that can be run."""
         return len(self.limits)
+
+    @property
+    def tokens_at_most(self) -> int:
+        """Were every answer as long as it may be."""
+        return sum(count * limit for count, limit in zip(self.answers, self.limits, strict=True))
 
 
 def survey(
@@ -105,6 +112,7 @@ def _count(found: Survey, spec: JobSpec, prompt_ids: tuple[int, ...], limits: Li
     params = spec.params
     room = limits.cache_context - len(prompt_ids)
     found.prompt_tokens.append(len(prompt_ids))
+    found.answers.append(params.n)
     found.limits.append(min(params.max_tokens, room))
     found.endless.append(params.ignore_eos and not (params.stop or params.stop_token_ids))
     found.cut += params.max_tokens > room

@@ -32,5 +32,5 @@ def file(tmp_path: Path) -> Path:
     """Ten rows, of which the fourth and the eighth are bad."""
     rows: list[object] = [{"prompt": f"prompt {number}", "seed": number} for number in range(1, 11)]
     rows[3] = "{broken"
-    rows[7] = {"prompt": "p", "n": 2}
+    rows[7] = {"prompt": "p", "best_of": 2}
     return write(tmp_path / "prompts.jsonl", rows)

@@ -43,13 +43,13 @@ def test_every_row_of_a_file_becomes_a_job_and_bad_ones_fail_alone(client: Clien
         None,
         None,
     )
-    assert bad.error is not None and bad.error.startswith("n: is not supported")
-    assert bad.errors == [{"code": "unsupported_field", "field": "n", "line": 8, "error": bad.error}]
+    assert bad.error is not None and bad.error.startswith("best_of: is not supported")
+    assert bad.errors == [{"code": "unsupported_field", "field": "best_of", "line": 8, "error": bad.error}]
     assert bad.finished_at == client.database.now()
     status = batch.status()
     assert (status.state, status.row_count, status.rows) == ("queued", 10, 10)
     assert status.states == {JobState.QUEUED: 8, JobState.FAILED: 2}
-    assert {(group.rows, group.message.partition(":")[0]) for group in status.errors} >= {(1, "n")}
+    assert {(group.rows, group.message.partition(":")[0]) for group in status.errors} >= {(1, "best_of")}
     assert client.broker.queue_length(None) == 1
 
 

@@ -1,0 +1,76 @@
+"""The answers of jobs that were to have several: the SQL of one table.
+
+They are written with the end of their job, in the same transaction, and deleted when it is queued again. Who
+reads them reads jobs that have ended; what another attempt may have left is not looked at before.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import cast
+
+from sqlalchemy import Connection, Table, bindparam, delete, insert, select
+
+from nightmill.jobs.contract import Answer, JobState, StopReason
+from nightmill.jobs.sql.tables import AnswerRow, JobRow
+
+ANSWERS = cast(Table, AnswerRow.__table__)
+_COLUMNS = ("job_id", "number", "text", "stop_reason", "completion_tokens", "seed")
+_READ_AT_ONCE = 100  # jobs
+
+
+def write(
+    connection: Connection, worker_id: str, of_jobs: Mapping[tuple[str, int], Sequence[Answer]]
+) -> None:
+    """Write all answers of jobs, by job id and attempt.
+
+    Fenced: of jobs that are not this worker's any more nothing is written. The caller has locked the jobs,
+    and ends them next.
+    """
+    rows = [
+        {
+            "written_job": job_id,
+            "written_attempt": attempt,
+            "written_worker": worker_id,
+            "new_number": number,
+            "new_text": answer.text if number else None,
+            "new_stop_reason": answer.stop_reason,
+            "new_completion_tokens": answer.completion_tokens,
+            "new_seed": answer.seed,
+        }
+        for (job_id, attempt), answers in of_jobs.items()
+        for number, answer in enumerate(answers)
+    ]
+    if rows:
+        connection.execute(_WRITE, rows)
+
+
+def read(connection: Connection, texts: Mapping[str, str | None]) -> dict[str, tuple[Answer, ...]]:
+    """The answers of jobs by job id, those that have none left out. `texts`: the first answers'."""
+    found: dict[str, list[Answer]] = {}
+    ids = list(texts)
+    for start in range(0, len(ids), _READ_AT_ONCE):
+        for row in connection.execute(_READ, {"job_ids": ids[start : start + _READ_AT_ONCE]}):
+            text = row.text if row.number else texts[row.job_id]
+            answer = Answer(text or "", StopReason.read(row.stop_reason), row.completion_tokens, row.seed)
+            found.setdefault(row.job_id, []).append(answer)
+    return {job_id: tuple(answers) for job_id, answers in found.items()}
+
+
+def forget(connection: Connection, job_ids: Iterable[str]) -> None:
+    """Drop the answers of jobs that are to have others."""
+    connection.execute(_FORGET, {"job_ids": list(job_ids)})
+
+
+# Built once: to build a statement takes longer than SQLite takes to run it.
+_NAMED = AnswerRow.job_id.in_(bindparam("job_ids", expanding=True))
+_READ = select(ANSWERS).where(_NAMED).order_by(AnswerRow.job_id, AnswerRow.number)
+_FORGET = delete(AnswerRow).where(_NAMED)
+_OURS = select(
+    JobRow.id,
+    *(bindparam(f"new_{name}", type_=ANSWERS.c[name].type) for name in _COLUMNS[1:]),
+).where(
+    JobRow.id == bindparam("written_job"),
+    JobRow.state == JobState.RUNNING,
+    JobRow.attempt == bindparam("written_attempt"),
+    JobRow.worker == bindparam("written_worker"),
+)
+_WRITE = insert(ANSWERS).from_select(_COLUMNS, _OURS)
