@@ -7,6 +7,7 @@ import pytest
 from nightmill.worker.commands.speed import expected_rate
 from nightmill.worker.runners.gpu.device.peaks import Peaks, peaks_of
 from nightmill.worker.runners.gpu.kv_cache import PAGE, page_bytes
+from nightmill.worker.runners.gpu.numbers import HALF
 from nightmill.worker.runners.gpu.weights.layout import weight_bytes
 from tests.specs import dense_spec
 from tests.unit.worker.test_recommended_models import qwen
@@ -18,8 +19,8 @@ SPECS = {"0.5B": dense_spec(name="0.5B", layers=24, vocab=151_936), "7B": qwen("
 def rate(model: str, sequences: int, prompt: int = 512, answer: int = 256, fp8: bool = False) -> float:
     spec = SPECS[model]
     return expected_rate(
-        spec, H200, weights=weight_bytes(spec), token=page_bytes(spec) / PAGE, fp8=fp8, sequences=sequences,
-        prompt=prompt, answer=answer,
+        spec, H200, weights=weight_bytes(spec, HALF), token=page_bytes(spec) / PAGE, fp8=fp8,
+        sequences=sequences, prompt=prompt, answer=answer,
     )  # fmt: skip
 
 
