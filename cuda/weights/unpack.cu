@@ -3,8 +3,8 @@
 // in   the panels of a matrix of `outputs` rows, K inputs
 // out  elements (outputs, K)
 //
-// One thread a chunk of 8 elements, numbered through a panel's rows first, 256 a block of threads: eight lanes read what lies
-// together, four write 64 bytes of a row together. Bound by what it writes, 2 bytes an element.
+// A block has PIECE chunks of 8 elements along K and goes through panels with stride gridDim.y; eight lanes read what lies
+// together, four write 64 bytes of a row, which the next four make 128. Bound by what it writes, 2 bytes an element.
 //
 // Kernels fetch weights before they wait for the kernel ahead of them, also by bulk copies. So this one lets none start
 // before all is written, and what it wrote is there for any kind of access.
@@ -18,16 +18,22 @@ static __device__ __forceinline__ void publish() {
 #endif
 }
 
+static constexpr int EACH = 2;                    // chunks of a thread in a panel
+static constexpr int PIECE = 256 / packed::ROWS * EACH;
+
 template <typename Format>
 static __device__ __forceinline__ void unpack(const unsigned char* __restrict__ panels, Element8* __restrict__ out, int outputs,
                                               int inputs) {
-    const int64_t index = static_cast<int64_t>(blockIdx.x) * 256 + threadIdx.x;
-    const int chunks = inputs / 8, row = static_cast<int>(index % packed::ROWS);
-    const int64_t place = index / packed::ROWS, panel = place / chunks;
-    const int64_t output = panel * packed::ROWS + row;
-    if (output >= outputs) return;
-    const int chunk = static_cast<int>(place % chunks);
-    out[output * chunks + chunk] = packed::chunk_of<Format>(panels, inputs, output, chunk);
+    const int row = threadIdx.x % packed::ROWS, chunks = inputs / 8;
+    const int first = blockIdx.x * PIECE + threadIdx.x / 32 * (4 * EACH) + threadIdx.x / packed::ROWS % 4;
+    for (int output = blockIdx.y * packed::ROWS + row; output < outputs; output += gridDim.y * packed::ROWS) {
+#pragma unroll
+        for (int i = 0; i < EACH; ++i) {
+            const int chunk = first + 4 * i;
+            if (chunk >= chunks) continue;
+            out[static_cast<int64_t>(output) * chunks + chunk] = packed::chunk_of<Format>(panels, inputs, output, chunk);
+        }
+    }
 }
 
 #define UNPACK(FORMAT)                                                                                                  \

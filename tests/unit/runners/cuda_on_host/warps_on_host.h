@@ -59,7 +59,9 @@ inline unsigned atomicAdd(unsigned* target, int value) { return std::exchange(*t
 inline void __threadfence() {}
 inline size_t __cvta_generic_to_shared(const void* pointer) { return reinterpret_cast<size_t>(pointer); }
 
-static Index gridDim;
+extern "C" {
+Index gridDim;  // set by who calls
+}
 
 [[noreturn]] inline void fail(const char* why) {
     fprintf(stderr, "%s\n", why);

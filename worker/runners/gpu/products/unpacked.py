@@ -14,7 +14,7 @@ from functools import partial
 
 from nightmill.worker.model.spec import ModelSpec, Role
 from nightmill.worker.runners.gpu.device.device import CudaError, Device
-from nightmill.worker.runners.gpu.device.functions import Function, Module, blocks_for
+from nightmill.worker.runners.gpu.device.functions import Function, Module
 from nightmill.worker.runners.gpu.device.operands import ELEMENT, FLOAT, PANEL_ROWS, Buffer, Format, Matrix
 from nightmill.worker.runners.gpu.device.sources import Source, source_of
 from nightmill.worker.runners.gpu.numbers import Numbers
@@ -23,7 +23,8 @@ from nightmill.worker.runners.gpu.weights.layout import formats_in, runs_of
 
 __all__ = ["Unpacked"]
 
-_CHUNK = 8  # weights a thread
+_PIECE = 512  # inputs that a block goes through panels with
+_BLOCKS = 16  # on a multiprocessor: twice as many as run at once
 _LEAST = 16 << 20  # bytes, for pieces of the LM head if all layers are small
 
 
@@ -56,6 +57,7 @@ class Unpacked:
         self._size = size
         self._elements = elements
         self._format = device.element.format
+        self._blocks = _BLOCKS * device.multiprocessors
         self._module = Module.of(device, source_of("unpack"))
         self._functions: dict[Format, Function] = {}
 
@@ -74,9 +76,10 @@ class Unpacked:
         """Queue the matrix to become elements in the room, and return it as such."""
         address = self._room
         for part in matrix.parts or (matrix,):
+            pieces, panels = -(-part.columns // _PIECE), -(-part.rows // PANEL_ROWS)
             self._function(part.format)(
-                blocks_for(-(-part.rows // PANEL_ROWS) * PANEL_ROWS * part.columns // _CHUNK), (256, 1, 1),
-                part.address, address, part.rows, part.columns,
+                (pieces, min(panels, max(1, self._blocks // pieces))), (256, 1, 1), part.address, address,
+                part.rows, part.columns,
             )  # fmt: skip
             address += self._format.bytes(part.rows, part.columns)
         return Matrix(self._room, matrix.rows, matrix.columns, self._format)
