@@ -46,7 +46,7 @@ def make_app(client: Client, keys: Keys, limits: Limits | None = None) -> Starle
         await asyncio.to_thread(keeper.stop)
         desk.close()
 
-    return Starlette(
+    app = Starlette(
         routes=[
             Route("/v1/chat/completions", completions.chat, methods=["POST"]),
             Route("/v1/completions", completions.plain, methods=["POST"]),
@@ -84,3 +84,5 @@ def make_app(client: Client, keys: Keys, limits: Limits | None = None) -> Starle
         exception_handlers=handlers(),
         lifespan=lifespan,
     )
+    app.router.redirect_slashes = False  # to where the Host header says
+    return app

@@ -63,9 +63,10 @@ class HttpError(Exception):
 
     @property
     def body(self) -> JsonObject:
-        """OpenAI's error object."""
+        """OpenAI's error object. What a request holds may stand in it, and need not be fit to be encoded."""
         kind = _TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
-        error = {"message": str(self), "type": kind, "param": self.param, "code": self.code}
+        param = None if self.param is None else printable(self.param)
+        error = {"message": printable(self), "type": kind, "param": param, "code": self.code}
         return {"error": error}
 
     def response(self) -> Response:
