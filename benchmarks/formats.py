@@ -5,7 +5,7 @@ import argparse
 from nightmill.jobs.settings import Settings
 from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.model.spec import ModelSpec
-from nightmill.worker.options import DTYPES, KV, WEIGHTS
+from nightmill.worker.options import DTYPES
 from nightmill.worker.runners.gpu.element_choice import choose_element
 from nightmill.worker.runners.gpu.numbers import KvNumbers, Numbers, WeightNumbers
 
@@ -16,8 +16,12 @@ def add_formats(arguments: argparse.ArgumentParser) -> None:
     """Add the options; defaults are a worker's."""
     usual = Settings()
     arguments.add_argument("--dtype", choices=DTYPES.choices, default=usual.dtype, help="as a worker's")
-    arguments.add_argument("--weights", choices=WEIGHTS.choices, default=usual.weights, help="as a worker's")
-    arguments.add_argument("--kv", choices=KV.choices, default=usual.kv, help="as a worker's")
+    arguments.add_argument(
+        "--weights", choices=[one.value for one in WeightNumbers], default=usual.weights, help="as a worker's"
+    )
+    arguments.add_argument(
+        "--kv", choices=[one.value for one in KvNumbers], default=usual.kv, help="as a worker's"
+    )
 
 
 def numbers_from(options: argparse.Namespace, file: GgufFile, spec: ModelSpec) -> Numbers:
