@@ -2,9 +2,6 @@
 
 import json
 import re
-import signal
-import subprocess
-import sys
 import threading
 from dataclasses import asdict, dataclass, field
 from multiprocessing import Pipe
@@ -16,15 +13,12 @@ from llguidance import LLParserLimits
 
 from nightmill.jobs.contract import Constrained, ConstraintKind
 from nightmill.jobs.errors import ConstraintError, RunnerError
+from nightmill.worker.confined import TRIES, ConfinedProcess, LostError, Words
 from nightmill.worker.grammar.source import complete, lark_of
 
 PROGRAM: Final = Path(__file__).with_name("checker_process.py")
-_TRIES: Final = 2  # for what ends without an answer, and nothing says that it was to blame
 _LONGEST: Final = 500  # characters of what the parser says
 _LONGEST_ANSWER: Final = 8 << 20  # bytes; a converted grammar is a little longer than it was
-_DYING: Final = 5.0  # seconds that a process may take to end once its end of the pipe is closed
-# Anybody may kill a process (the kernel, if memory is short); these a process brings upon itself.
-_CRASHES: Final = {signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.SIGFPE}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,11 +78,11 @@ class Checker:
         question = json.dumps(
             {"lark": lark, "may_be_gbnf": asked.kind is ConstraintKind.GRAMMAR, "options": complete("")}
         ).encode()
-        for last in (*[False] * (_TRIES - 1), True):
+        for last in (*[False] * (TRIES - 1), True):
             try:
                 said = self._ask(question)
                 break
-            except _LostError as lost:
+            except LostError as lost:
                 self._drop()
                 if lost.convicts:
                     raise ConstraintError(f"{asked.kind}: {lost}; simplify it") from lost
@@ -103,7 +97,7 @@ class Checker:
         with self._closing:
             self._closed = True
             if self._child is not None:
-                self._child.kill()
+                self._child.process.kill()
 
     def _ask(self, question: bytes) -> dict[str, str]:
         limits = self._limits
@@ -115,7 +109,7 @@ class Checker:
         try:
             answer: dict[str, str] = json.loads(frame)
         except ValueError as error:
-            raise _LostError("the process that checks grammars is damaged", convicts=True) from error
+            raise LostError("the process that checks grammars is damaged", convicts=True) from error
         return answer
 
     def _drop(self) -> None:
@@ -125,40 +119,28 @@ class Checker:
                 self._child = None
 
 
-class _LostError(Exception):
-    """The process has died, or does not answer; `convicts`: it was what it compiled that ended it."""
-
-    def __init__(self, reason: str, *, convicts: bool = False) -> None:
-        super().__init__(reason)
-        self.convicts = convicts
-
-
 class _Child:
     """The process and our end of its pipe."""
 
     def __init__(self, limits: Limits) -> None:
         """Start it; raises RunnerError if that fails."""
-        self._seconds = limits.seconds
+        words = Words(
+            process="the process that checks grammars",
+            slow=f"takes more than {limits.seconds:g} s of processor time to compile",
+            crashed="is too much for the parser ({signal}: its stack or memory ends)",
+        )
         try:
             self._connection, theirs = Pipe()
         except OSError as error:  # no job's fault, as when this process has too many files open
-            raise _not_started(error) from error
-        library = str(Path(str(llguidance.__file__)).parents[1])
-        try:
-            # Neither environment nor standard streams: there is nothing that it could tell anybody else.
-            self._process = subprocess.Popen(
-                [sys.executable, "-I", "-S", str(PROGRAM), str(theirs.fileno()), library],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                env={},
-                cwd="/",
-                start_new_session=True,
+            raise ConfinedProcess.not_started(words, error) from error
+        number = theirs.fileno()
+        try:  # no standard streams: what the parser may print is not an answer
+            self.process = ConfinedProcess(
+                PROGRAM, [llguidance], words, arguments=[str(number)], pass_fds=[number]
             )
-        except OSError as error:
+        except RunnerError:
             self._connection.close()
-            raise _not_started(error) from error
+            raise
         finally:
             theirs.close()
         begin = {
@@ -166,53 +148,30 @@ class _Child:
         }  # fmt: skip
         try:
             self._send(json.dumps(begin).encode())
-        except _LostError:
+        except LostError:
             self.close()
             raise
 
     def ask(self, question: bytes, seconds: float) -> bytes:
-        """The answer; raises _LostError if there is none."""
+        """The answer; raises LostError if there is none."""
         self._send(question)
         try:
             if not self._connection.poll(seconds):
-                raise _LostError(f"it does not compile within {seconds:g} s")
+                raise LostError(f"it does not compile within {seconds:g} s")
             return self._connection.recv_bytes(_LONGEST_ANSWER)
         except (OSError, EOFError) as error:
-            raise self._ended() from error
+            raise self.process.lost() from error
 
     def close(self) -> None:
         self._connection.close()
-        self.kill()
-
-    def kill(self) -> None:
-        self._process.kill()
-        self._process.wait()
+        self.process.kill()
 
     def _send(self, frame: bytes) -> None:
         # It fits into the pipe, or is read at once: the process has answered everything before.
         try:
             self._connection.send_bytes(frame)
         except OSError as error:
-            raise self._ended() from error
-
-    def _ended(self) -> _LostError:
-        """Why the process ended, which it did, or is about to."""
-        try:
-            code = self._process.wait(timeout=_DYING)
-        except subprocess.TimeoutExpired:
-            return _LostError("the process that checks grammars hung up")
-        if code == -signal.SIGPROF:
-            what = f"takes more than {self._seconds:g} s of processor time to compile"
-            return _LostError(what, convicts=True)
-        if -code in _CRASHES:
-            what = f"is too much for the parser ({signal.Signals(-code).name}: its stack or memory ends)"
-            return _LostError(what, convicts=True)
-        how = f"signal {-code}" if code < 0 else f"exit code {code}"
-        return _LostError(f"the process that checks grammars was ended ({how})", convicts=code >= 0)
-
-
-def _not_started(error: OSError) -> RunnerError:
-    return RunnerError(f"the process that checks grammars cannot be started: {error}")
+            raise self.process.lost() from error
 
 
 _PLACE = re.compile(r"^(at )?\d+\(\d+\): (failed to compile JSON schema: )?")

@@ -137,7 +137,7 @@ def test_a_process_that_others_end_convicts_no_grammar(
         if left:
             left -= 1
             self._child = self._child or _Child(self._limits)
-            os.kill(self._child._process.pid, signal.SIGKILL)
+            os.kill(self._child.process.pid, signal.SIGKILL)
         return ask(self, question)
 
     monkeypatch.setattr(Checker, "_ask", killed)
@@ -155,7 +155,7 @@ def test_without_a_process_that_checks_the_worker_ends(
     model: Constrained, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is no row's fault: the jobs are handed back."""
-    monkeypatch.setattr("nightmill.worker.grammar.checker.sys.executable", "/nonexistent")
+    monkeypatch.setattr("sys.executable", "/nonexistent")
     with Constrained(model.file.path) as helpless, pytest.raises(RunnerError, match="cannot be started"):
         helpless.run([helpless.request("j", 1, {"choice": ["a"]})])
 

@@ -242,7 +242,7 @@ def test_process_that_cannot_be_started_is_no_chats_fault(
     renderer = start("fine")
     renderer.close()
     with monkeypatch.context() as patch:
-        patch.setattr(module.sys, "executable", "/nonexistent/python")
+        patch.setattr(sys, "executable", "/nonexistent/python")
         with pytest.raises(RunnerError, match="that renders chat templates cannot be started"):
             renderer.render_all([says("hello")])
     assert renderer.render_all([says("hello")]) == ["fine"]

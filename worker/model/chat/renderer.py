@@ -7,11 +7,8 @@ chats of other threads wait for one hostile chat of each thread before them, wha
 
 import json
 import os
-import signal
 import socket
 import struct
-import subprocess
-import sys
 import threading
 import time
 from collections import deque
@@ -25,21 +22,22 @@ import jinja2
 import markupsafe
 
 from nightmill.jobs.errors import ChatTemplateError, RunnerError
+from nightmill.worker.confined import TRIES, ConfinedProcess, LostError, Words
 
 PROGRAM: Final = Path(__file__).with_name("renderer_process.py")
 MAX_SOURCE: Final = 1 << 20  # characters of a template
 _GROUP_BYTES: Final = 1 << 20  # sent at once, and more only if a single chat has more
 _MAX_ERROR: Final = 1000  # characters of an error's text: it is stored with the job
-_TRIES: Final = 2  # for what ends without an answer, and nothing says that it was to blame
-_PAUSE: Final = 0.2  # seconds before a process that could not be started is tried again
-_DYING: Final = 5.0  # seconds that a process may take to end once its end of the socket is closed
+_WORDS: Final = Words(
+    process="the process that renders chat templates",
+    slow="the template takes too much time with these messages",
+    crashed="the template crashes Python with these messages ({signal})",
+)
 
 _FIRST_CHAT: Final = {"messages": [{"role": "user", "content": "Hello"}], "add_generation_prompt": True}
 _LENGTH = struct.Struct("<I")
 _ANSWER = struct.Struct("<cI")
 _TEXT, _REFUSED, _EXHAUSTED = b"T", b"R", b"X"
-# Anybody may kill a process (the kernel, if memory is short); these a process brings upon itself.
-_CRASHES: Final = {signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.SIGFPE}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,12 +70,12 @@ class Renderer:
                 f"{label}: the template has {len(source):,} characters, more than {MAX_SOURCE:,}"
             )
         self._begin = json.dumps({"template": source, "variables": variables, **asdict(limits)}).encode()
-        for last in (*[False] * (_TRIES - 1), True):
+        for last in (*[False] * (TRIES - 1), True):
             try:
                 self._child = self._start()
                 list(self._ask([json.dumps(_FIRST_CHAT).encode()]))
                 return
-            except _LostError as lost:
+            except LostError as lost:
                 self._drop()
                 if last or lost.convicts:
                     raise ChatTemplateError(f"{label}: {lost}") from lost
@@ -99,7 +97,7 @@ class Renderer:
     @property
     def pid(self) -> int | None:
         """The process, if it runs."""
-        return None if self._child is None else self._child.pid
+        return None if self._child is None else self._child.process.pid
 
     def _line(self, chat: Mapping[str, Any]) -> bytes | ChatTemplateError:
         try:
@@ -116,10 +114,10 @@ class Renderer:
                     for answer in self._ask(list(_group(lines[len(answers) :]))):
                         answers.append(answer)
                         losses = 0
-                except _LostError as lost:
+                except LostError as lost:
                     self._drop()
                     losses += 1
-                    if lost.convicts or losses == _TRIES:
+                    if lost.convicts or losses == TRIES:
                         answers.append(ChatTemplateError(f"{self._label}: {lost}"))
                         losses = 0
                 except BaseException:  # or the next chats would get the answers to these
@@ -128,26 +126,26 @@ class Renderer:
         return answers
 
     def _ask(self, lines: Sequence[bytes]) -> Iterator[str | ChatTemplateError]:
-        """Answers in order, as many as the process gives; raises _LostError at the first that it does not."""
+        """Answers in order, as many as the process gives; raises LostError at the first that it does not."""
         limits = self._limits
         try:
             child = self._child = self._child or self._start()
-        except (ChatTemplateError, _LostError) as error:  # not these chats' fault: it was compiled before
-            raise _LostError(f"the template cannot be compiled again: {error}") from error
+        except (ChatTemplateError, LostError) as error:  # not these chats' fault: it was compiled before
+            raise LostError(f"the template cannot be compiled again: {error}") from error
         child.send(b"\n".join(lines), limits.wall_seconds)
         for line in lines:
             seconds = limits.render_seconds + limits.seconds_per_byte * len(line)
             most = limits.answer_bytes + 4 * len(line)
             kind, data = child.receive(most, limits.wall_seconds + 4 * seconds)
             if kind == _EXHAUSTED:
-                raise _LostError("the template needs too much memory with these messages", convicts=True)
+                raise LostError("the template needs too much memory with these messages", convicts=True)
             if kind != _TEXT:
                 yield self._error(kind, data)
                 continue
             try:
                 yield data.decode("utf-8", "surrogatepass")
             except UnicodeDecodeError as error:
-                raise _LostError("the process that renders the template is damaged", convicts=True) from error
+                raise LostError("the process that renders the template is damaged", convicts=True) from error
 
     def _error(self, kind: bytes, data: bytes) -> ChatTemplateError:
         text = data.decode("utf-8", "replace").replace("\x00", "\ufffd")[:_MAX_ERROR]
@@ -175,29 +173,24 @@ class Renderer:
             self._child = None
 
 
-class _LostError(Exception):
-    """The process has died, or does not answer; `convicts`: it was what it computed that ended it."""
-
-    def __init__(self, reason: str, *, convicts: bool = False) -> None:
-        super().__init__(reason)
-        self.convicts = convicts
-
-
 class _Child:
     """The process and our end of its socket."""
 
     def __init__(self) -> None:
         """Start it; raises RunnerError if that fails."""
         self._socket, theirs = socket.socketpair()
-        libraries = {str(Path(str(module.__file__)).parents[1]) for module in (jinja2, markupsafe)}
+        # No secret is in the environment, since there is none; the time zone is for strftime_now.
+        environment = {name: os.environ[name] for name in ("TZ",) if name in os.environ}
+        number = theirs.fileno()
         try:
-            self._process = _popen([sys.executable, "-I", "-S", str(PROGRAM), *sorted(libraries)], theirs)
+            self.process = ConfinedProcess(
+                PROGRAM, [jinja2, markupsafe], _WORDS, environment=environment, stdin=number, stdout=number
+            )
         except RunnerError:
             self._socket.close()
             raise
         finally:
             theirs.close()
-        self.pid = self._process.pid
 
     def send(self, frame: bytes, seconds: float) -> None:
         with self._within(seconds):
@@ -208,13 +201,12 @@ class _Child:
         with self._within(seconds) as give_up_at:
             kind, length = _ANSWER.unpack(self._exactly(_ANSWER.size, give_up_at))
             if length > most:
-                raise _LostError(f"the template writes {length:,} bytes of text", convicts=True)
+                raise LostError(f"the template writes {length:,} bytes of text", convicts=True)
             return kind, self._exactly(length, give_up_at)
 
     def close(self) -> None:
         self._socket.close()
-        self._process.kill()
-        self._process.wait()
+        self.process.kill()
 
     def _exactly(self, count: int, give_up_at: float) -> bytes:
         data = bytearray()
@@ -233,23 +225,9 @@ class _Child:
         try:
             yield time.monotonic() + seconds
         except TimeoutError as error:
-            raise _LostError(f"the template does not end within {seconds:g} s") from error
+            raise LostError(f"the template does not end within {seconds:g} s") from error
         except (OSError, EOFError) as error:
-            raise self._ended() from error
-
-    def _ended(self) -> _LostError:
-        """Why the process ended, which it did, or is about to."""
-        try:
-            code = self._process.wait(timeout=_DYING)
-        except subprocess.TimeoutExpired:
-            return _LostError("the process that renders the template hung up")
-        if code == -signal.SIGPROF:
-            return _LostError("the template takes too much time with these messages", convicts=True)
-        if -code in _CRASHES:
-            name = signal.Signals(-code).name
-            return _LostError(f"the template crashes Python with these messages ({name})", convicts=True)
-        how = f"signal {-code}" if code < 0 else f"exit code {code}"
-        return _LostError(f"the process that renders the template was ended ({how})", convicts=code >= 0)
+            raise self.process.lost() from error
 
 
 class _Turns:
@@ -288,26 +266,3 @@ def _group(lines: Sequence[bytes]) -> Iterator[bytes]:
         room -= len(line)
         if room <= 0:
             return
-
-
-def _popen(command: Sequence[str], theirs: socket.socket) -> subprocess.Popen[bytes]:
-    # No secret is in the environment, since there is none; the time zone is for strftime_now.
-    environment = {name: os.environ[name] for name in ("TZ",) if name in os.environ}
-    for last in (*[False] * (_TRIES - 1), True):
-        try:
-            return subprocess.Popen(
-                command,
-                stdin=theirs.fileno(),
-                stdout=theirs.fileno(),
-                stderr=subprocess.DEVNULL,
-                env=environment,
-                cwd="/",
-                start_new_session=True,
-            )
-        except OSError as error:  # no memory, or too many processes: not the template's fault
-            if last:
-                raise RunnerError(
-                    f"the process that renders chat templates cannot be started: {error}"
-                ) from error
-            time.sleep(_PAUSE)
-    raise AssertionError
