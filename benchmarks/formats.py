@@ -7,7 +7,8 @@ from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.model.spec import ModelSpec
 from nightmill.worker.options import DTYPES
 from nightmill.worker.runners.gpu.element_choice import choose_element
-from nightmill.worker.runners.gpu.numbers import KvNumbers, Numbers, WeightNumbers
+from nightmill.worker.runners.gpu.numbers import Numbers, WeightNumbers
+from nightmill.worker.runners.kv_format import KvFormat
 
 __all__ = ["add_formats", "numbers_from"]
 
@@ -20,11 +21,11 @@ def add_formats(arguments: argparse.ArgumentParser) -> None:
         "--weights", choices=[one.value for one in WeightNumbers], default=usual.weights, help="as a worker's"
     )
     arguments.add_argument(
-        "--kv", choices=[one.value for one in KvNumbers], default=usual.kv, help="as a worker's"
+        "--kv", choices=[one.value for one in KvFormat], default=usual.kv, help="as a worker's"
     )
 
 
 def numbers_from(options: argparse.Namespace, file: GgufFile, spec: ModelSpec) -> Numbers:
     """What a worker would be told by the same options."""
     element = choose_element(file, spec, options.dtype).element
-    return Numbers(element, WeightNumbers(options.weights), KvNumbers(options.kv))
+    return Numbers(element, WeightNumbers(options.weights), KvFormat(options.kv))

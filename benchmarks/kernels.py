@@ -13,7 +13,7 @@ import itertools
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,14 +25,16 @@ from nightmill.worker.runners.gpu.attention.choice import decode_attention, pref
 from nightmill.worker.runners.gpu.device.device import Device
 from nightmill.worker.runners.gpu.device.graphs import Graph
 from nightmill.worker.runners.gpu.device.operands import ABSENT, Buffer, Matrix
-from nightmill.worker.runners.gpu.kv_cache import PAGE, LayerCache
+from nightmill.worker.runners.gpu.kv_cache import PAGE, LayerCache, page_bytes
 from nightmill.worker.runners.gpu.rows.activate import Activate
 from nightmill.worker.runners.gpu.rows.embedding import Embedding
 from nightmill.worker.runners.gpu.rows.norms import Norms
 from nightmill.worker.runners.gpu.rows.rotation import Rotation
 from nightmill.worker.runners.gpu.sampling.sampler import SLOT, Sampler
 from nightmill.worker.runners.gpu.weights.layout import NormWeight
+from nightmill.worker.runners.kv_format import KvFormat
 from tests.gpu.operands import inputs_of, shape_of
+from tests.kept import as_parts
 from tests.specs import dense_spec
 
 SMALL = dense_spec(name="0.5B", vocab=151_936)
@@ -69,6 +71,15 @@ class Bench:
     def random(self, *shape: int, dtype: type = np.float16, scale: float = 1.0) -> Buffer:
         values = np.resize((self._noise * scale).astype(dtype), shape)
         return Buffer(self.device.upload(values), shape, values.dtype)
+
+    def pages(self, count: int, kv_heads: int, head_dim: int) -> Buffer:
+        """Random keys or values, as the device keeps them."""
+        if self.device.kv is KvFormat.ELEMENT:
+            return self.random(count, kv_heads, PAGE, head_dim)
+        some = np.resize(self._noise, (min(count, 1024), kv_heads, PAGE, head_dim))
+        parts = as_parts(some, self.device.element)
+        values = np.resize(parts, (count, *parts.shape[1:]))
+        return Buffer(self.device.upload(values), values.shape, values.dtype)
 
     def ints(self, values: np.ndarray) -> int:
         return self.device.upload(values.astype(np.int32))
@@ -171,8 +182,9 @@ def attention_cases(
     heads, kv_heads, head = attention.heads, attention.kv_heads, attention.head_dim
     decode_all = decode_attention(bench.device, attention, max_context=32_768)
     prefill_all = prefill_attention(bench.device, attention)
-    pages = cache_bytes // (kv_heads * PAGE * head * 2)
-    cache = LayerCache(*(bench.random(pages, kv_heads, PAGE, head) for _ in "kv"))
+    token = page_bytes(replace(spec, layers=spec.layers[:1]), bench.device.kv) // PAGE  # bytes
+    pages = 2 * cache_bytes // (PAGE * token)
+    cache = LayerCache(*(bench.pages(pages, kv_heads, head) for _ in "kv"))
     for count, context in decode:
         low, high = context if isinstance(context, tuple) else (context, context + 1)
         lengths = bench.rng.integers(low, high, count)
@@ -180,7 +192,7 @@ def attention_cases(
         if needed.sum() > pages:
             continue
         total = int(lengths.sum())
-        rounds = min(rounds_for(total * kv_heads * head * 4), pages // int(needed.sum()))
+        rounds = min(rounds_for(total * token), pages // int(needed.sum()))
         stride = 2048 if count < 64 else int(needed.max())
         tables = []
         order = bench.rng.permutation(pages)
@@ -205,7 +217,7 @@ def attention_cases(
             f"{spec.name} {count}x{context}",
             lambda i: decode_all(qkv, cache, steps[i], shape, out),
             rounds,
-            total * kv_heads * head * 4 + count * heads * head * 4,
+            total * token + count * heads * head * 4,
         )
     for count, length in prefill:
         starts = np.arange(count + 1, dtype=np.int32) * length

@@ -98,8 +98,8 @@ class Settings(BaseModel):
     """What a GPU computes in; auto: as the model's family and file ask for."""
     weights: Literal["16bit"] = "16bit"
     """How a GPU keeps matrices of weights."""
-    kv: Literal["16bit"] = "16bit"
-    """How a GPU keeps keys and values."""
+    kv: Literal["16bit", "fp8"] = "16bit"
+    """How keys and values are kept."""
     max_sequences: int | None = Field(default=None, ge=1, le=32768)
     """Sequences generated at once."""
     context: int | None = Field(default=None, ge=2)

@@ -25,6 +25,7 @@ from nightmill.worker.runners.gpu.catalogue import sources_for
 from nightmill.worker.runners.gpu.device.compiler import COMMON_OPTIONS, cubin_name, kernel_directory
 from nightmill.worker.runners.gpu.device.element import Element
 from nightmill.worker.runners.gpu.numbers import Numbers
+from nightmill.worker.runners.kv_format import KvFormat
 
 ROOT = Path(__file__).resolve().parent.parent
 DONE = ROOT / "build" / "kernels" / "nightmill" / "cubins"  # a worker's, with XDG_CACHE_HOME=build/kernels
@@ -80,6 +81,10 @@ def every_source() -> Iterator[tuple[Path, tuple[str, ...], str]]:
         for architecture in architectures:
             sources = sources_for(spec, Numbers(element), hopper=architecture == HOPPER)
             yield from ((path, options, architecture) for path, options in sources)
+    for spec, architecture, element in ((bundled, HOPPER, Element.F16), (large, "sm_80", Element.BF16)):
+        numbers = Numbers(element, kv=KvFormat.FP8)
+        for path, options in sources_for(spec, numbers, hopper=architecture == HOPPER):
+            yield path, options, architecture
 
 
 def with_heads(spec: ModelSpec, size: int, style: RopeStyle) -> ModelSpec:

@@ -12,8 +12,18 @@ static_assert(D <= 512, "head sizes are at most 512");
 
 static constexpr int EACH = (D + 31) / 32;
 
-static __device__ __forceinline__ void attend(const Element* __restrict__ q, const Element* __restrict__ k_cache,
-                                              const Element* __restrict__ v_cache, const int* __restrict__ table,
+// Element i of a head's part of a page, for a token with this place in it.
+static __device__ __forceinline__ float number_in(const Kept* part, int token, int i) {
+#ifdef KV_FP8
+    const uint32_t exponent = part[PAGE * D + exponent_place(token)];
+    return to_floats(elements_of_e4m3x2(part[token * D + i])).x * to_floats(powers_of(exponent)).x;
+#else
+    return to_float(part[token * D + i]);
+#endif
+}
+
+static __device__ __forceinline__ void attend(const Element* __restrict__ q, const Kept* __restrict__ k_cache,
+                                              const Kept* __restrict__ v_cache, const int* __restrict__ table,
                                               int kv_heads, int kv_head, int keys, const Scores& scores,
                                               Element* __restrict__ out) {
     const int lane = threadIdx.x % 32;
@@ -22,18 +32,18 @@ static __device__ __forceinline__ void attend(const Element* __restrict__ q, con
     for (int i = 0; i < EACH; ++i) query[i] = lane + 32 * i < D ? to_float(q[lane + 32 * i]) * scores.scale : 0.0f;
     float m = negative_infinity(), l = 0.0f;
     for (int key = scores.first_seen(keys); key < keys; ++key) {
-        const int64_t row = page_row(table[key / PAGE], kv_head, kv_heads) + key % PAGE;
+        const int64_t part = part_of(table[key / PAGE], kv_head, kv_heads, D);
         float score = 0.0f;
 #pragma unroll
         for (int i = 0; i < EACH; ++i)
-            if (lane + 32 * i < D) score = fmaf(query[i], to_float(k_cache[row * D + lane + 32 * i]), score);
+            if (lane + 32 * i < D) score = fmaf(query[i], number_in(k_cache + part, key % PAGE, lane + 32 * i), score);
         score = scores.capped(warp_sum(score));
         const float largest = fmaxf(m, score);
         const float shrink = weight_of(m, largest), p = exp2f(score - largest);
         l = l * shrink + p;
 #pragma unroll
         for (int i = 0; i < EACH; ++i)
-            if (lane + 32 * i < D) o[i] = o[i] * shrink + p * to_float(v_cache[row * D + lane + 32 * i]);
+            if (lane + 32 * i < D) o[i] = o[i] * shrink + p * number_in(v_cache + part, key % PAGE, lane + 32 * i);
         m = largest;
     }
 #pragma unroll
@@ -42,8 +52,8 @@ static __device__ __forceinline__ void attend(const Element* __restrict__ q, con
 }
 
 extern "C" __global__ void __launch_bounds__(32)
-    decode_attention_any(const Element* __restrict__ qkv, const Element* __restrict__ k_cache,
-                         const Element* __restrict__ v_cache, const int* __restrict__ tables, int table_stride,
+    decode_attention_any(const Element* __restrict__ qkv, const Kept* __restrict__ k_cache,
+                         const Kept* __restrict__ v_cache, const int* __restrict__ tables, int table_stride,
                          const int* __restrict__ lengths, const int* __restrict__ starts,
                          const int* __restrict__ listed, Element* __restrict__ out, int heads, int kv_heads,
                          float scale, float cap, int window) {
@@ -56,8 +66,8 @@ extern "C" __global__ void __launch_bounds__(32)
 }
 
 extern "C" __global__ void __launch_bounds__(128)
-    prefill_attention_any(const Element* __restrict__ qkv, const Element* __restrict__ k_cache,
-                          const Element* __restrict__ v_cache, const int* __restrict__ tables, int table_stride,
+    prefill_attention_any(const Element* __restrict__ qkv, const Kept* __restrict__ k_cache,
+                          const Kept* __restrict__ v_cache, const int* __restrict__ tables, int table_stride,
                           const int* __restrict__ lengths, const int* __restrict__ starts,
                           const int* __restrict__ tiles, Element* __restrict__ out, int heads, int kv_heads,
                           float scale, float cap, int window) {

@@ -1,7 +1,7 @@
 // Attention of sequences that decode: one query each, over the paged cache.
 //
 //   q        the queries inside qkv (T, (H + 2 G) D) elements, rotated
-//   caches   [pages, G, 16, D] elements;  tables (S, stride): the pages of each sequence
+//   caches   as `kv_cache.cuh` says;  tables (S, stride): the pages of each sequence
 //   out      (T, H D) elements
 //
 // starts: null where sequence s has row s of q and out; else (sequences + 1,), and it has row starts[s + 1] - 1.
@@ -11,7 +11,7 @@
 // partials, sums  (segments, H, D), (segments, H, 2) float;  counters (segments, G * head tiles), zero before and after
 //
 // A block of 4 warps takes a piece and one KV head with up to 16 (ROWS: 8) of the query heads that share it; the grid is
-// (G * head tiles, N). Bound by memory: 4 D bytes a key and KV head, each read once. A warp takes every fourth page
+// (G * head tiles, N). Bound by memory: 4 D bytes a key and KV head (of E4M3 2 D + 2), each read once. A warp takes every fourth page
 // (`decode_page.cuh`). Pages come by cp.async to a ring of AHEAD places in shared memory, of each warp its own, those of
 // the first round before the block waits for the kernel ahead: what is on its way needs neither registers nor L1. Pieces,
 // tables and starts are there before the step starts.
@@ -24,26 +24,42 @@
 //
 // Heads over 128 leave no registers for a page: what tensor cores take comes from shared memory piece by piece.
 //
-// Options: -DHEAD_DIM, a multiple of 16 from 64 to 256; -DWINDOW, -DSOFTCAP. Dynamic shared memory: 4 warps of AHEAD pages
-// of 64 WIDTH bytes.
+// Options: -DHEAD_DIM, a multiple of 16 from 64 to 256; -DWINDOW, -DSOFTCAP, -DKV_FP8. Dynamic shared memory: 4 warps of AHEAD
+// pages, and of their exponents.
 #include "attention/decode_page.cuh"
 
 static constexpr bool LARGE = D > 128;               // registers do not hold a page
-static constexpr int CHUNKS = D / 8;                 // 16-byte pieces of a key's row
+#ifndef KV_BLOCKS
+#define KV_BLOCKS 5
+#endif
+static constexpr int BLOCKS = KEPT_AS_FP8 && D == 64 ? KV_BLOCKS : 1;  // that share a multiprocessor, at least
+static constexpr int IN_CHUNK = 16 / sizeof(Kept);   // numbers
+static constexpr int CHUNKS = D / IN_CHUNK;          // 16-byte pieces of a key's row
 static constexpr bool EVEN = 32 % CHUNKS == 0;       // a warp copies whole rows at once
-static constexpr int HALF_BYTES = PAGE * WIDTH * 2;  // keys, or values, of a page
+
+// A row in shared memory. Of bytes, two may share what all banks give at once, 128 bytes; none begins in the middle of it.
+static constexpr int ROW_BYTES = !KEPT_AS_FP8 ? 2 * WIDTH : WIDTH == 192 ? 256 : WIDTH;
+static constexpr int HALF_BYTES = PAGE * ROW_BYTES;  // keys, or values, of a page
 static constexpr int PAGE_BYTES = 2 * HALF_BYTES;
+static constexpr int EXPONENT_BYTES = 2 * EXPONENTS;  // of a page, behind the pages of all warps
 
-static constexpr int ROW_BYTES = 2 * WIDTH;
-static constexpr int OTHER_HALF = 64;  // of 128 bytes
-
-// Byte offset of a piece of a row. The order within each 128 bytes is such that eight lanes which read 16 bytes each, of two
-// rows of keys or of four rows of values, reach all banks. Rows that are 4 apart, or 1 apart and the upper one odd, have
-// OTHER_HALF exclusive-or between them; rows that are 8 apart have the same order.
-static __device__ __forceinline__ int turn_of(int row) { return (row & 6) ^ (row & 1) << 2; }
+// Byte offset of a chunk of a row. The order within each 128 bytes is such that lanes which read at once reach all banks: eight with
+// 16 bytes each, of two rows of keys or of four rows of values; of E4M3 16 with 8 bytes each, of four rows. Rows that are 8 apart
+// have the same order, and rows 2 n and 2 n + 1 differ as NEIGHBOUR says.
+static __device__ __forceinline__ int turn_of(int row) {
+    if constexpr (!KEPT_AS_FP8) return (row & 6) ^ (row & 1) << 2;
+    if constexpr (ROW_BYTES == 64) return row & 6;
+    return (row & 3) * 2 ^ (row & 4) / 2;
+}
+static constexpr int NEIGHBOUR = KEPT_AS_FP8 && ROW_BYTES > 64 ? 32 : 64;   // exclusive or ...
+static constexpr int NEXT_ROW = KEPT_AS_FP8 && ROW_BYTES == 64 ? 0 : ROW_BYTES;  // ... and what is added
 
 static __device__ __forceinline__ uint32_t place(int row, int chunk) {
-    return static_cast<uint32_t>(row * ROW_BYTES + (chunk ^ turn_of(row)) * 16);
+    return static_cast<uint32_t>(((row * (ROW_BYTES / 16) + chunk) ^ turn_of(row)) * 16);
+}
+// The same of a piece of 8 numbers.
+static __device__ __forceinline__ uint32_t piece_place(int row, int piece) {
+    return place(row, piece * 8 / IN_CHUNK) + piece * 8 % IN_CHUNK * static_cast<int>(sizeof(Kept));
 }
 
 // Where a lane's pieces of a page are: all are one of these and a constant.
@@ -55,27 +71,32 @@ struct Places {
 
     __device__ __forceinline__ Places(int lane)
         : copied(place(lane / CHUNKS, lane % CHUNKS)),
-          key(place(lane / 4, lane % 4)),
-          value(place(lane % 4 * 2, lane / 4)),
+          key(piece_place(lane / 4, lane % 4)),
+          value(piece_place(lane % 4 * 2, lane / 4)),
           policy(read_once()) {}
 
-    // Starts copying a page; keys that the token does not see become zeros: 0 times NaN is NaN.
-    __device__ __forceinline__ void fetch(uint32_t target, const Cache& cache, int entry, int page) const {
+    // Starts copying a page, and its exponents to a place of their own; keys that the token does not see become zeros: 0 times NaN
+    // is NaN.
+    __device__ __forceinline__ void fetch(uint32_t target, uint32_t exponents, const Cache& cache, int entry,
+                                          int page) const {
         const int lane = threadIdx.x % 32;
-        const int64_t offset = page_row(entry, cache.kv_head, cache.kv_heads) * D + lane * 8;
+        const int64_t part = part_of(entry, cache.kv_head, cache.kv_heads, D), offset = part + lane * IN_CHUNK;
+        if (KEPT_AS_FP8 && lane < 2)
+            copy_async(exponents + lane * EXPONENTS, (lane ? cache.v : cache.k) + part + PAGE * D, true, policy);
         if constexpr (!EVEN) {
             const int left = cache.length - page * PAGE, hidden = cache.seen - page * PAGE;
 #pragma unroll
-            for (int i = 0; i < PAGE * CHUNKS / 32; ++i) {
+            for (int i = 0; i < (PAGE * CHUNKS + 31) / 32; ++i) {
                 const int row = (i * 32 + lane) / CHUNKS, chunk = (i * 32 + lane) % CHUNKS;
+                if (PAGE * CHUNKS % 32 != 0 && row >= PAGE) break;
                 const bool wanted = is_seen(row, left, hidden);
-                copy_async(target + place(row, chunk), cache.k + offset + i * 256, wanted, policy);
-                copy_async(target + place(row, chunk) + HALF_BYTES, cache.v + offset + i * 256, wanted, policy);
+                copy_async(target + place(row, chunk), cache.k + offset + i * 32 * IN_CHUNK, wanted, policy);
+                copy_async(target + place(row, chunk) + HALF_BYTES, cache.v + offset + i * 32 * IN_CHUNK, wanted, policy);
             }
             return;
         }
         constexpr int AT_ONCE = EVEN ? 32 / CHUNKS : PAGE;  // rows
-        const Element *keys = cache.k + offset, *values = cache.v + offset;
+        const Kept *keys = cache.k + offset, *values = cache.v + offset;
         const int left = cache.length - page * PAGE - lane / CHUNKS, hidden = cache.seen - page * PAGE - lane / CHUNKS;
 #pragma unroll
         for (int row = 0; row < PAGE; row += AT_ONCE) {
@@ -87,13 +108,30 @@ struct Places {
     }
 
     // As `Running` wants them.
-    __device__ __forceinline__ Element8 key_piece(uint32_t source, int j, int i) const {
+    __device__ __forceinline__ Kept8 key_piece(uint32_t source, int j, int i) const {
         if (!has_piece(i * 32 + 32, i * 32 + threadIdx.x % 4 * 8)) return NO_PIECE;  // nobody wrote there
-        return load_shared(source + (key ^ i % 2 * OTHER_HALF) + j * 8 * ROW_BYTES + i / 2 * 128);
+        const int along = i * 32 * static_cast<int>(sizeof(Kept));
+        return load_piece(source + (key ^ along % 128) + j * 8 * ROW_BYTES + along / 128 * 128);
     }
-    __device__ __forceinline__ Element8 value_piece(uint32_t source, int j, int i) const {
-        return load_shared(source + HALF_BYTES + (value ^ j % 2 * OTHER_HALF) + (j % 2 + j / 2 * 8) * ROW_BYTES +
-                           i * 128);
+    __device__ __forceinline__ Kept8 value_piece(uint32_t source, int j, int i) const {
+        const int along = i * 64 * static_cast<int>(sizeof(Kept));
+        return load_piece(source + HALF_BYTES + (value ^ j % 2 * NEIGHBOUR ^ along % 128) + j % 2 * NEXT_ROW +
+                          j / 2 * 8 * ROW_BYTES + along / 128 * 128);
+    }
+    static __device__ __forceinline__ Kept8 load_piece(uint32_t address) {
+#ifdef KV_FP8
+        return load_shared_8(address);
+#else
+        return load_shared(address);
+#endif
+    }
+
+    static __device__ __forceinline__ void take_exponents(Page& tile, uint32_t source, const Cache& cache, int page,
+                                                          int t) {
+#ifdef KV_FP8
+        tile.of_keys = seen_exponents(load_shared_4(source + 4 * t), cache, page * PAGE, t);
+        tile.of_values = seen_exponents(load_shared_4(source + EXPONENTS + 4 * t), cache, page * PAGE, t);
+#endif
     }
 
     __device__ __forceinline__ void take_keys(Page& tile, uint32_t source) const {
@@ -117,11 +155,11 @@ static __device__ __forceinline__ void score_large(float (&s)[2][4], const Eleme
 #pragma unroll
     for (int i = 0; i < K_LOADS; ++i) {
         const bool there = g < heads && has_piece(i * 32 + 32, i * 32 + t * 8);
-        const Element8 query = there ? load_again(q + g * D + i * 32 + t * 8) : NO_PIECE;
+        const Element8 query = there ? load_again(q + g * D + i * 32 + t * 8) : Element8{};
         const uint32_t first[4] = {query.word[0], 0, query.word[1], 0}, second[4] = {query.word[2], 0, query.word[3], 0};
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
-            const Element8 key = places.key_piece(source, j, i);
+            const Element8 key = elements_of(places.key_piece(source, j, i));
             mma(s[j], first, key.word[0], key.word[1]);
             mma(s[j], second, key.word[2], key.word[3]);
         }
@@ -150,6 +188,7 @@ static __device__ __forceinline__ void decode(const Element* q, const Cache& cac
         first = max(first, page + ((warp - page) & (WARPS - 1)));  // a warp's pages are always the same
     }
     const uint32_t ring = shared_address(rings) + warp * AHEAD * PAGE_BYTES;
+    const uint32_t exponents = shared_address(rings) + WARPS * AHEAD * PAGE_BYTES + warp * AHEAD * EXPONENT_BYTES;
     const Places places(lane);
     const bool own = Segment<ROWS>::row() < shared_heads;
     Segment<ROWS> kept{negative_infinity(), 0.0f, {}};
@@ -159,7 +198,7 @@ static __device__ __forceinline__ void decode(const Element* q, const Cache& cac
         for (int i = 0; i < AHEAD; ++i) {
             const int page = first + i * WARPS;
             if (page < end && (page == pages - 1) == newest)
-                places.fetch(ring + i * PAGE_BYTES, cache, cache.table[page], page);
+                places.fetch(ring + i * PAGE_BYTES, exponents + i * EXPONENT_BYTES, cache, cache.table[page], page);
             if (!newest) commit_copies();
         }
     };
@@ -184,12 +223,14 @@ static __device__ __forceinline__ void decode(const Element* q, const Cache& cac
                 wait_for_copies<AHEAD - 1>();
             __syncwarp();  // the other lanes' copies are here too
             const uint32_t slot = ring + (turn & (AHEAD - 1)) * PAGE_BYTES;
+            const uint32_t slot_exponents = exponents + (turn & (AHEAD - 1)) * EXPONENT_BYTES;
             Page tile;
+            places.take_exponents(tile, slot_exponents, cache, page, t);
             float s[2][4] = {};
             auto fetch_next = [&] {  // in place of this page, which is in registers or done with
                 __syncwarp();
                 const int next = page + AHEAD * WARPS;
-                if (next < end) places.fetch(slot, cache, entry, next);
+                if (next < end) places.fetch(slot, slot_exponents, cache, entry, next);
                 commit_copies();
                 entries += WARPS;
                 if (next + WARPS < end) entry = __ldg(entries);
@@ -202,6 +243,7 @@ static __device__ __forceinline__ void decode(const Element* q, const Cache& cac
                 places.take_values(tile, slot);
                 fetch_next();
             }
+            running.scale(s, tile.of_keys);
             float largest[2] = {running.m[0], running.m[1]};
             running.hide(largest, s, page * PAGE, cache, scores, t);
 #pragma unroll
@@ -210,10 +252,10 @@ static __device__ __forceinline__ void decode(const Element* q, const Cache& cac
             uint32_t pa[4] = {};
             running.weigh(pa, s);
             if constexpr (LARGE) {
-                running.mix(pa, [&](int j, int i) { return places.value_piece(slot, j, i); });
+                running.mix(pa, tile.of_values, [&](int j, int i) { return places.value_piece(slot, j, i); });
                 fetch_next();
             } else {
-                running.mix(pa, [&](int j, int i) { return tile.v[j][i]; });
+                running.mix(pa, tile.of_values, [&](int j, int i) { return tile.v[j][i]; });
             }
         }
         const Segment<ROWS> mine = merge_warps(running);
@@ -233,9 +275,9 @@ static __device__ __forceinline__ void decode(const Element* q, const Cache& cac
 }
 
 #define DECODE_KERNEL(ROWS, AHEAD)                                                                                \
-    extern "C" __global__ void __launch_bounds__(THREADS)                                                         \
+    extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)                                                 \
         decode_attention_##ROWS##_##AHEAD(                                                                        \
-            const Element* qkv, const Element* k_cache, const Element* v_cache, const int* tables, int table_stride, \
+            const Element* qkv, const Kept* k_cache, const Kept* v_cache, const int* tables, int table_stride,    \
             const int* starts, const int4* pieces, Element* out, float* partials, float* sums, unsigned* counters, \
             int heads, int kv_heads, int segment_pages, float scale, float cap, int window) {                     \
         launch_next();                                                                                            \
@@ -260,9 +302,14 @@ static __device__ __forceinline__ void decode(const Element* q, const Cache& cac
 
 #if HEAD_DIM > 128
 DECODE_KERNEL(8, 1)
+DECODE_KERNEL(8, 2)
 #else
 DECODE_KERNEL(8, 2)
 DECODE_KERNEL(16, 2)
 DECODE_KERNEL(8, 4)
 DECODE_KERNEL(16, 4)
+#ifdef KV_FP8
+DECODE_KERNEL(8, 8)
+DECODE_KERNEL(16, 8)
+#endif
 #endif

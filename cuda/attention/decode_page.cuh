@@ -7,6 +7,9 @@
 // permutations make the pairs of keys that a fragment holds. Of other sizes than multiples of 64, pieces past a row's end
 // are zeros for queries and keys, and of values anything: those columns of the result are dropped.
 //
+// Pieces of E4M3 (-DKV_FP8) have 8 bytes and become the same elements in the same places: keys before their products, which are
+// then multiplied by the power of two that the key's are multiples of, and values with theirs. All of that is exact.
+//
 // Options: -DHEAD_DIM, a multiple of 16 from 64 to 256; -DWINDOW, -DSOFTCAP.
 #pragma once
 
@@ -24,14 +27,66 @@ static constexpr int PITCH = WIDTH + 4;  // floats, of a row of results in share
 // Whether a piece that begins with this element of a row is there; whole chunks of 32 or 64 always are.
 static __device__ __forceinline__ bool has_piece(int chunk_end, int element) { return chunk_end <= D || element < D; }
 
+#ifdef KV_FP8
+
+using Kept8 = Bytes8;
+
+// Of the keys, or values, of the tokens 2t, 2t+1, 2t+8, 2t+9 of a page, one in a byte; 0, whose power is 0, of a token not seen.
+struct Exponents {
+    uint32_t all;
+
+    __device__ __forceinline__ Element2 powers(int pair) const { return powers_of(all >> 16 * pair); }
+};
+
+// Pairs of keys as fragments hold them: of 2t and 2t+1, of 2t+8 and 2t+9, for each of 8 elements.
+static __device__ __forceinline__ void pair_values(uint32_t (&pairs)[8][2], const Kept8 (&v)[4], const Exponents& exponents) {
+#pragma unroll
+    for (int side = 0; side < 2; ++side) {
+        const Element2 powers = exponents.powers(side);
+#pragma unroll
+        for (int d = 0; d < 8; d += 2) {
+            const uint32_t bytes =
+                __byte_perm(v[2 * side].word[d / 4], v[2 * side + 1].word[d / 4], d & 2 ? 0x7362 : 0x5140);
+            pairs[d][side] = word_of(__hmul2(elements_of_e4m3x2(bytes), powers));
+            pairs[d + 1][side] = word_of(__hmul2(elements_of_e4m3x2(bytes >> 16), powers));
+        }
+    }
+}
+
+static __device__ __forceinline__ Element8 elements_of(const Kept8& piece) {
+    Element8 wide;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) wide.word[i] = word_of(elements_of_e4m3x2(piece.word[i / 2] >> 16 * (i % 2)));
+    return wide;
+}
+
+#else
+
+using Kept8 = Element8;
+
+struct Exponents {};
+
+static __device__ __forceinline__ void pair_values(uint32_t (&pairs)[8][2], const Kept8 (&v)[4], const Exponents&) {
+#pragma unroll
+    for (int d = 0; d < 8; ++d)
+#pragma unroll
+        for (int side = 0; side < 2; ++side)
+            pairs[d][side] = __byte_perm(v[2 * side].word[d / 2], v[2 * side + 1].word[d / 2], d & 1 ? 0x7632 : 0x5410);
+}
+
+static __device__ __forceinline__ const Element8& elements_of(const Kept8& piece) { return piece; }
+
+#endif
+
 struct Page {
-    Element8 k[2][K_LOADS];  // [tile of 8 keys][piece]
-    Element8 v[4][V_LOADS];  // keys 2t, 2t+1, 2t+8, 2t+9
+    Kept8 k[2][K_LOADS];  // [tile of 8 keys][piece]
+    Kept8 v[4][V_LOADS];  // keys 2t, 2t+1, 2t+8, 2t+9
+    Exponents of_keys, of_values;
 };
 
 struct Cache {
-    const Element* k;
-    const Element* v;
+    const Kept* k;
+    const Kept* v;
     const int* table;
     int kv_heads;
     int kv_head;
@@ -45,21 +100,45 @@ static __device__ __forceinline__ bool is_seen(int place, int left, int hidden) 
     return place < left && place >= hidden;
 }
 
-static constexpr Element8 NO_PIECE{{0, 0, 0, 0}};
+static constexpr Kept8 NO_PIECE{};
 
-static __device__ __forceinline__ Element8 load_if(bool wanted, const Element* source) {
-    if (wanted) return load_streaming(source);
-    return NO_PIECE;  // 0, not what lies in the page: 0 times NaN is NaN
+static __device__ __forceinline__ Kept8 load_if(bool wanted, const Kept* source) {
+    if (!wanted) return NO_PIECE;  // 0, not what lies in the page: 0 times NaN is NaN
+#ifdef KV_FP8
+    return load_streaming_8(source);
+#else
+    return load_streaming(source);
+#endif
 }
 
 static __device__ __forceinline__ int64_t page_offset(const Cache& cache, int page) {
-    return page_row(cache.table[page], cache.kv_head, cache.kv_heads) * D;
+    return part_of(cache.table[page], cache.kv_head, cache.kv_heads, D);
 }
+
+#ifdef KV_FP8
+// A lane's exponents of the page that begins with `first_key`, from the word with all four.
+static __device__ __forceinline__ Exponents seen_exponents(uint32_t word, const Cache& cache, int first_key, int t) {
+    if (first_key + PAGE <= cache.length && (!WINDOWED || first_key >= cache.seen)) return {word};
+    const int left = cache.length - first_key - 2 * t, hidden = cache.seen - first_key - 2 * t;
+    uint32_t mask = 0;
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+        if (is_seen(i % 2 + i / 2 * 8, left, hidden)) mask |= 0xffu << 8 * i;
+    return {word & mask};
+}
+
+static __device__ __forceinline__ Exponents load_exponents(const Kept* part, const Cache& cache, int page, int t) {
+    if (page * PAGE >= cache.length) return {0};
+    return seen_exponents(load_streaming_4(part + PAGE * D + 4 * t), cache, page * PAGE, t);
+}
+#else
+static __device__ __forceinline__ Exponents load_exponents(const Kept*, const Cache&, int, int) { return {}; }
+#endif
 
 // All addresses are one of the lane's and a constant, for which a load has room.
 static __device__ __forceinline__ void load_keys(Page& tile, const Cache& cache, int64_t offset, int page, int g,
                                                  int t) {
-    const Element* mine = cache.k + offset + (g * D + t * 8);
+    const Kept* mine = cache.k + offset + (g * D + t * 8);
     const int left = cache.length - page * PAGE - g, hidden = cache.seen - page * PAGE - g;
 #pragma unroll
     for (int j = 0; j < 2; ++j)
@@ -67,11 +146,12 @@ static __device__ __forceinline__ void load_keys(Page& tile, const Cache& cache,
         for (int i = 0; i < K_LOADS; ++i)
             tile.k[j][i] = load_if(is_seen(j * 8, left, hidden) && has_piece(i * 32 + 32, i * 32 + t * 8),
                                    mine + j * 8 * D + i * 32);
+    tile.of_keys = load_exponents(cache.k + offset, cache, page, t);
 }
 
 static __device__ __forceinline__ void load_values(Page& tile, const Cache& cache, int64_t offset, int page, int g,
                                                    int t) {
-    const Element* mine = cache.v + offset + (2 * t * D + g * 8);
+    const Kept* mine = cache.v + offset + (2 * t * D + g * 8);
     const int left = cache.length - page * PAGE - 2 * t, hidden = cache.seen - page * PAGE - 2 * t;
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
@@ -81,6 +161,7 @@ static __device__ __forceinline__ void load_values(Page& tile, const Cache& cach
             tile.v[j][i] = load_if(is_seen(key, left, hidden) && has_piece(i * 64 + 64, i * 64 + g * 8),
                                    mine + key * D + i * 64);
     }
+    tile.of_values = load_exponents(cache.v + offset, cache, page, t);
 }
 
 // Queries of up to ROWS heads as A fragments; rows past the heads are zero.
@@ -118,10 +199,25 @@ struct Running {
         for (int j = 0; j < 2; ++j)
 #pragma unroll
             for (int i = 0; i < K_LOADS; ++i) {
-                const Element8 piece = key(j, i);
+                const Element8 piece = elements_of(key(j, i));
                 mma(s[j], qa[2 * i], piece.word[0], piece.word[1]);
                 mma(s[j], qa[2 * i + 1], piece.word[2], piece.word[3]);
             }
+    }
+
+    // Products of what the cache keeps to products of what that stands for.
+    static __device__ __forceinline__ void scale(float (&s)[2][4], const Exponents& of_keys) {
+#ifdef KV_FP8
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+            const float2 powers = to_floats(of_keys.powers(j));
+#pragma unroll
+            for (int half = 0; half < HALVES; ++half) {
+                s[j][2 * half] = __fmul_rn(s[j][2 * half], powers.x);
+                s[j][2 * half + 1] = __fmul_rn(s[j][2 * half + 1], powers.y);
+            }
+        }
+#endif
     }
 
     // Products to scores, -inf for keys that the token does not see; `largest`: raised to each row's largest.
@@ -172,17 +268,14 @@ struct Running {
 
     // `value(j, i)`: the piece i of the lane's value j.
     template <typename Value>
-    __device__ __forceinline__ void mix(const uint32_t (&pa)[4], Value value) {
+    __device__ __forceinline__ void mix(const uint32_t (&pa)[4], const Exponents& of_values, Value value) {
 #pragma unroll
         for (int i = 0; i < V_LOADS; ++i) {
-            const Element8 v[4] = {value(0, i), value(1, i), value(2, i), value(3, i)};
+            const Kept8 v[4] = {value(0, i), value(1, i), value(2, i), value(3, i)};
+            uint32_t pairs[8][2];
+            pair_values(pairs, v, of_values);
 #pragma unroll
-            for (int d = 0; d < 8; ++d) {
-                const int which = d & 1 ? 0x7632 : 0x5410;
-                const uint32_t b0 = __byte_perm(v[0].word[d / 2], v[1].word[d / 2], which);
-                const uint32_t b1 = __byte_perm(v[2].word[d / 2], v[3].word[d / 2], which);
-                mma(o[i * 8 + d], pa, b0, b1);
-            }
+            for (int d = 0; d < 8; ++d) mma(o[i * 8 + d], pa, pairs[d][0], pairs[d][1]);
         }
     }
 };

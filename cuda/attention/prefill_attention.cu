@@ -1,7 +1,7 @@
 // Causal attention of chunks of sequences over the paged cache, which already holds the chunks' own keys and values.
 //
 //   q        the queries inside qkv (T, (H + 2 G) D) elements, rotated;  out (T, H D) elements
-//   caches   [pages, G, 16, D] elements;  tables (sequences, stride)
+//   caches   as `kv_cache.cuh` says;  tables (sequences, stride)
 //   starts   (sequences + 1,): sequence s has the rows starts[s] .. starts[s + 1] - 1, the last of lengths[s] tokens
 //   tiles    (n, 2): pairs (sequence, i): the i-th group of 128 / (H / G) tokens of its chunk; negative: skipped
 //
@@ -38,8 +38,26 @@ static __device__ __forceinline__ uint32_t place(int row, int chunk) {
     return static_cast<uint32_t>(row * PITCH + (EXCHANGED ? chunk ^ (row & 7) : chunk) * 16);
 }
 
+// Brings a chunk of a token's numbers to shared memory, as elements; zeros if it is not `wanted`. Elements may be there later
+// (`wait_for_copies`); E4M3 are there after the next barrier.
+static __device__ __forceinline__ void load_chunk(uint32_t target, const Kept* part, int token, int chunk, bool wanted) {
+#ifdef KV_FP8
+    Element8 eight{};
+    if (wanted) {
+        const Bytes8 bytes = *reinterpret_cast<const Bytes8*>(part + token * D + chunk * 8);
+        const Element2 power = powers_of(part[PAGE * D + exponent_place(token)] * 0x101u);
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+            eight.word[i] = word_of(__hmul2(elements_of_e4m3x2(bytes.word[i / 2] >> 16 * (i % 2)), power));
+    }
+    store_shared(target, eight);
+#else
+    copy_async(target, part + token * D + chunk * 8, wanted);
+#endif
+}
+
 // Keys `first_key` and on; those before `seen`, and from `keys` on, are zeros: 0 times NaN is NaN.
-static __device__ __forceinline__ void load_tile(uint32_t target, const Element* __restrict__ cache,
+static __device__ __forceinline__ void load_tile(uint32_t target, const Kept* __restrict__ cache,
                                                  const int* __restrict__ table, int kv_heads, int kv_head,
                                                  int first_key, int seen, int keys) {
 #pragma unroll
@@ -50,8 +68,7 @@ static __device__ __forceinline__ void load_tile(uint32_t target, const Element*
         const int key = first_key + row;
         const bool wanted = key < keys && (!WINDOWED || key >= seen);
         const int page = wanted ? table[key / PAGE] : 0;
-        const Element* source = cache + (page_row(page, kv_head, kv_heads) + key % PAGE) * D + chunk * 8;
-        copy_async(target + place(row, chunk), source, wanted);
+        load_chunk(target + place(row, chunk), cache + part_of(page, kv_head, kv_heads, D), key % PAGE, chunk, wanted);
     }
 }
 
@@ -214,8 +231,8 @@ struct Running {
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-    prefill_attention(const Element* __restrict__ qkv, const Element* __restrict__ k_cache,
-                      const Element* __restrict__ v_cache, const int* __restrict__ tables, int table_stride,
+    prefill_attention(const Element* __restrict__ qkv, const Kept* __restrict__ k_cache,
+                      const Kept* __restrict__ v_cache, const int* __restrict__ tables, int table_stride,
                       const int* __restrict__ lengths, const int* __restrict__ starts,
                       const int* __restrict__ tiles, Element* __restrict__ out, int heads, int kv_heads,
                       float scale, float cap, int window) {

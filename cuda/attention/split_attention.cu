@@ -56,7 +56,7 @@ struct Sent {
 };
 
 template <int ROWS>
-static __device__ __forceinline__ void decode_split(const Element* qkv, const Element* k_cache, const Element* v_cache,
+static __device__ __forceinline__ void decode_split(const Element* qkv, const Kept* k_cache, const Kept* v_cache,
                                                   const int* tables, int table_stride, const int* lengths,
                                                   const int* starts, const int* listed, Element* out, float* partials,
                                                   float* sums, unsigned* counters, int heads, int kv_heads,
@@ -142,8 +142,10 @@ static __device__ __forceinline__ void decode_split(const Element* qkv, const El
             if (next < end) find(next);
             float s[AHEAD][2][4] = {}, largest[AHEAD][2];
 #pragma unroll
-            for (int i = 0; i < AHEAD; ++i)
+            for (int i = 0; i < AHEAD; ++i) {
                 running.score(s[i], qa, [&](int j, int piece) { return tile[i].k[j][piece]; });
+                running.scale(s[i], tile[i].of_keys);
+            }
 #pragma unroll
             for (int i = 0; i < AHEAD; ++i) {
                 largest[i][0] = largest[i][1] = negative_infinity();
@@ -160,7 +162,7 @@ static __device__ __forceinline__ void decode_split(const Element* qkv, const El
                     running.rescale(half, fmaxf(running.m[half], largest[i][half]));
                 uint32_t pa[4] = {};
                 running.weigh(pa, s[i]);
-                running.mix(pa, [&](int j, int piece) { return tile[i].v[j][piece]; });
+                running.mix(pa, tile[i].of_values, [&](int j, int piece) { return tile[i].v[j][piece]; });
             }
             if (next < end) {
 #pragma unroll
@@ -198,7 +200,7 @@ static __device__ __forceinline__ void decode_split(const Element* qkv, const El
 
 #define SPLIT_KERNEL(ROWS)                                                                                          \
     extern "C" __global__ void __launch_bounds__(THREADS) split_attention_##ROWS(                                    \
-        const Element* qkv, const Element* k_cache, const Element* v_cache, const int* tables, int table_stride,     \
+        const Element* qkv, const Kept* k_cache, const Kept* v_cache, const int* tables, int table_stride,     \
         const int* lengths, const int* starts, const int* listed, Element* out, float* partials, float* sums,      \
         unsigned* counters, int heads, int kv_heads, int segment_pages, int max_segments, float scale, float cap,   \
         int window) {                                                                                             \

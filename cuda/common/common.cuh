@@ -46,6 +46,22 @@ static __device__ __forceinline__ Element8 load_streaming(const void* source) {
     return v;
 }
 
+struct alignas(8) Bytes8 {
+    uint32_t word[2];
+};
+
+static __device__ __forceinline__ Bytes8 load_streaming_8(const void* source) {
+    Bytes8 v;
+    asm volatile("ld.global.nc.L1::no_allocate.v2.u32 {%0, %1}, [%2];" : "=r"(v.word[0]), "=r"(v.word[1]) : "l"(source));
+    return v;
+}
+
+static __device__ __forceinline__ uint32_t load_streaming_4(const void* source) {
+    uint32_t word;
+    asm volatile("ld.global.nc.L1::no_allocate.u32 %0, [%1];" : "=r"(word) : "l"(source));
+    return word;
+}
+
 // Through L1, and each time anew: the compiler would keep it in registers.
 static __device__ __forceinline__ Element8 load_again(const void* source) {
     Element8 v;
@@ -90,6 +106,30 @@ static __device__ __forceinline__ Element8 load_shared(uint32_t address) {
                  : "=r"(v.word[0]), "=r"(v.word[1]), "=r"(v.word[2]), "=r"(v.word[3])
                  : "r"(address));
     return v;
+}
+
+static __device__ __forceinline__ Bytes8 load_shared_8(uint32_t address) {
+    Bytes8 v;
+    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(v.word[0]), "=r"(v.word[1]) : "r"(address));
+    return v;
+}
+
+static __device__ __forceinline__ uint32_t load_shared_4(uint32_t address) {
+    uint32_t word;
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(word) : "r"(address));
+    return word;
+}
+
+static __device__ __forceinline__ void store_shared(uint32_t address, const Element8& v) {
+    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v.word[0]), "r"(v.word[1]),
+                 "r"(v.word[2]), "r"(v.word[3])
+                 : "memory");
+}
+
+static __device__ __forceinline__ uint32_t load_shared_1(uint32_t address) {
+    uint32_t byte;
+    asm volatile("ld.shared.u8 %0, [%1];" : "=r"(byte) : "r"(address));
+    return byte;
 }
 
 // 16 bytes of them.

@@ -22,7 +22,8 @@ static __device__ __forceinline__ void rotate(float& x, float& y, float cosine, 
 }
 
 struct Qkv {
-    Element *qkv, *keys, *values;  // (T, (H + 2 G) D): here only queries go; pages [pages, G, 16, D]
+    Element* qkv;                 // (T, (H + 2 G) D): here only queries go
+    Kept *keys, *values;          // pages, as `kv_cache.cuh` says
     const float* bias;            // ((H + 2 G) D,), or null
     const int *positions;         // (T,)
     const int *cache_rows;        // (T,): page * 16 + the place in it; negative: not written
@@ -41,8 +42,13 @@ struct Qkv {
     __device__ __forceinline__ Element* in_qkv(int token, int head) const {
         return qkv + (static_cast<int64_t>(token) * all_heads() + head) * HEAD_DIM;
     }
-    __device__ __forceinline__ Element* in_cache(int cache_row, int head) const {
-        const int64_t place = token_row(cache_row, (head - heads) % kv_heads, kv_heads);
-        return (is_value(head) ? values : keys) + place * HEAD_DIM;
+    __device__ __forceinline__ Kept* in_cache(int cache_row, int head) const {
+        return pages_of(head) + token_of(cache_row, (head - heads) % kv_heads, kv_heads, HEAD_DIM);
     }
+    // Where the exponent of these numbers is, in an FP8 cache.
+    __device__ __forceinline__ Kept* exponent_in_cache(int cache_row, int head) const {
+        return pages_of(head) + part_of(cache_row / PAGE, (head - heads) % kv_heads, kv_heads, HEAD_DIM) +
+               PAGE * HEAD_DIM + exponent_place(cache_row % PAGE);
+    }
+    __device__ __forceinline__ Kept* pages_of(int head) const { return is_value(head) ? values : keys; }
 };

@@ -1,7 +1,8 @@
 // A decode step of at most 8 tokens: products fused with what is around them, for latency. Five launches a layer
 // with the attention between them.
 //
-//   few_qkv_*     qkv of norm(x), bias, rotation; queries to qkv (T, (H + 2 G) D), keys and values to the pages
+//   few_qkv_*     qkv of norm(x), bias, rotation; queries to qkv (T, (H + 2 G) D), keys and values to the pages, or with
+//                 -DKV_FP8 to qkv: no block has a head whole, so that `kv_write` of `qkv_rope.cu` has to follow
 //   few_residual  x += in W^T; in (T, K), x (T, outputs) float
 //   few_swiglu_*  out (T, F) = silu(gate) * up of norm(x); W has F rows of gate, then F of up
 //
@@ -261,10 +262,12 @@ struct Pair {
         if (to.bias != nullptr) x += low_bias, y += high_bias;
         if (!to.is_value(head)) rotate(x, y, angle.x, angle.y);
         Element* target = to.in_qkv(token, head);
+#ifndef KV_FP8
         if (!to.is_query(head)) {
             if (cache_row < 0) return;
             target = to.in_cache(cache_row, head);
         }
+#endif
         target[low] = to_element(x);
         target[high] = to_element(y);
     }
@@ -362,8 +365,8 @@ static __device__ __forceinline__ void swiglu_rows(const float* __restrict__ x, 
     extern "C" __global__ void __launch_bounds__(THREADS) few_qkv_##HELD(                                         \
         const float* __restrict__ x, const float* __restrict__ norm, float eps, const Element* __restrict__ w,     \
         const float* __restrict__ bias, const int* __restrict__ positions, const int* __restrict__ cache_rows,    \
-        const float* __restrict__ table, int table_rows, Element* __restrict__ qkv, Element* __restrict__ k_cache,  \
-        Element* __restrict__ v_cache, int tokens, int width, int heads, int kv_heads) {                           \
+        const float* __restrict__ table, int table_rows, Element* __restrict__ qkv, Kept* __restrict__ k_cache,     \
+        Kept* __restrict__ v_cache, int tokens, int width, int heads, int kv_heads) {                           \
         const Qkv to{qkv, k_cache, v_cache, bias, positions, cache_rows, table, table_rows, heads, kv_heads};     \
         qkv_rows<HELD>(x, norm, eps, w, to, tokens, width);                                                       \
     }                                                                                                             \

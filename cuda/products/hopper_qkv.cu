@@ -62,6 +62,40 @@ static __device__ __forceinline__ void finish_part(uint32_t (&low)[4], uint32_t 
     }
 }
 
+#ifdef KV_FP8
+// Writes a head that four lanes have between them, lane t columns 8 j + 2 t, + 1 of each group j, to its page, unless cache_row is
+// negative. All lanes of the warp call it.
+static __device__ __forceinline__ void store_quantised(const Qkv& to, const uint32_t (&words)[HEAD_DIM / 8], int cache_row,
+                                                       int head, int t) {
+    float2 pairs[HEAD_DIM / 8];
+    uint32_t largest = 0;
+#pragma unroll
+    for (int j = 0; j < HEAD_DIM / 8; ++j) {
+        pairs[j] = to_floats(*reinterpret_cast<const Element2*>(&words[j]));
+        largest = max(largest, max(magnitude_bits(pairs[j].x), magnitude_bits(pairs[j].y)));
+    }
+    largest = max(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
+    largest = max(largest, __shfl_xor_sync(0xffffffffu, largest, 2));
+    const Power power(largest);
+    Kept* target = to.in_cache(max(cache_row, 0), head);
+#pragma unroll
+    for (int first = 0; first < HEAD_DIM / 8; first += 8) {
+        uint32_t two[4];  // groups, the second in the high half
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const float2 a = pairs[first + 2 * i], b = pairs[first + 2 * i + 1];
+            two[i] = power.quantised(a.x, a.y) | power.quantised(b.x, b.y) << 16;
+        }
+        const uint4 all = transposed(two[0], two[1], two[2], two[3], t);
+        if (cache_row >= 0)
+            *reinterpret_cast<uint4*>(target + (first + 2 * t) * 8) =
+                make_uint4(__byte_perm(all.x, all.y, 0x5410), __byte_perm(all.z, all.w, 0x5410),
+                           __byte_perm(all.x, all.y, 0x7632), __byte_perm(all.z, all.w, 0x7632));
+    }
+    if (cache_row >= 0 && t == 0) *to.exponent_in_cache(cache_row, head) = static_cast<uint8_t>(power.exponent);
+}
+#endif
+
 template <int GROUPS, int BN, int STAGES, int CLUSTER, int BUFFERS>
 static __device__ __forceinline__ void qkv_product(const TensorMap* x_map, const TensorMap* w_map,
                                                    const TensorMap* qkv_map, const Qkv& to, int tokens, int width) {
@@ -104,8 +138,16 @@ static __device__ __forceinline__ void qkv_product(const TensorMap* x_map, const
                     if (head >= all_heads) break;
                     const bool is_query = to.is_query(head), by_copy = BUFFERS > 0 && is_query;
                     Element* target = to.in_qkv(token, head);
+#ifndef KV_FP8
                     if (!is_query) target = to.in_cache(max(cache_row, 0), head);
+#endif
+                    uint32_t kept[HEAD_DIM / 8];
                     auto put = [&](const uint32_t(&words)[4], int first) {  // from column group `first` of the head on
+                        if (KEPT_AS_FP8 && !is_query) {
+#pragma unroll
+                            for (int j = 0; j < 4; ++j) kept[first + j] = words[j];
+                            return;
+                        }
                         const int place = (i - begin) * (HEAD_DIM / 8) + first;
                         if (by_copy)
                             put_elements(outbox.piece(place / 8), half, place % 8, words);
@@ -122,6 +164,9 @@ static __device__ __forceinline__ void qkv_product(const TensorMap* x_map, const
                         put(low, 4 * part);
                         put(high, HEAD_DIM / 16 + 4 * part);
                     }
+#ifdef KV_FP8
+                    if (!is_query) store_quantised(to, kept, exists ? cache_row : -1, head, t);
+#endif
                 }
             }
             if (BUFFERS > 0) {
@@ -144,7 +189,7 @@ static __device__ __forceinline__ void qkv_product(const TensorMap* x_map, const
         qkv_##GROUPS##_##BN##_##STAGES##_##CLUSTER##_##BUFFERS(                                                    \
             const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w,                             \
             const __grid_constant__ TensorMap qkv_map, const float* bias, const int* positions,                   \
-            const int* cache_rows, const float* table, int table_rows, Element* qkv, Element* keys, Element* values, \
+            const int* cache_rows, const float* table, int table_rows, Element* qkv, Kept* keys, Kept* values,       \
             int tokens, int heads, int kv_heads, int width) {                                                     \
         const Qkv to{qkv, keys, values, bias, positions, cache_rows, table, table_rows, heads, kv_heads};         \
         qkv_product<GROUPS, BN, STAGES, CLUSTER, BUFFERS>(&x, &w, &qkv_map, to, tokens, width);                   \

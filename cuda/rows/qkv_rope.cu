@@ -74,12 +74,64 @@ static __device__ __forceinline__ float head_sum(float value) {
     return value;
 }
 
+#ifdef KV_FP8
+static __device__ __forceinline__ void store_quantised(uint8_t* target, const float (&values)[VECTOR], const Power& power) {
+    if constexpr (VECTOR == 8) {
+        *reinterpret_cast<Bytes8*>(target) =
+            Bytes8{{power.quantised(values[0], values[1]) | power.quantised(values[2], values[3]) << 16,
+                    power.quantised(values[4], values[5]) | power.quantised(values[6], values[7]) << 16}};
+    } else {
+        *reinterpret_cast<uint16_t*>(target) = static_cast<uint16_t>(power.quantised(values[0], values[1]));
+    }
+}
+
+// Writes this lane's numbers of a head to its page, unless cache_row is negative; they are rounded to elements first, as they are
+// where those are kept. All threads of the warp call it.
+static __device__ __forceinline__ void keep(const Qkv& to, const float (&low)[VECTOR], const float (&high)[VECTOR],
+                                            int cache_row, int head, int lane) {
+    float a[VECTOR], b[VECTOR];
+    uint32_t largest = 0;
+#pragma unroll
+    for (int i = 0; i < VECTOR; ++i) {
+        a[i] = rounded(low[i]), b[i] = rounded(high[i]);
+        largest = max(largest, max(magnitude_bits(a[i]), magnitude_bits(b[i])));
+    }
+#pragma unroll
+    for (int offset = LANES / 2; offset > 0; offset >>= 1)
+        largest = max(largest, __shfl_xor_sync(0xffffffffu, largest, offset));
+    if (cache_row < 0) return;
+    const Power power(largest);
+    Kept* target = to.in_cache(cache_row, head);
+    store_quantised(target + lane * VECTOR, a, power);
+    store_quantised(target + HEAD_DIM / 2 + lane * VECTOR, b, power);
+    if (lane == 0) *to.exponent_in_cache(cache_row, head) = static_cast<uint8_t>(power.exponent);
+}
+
+// Keys and values that are in qkv, finished, to their pages: where the kernel ahead has no head whole (`few_rows.cu`).
+extern "C" __global__ void __launch_bounds__(256)
+    kv_write(Element* __restrict__ qkv, const int* __restrict__ cache_rows, Kept* __restrict__ k_cache,
+             Kept* __restrict__ v_cache, int tokens, int heads, int kv_heads) {
+    launch_next();
+    wait_for_previous(qkv);
+    const Qkv to{qkv, k_cache, v_cache, nullptr, nullptr, cache_rows, nullptr, 0, heads, kv_heads};
+    const int group = blockIdx.x * (256 / LANES) + threadIdx.x / LANES, lane = threadIdx.x % LANES;
+    const bool exists = group < tokens * 2 * kv_heads && lane < WORKERS;
+    const int token = exists ? group / (2 * kv_heads) : 0, head = heads + (exists ? group % (2 * kv_heads) : 0);
+    float low[VECTOR] = {}, high[VECTOR] = {};
+    if (exists) {
+        load_elements(to.in_qkv(token, head) + lane * VECTOR, low);
+        load_elements(to.in_qkv(token, head) + HEAD_DIM / 2 + lane * VECTOR, high);
+    }
+    keep(to, low, high, exists ? cache_rows[token] : -1, head, lane);
+}
+#endif
+
 extern "C" __global__ void __launch_bounds__(256)
     qkv_rope_write(Element* __restrict__ qkv, const float* __restrict__ bias, const float* __restrict__ q_norm,
                    const float* __restrict__ k_norm, float eps, int norm_is, const float2* __restrict__ statistics,
                    const int* __restrict__ positions, const int* __restrict__ cache_rows,
                    const float* __restrict__ table, int table_rows, const float* __restrict__ factors,
-                   Element* __restrict__ k_cache, Element* __restrict__ v_cache, int tokens, int heads, int kv_heads) {
+                   Kept* __restrict__ k_cache, Kept* __restrict__ v_cache, int tokens, int heads, int kv_heads) {
     launch_next();
     wait_for_previous(qkv, statistics);
     const Qkv to{qkv, k_cache, v_cache, bias, positions, cache_rows, table, table_rows, heads, kv_heads};
@@ -157,6 +209,10 @@ extern "C" __global__ void __launch_bounds__(256)
         }
     }
     if (has_norm && norm_is & ROTATED) normalise();
+#ifdef KV_FP8
+    keep(to, low, high, exists && !is_query ? cache_rows[token] : -1, head, lane);
+    if (!is_query) return;
+#endif
     if (!exists) return;
     if (factors != nullptr && is_query) {
         const float factor = factors[table_row];
@@ -164,10 +220,12 @@ extern "C" __global__ void __launch_bounds__(256)
         for (int i = 0; i < VECTOR; ++i) low[i] *= factor, high[i] *= factor;
     }
     Element* target = source;
+#ifndef KV_FP8
     if (!is_query) {
         if (cache_rows[token] < 0) return;
         target = to.in_cache(cache_rows[token], head);
     }
+#endif
     store_elements(target + first, low);
     store_elements(target + second, high);
 }

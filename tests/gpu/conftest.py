@@ -12,6 +12,7 @@ from nightmill.worker.model.spec import ModelSpec
 from nightmill.worker.runners.gpu.device.device import Device, device_count
 from nightmill.worker.runners.gpu.device.element import Element
 from nightmill.worker.runners.gpu.runner import CudaRunner
+from nightmill.worker.runners.kv_format import KvFormat
 
 HERE = Path(__file__).parent
 
@@ -34,9 +35,15 @@ def element() -> Element:
 
 
 @pytest.fixture
-def device(element: Element) -> Iterator[Device]:
+def kv() -> KvFormat:
+    """Of the test's device, unless the test says otherwise."""
+    return KvFormat.ELEMENT
+
+
+@pytest.fixture
+def device(element: Element, kv: KvFormat) -> Iterator[Device]:
     """The first GPU, for one test."""
-    with Device(0, element) as device:
+    with Device(0, element, kv) as device:
         yield device
 
 

@@ -9,13 +9,15 @@ import numpy.typing as npt
 
 from nightmill.worker.runners.gpu.device.device import Device
 from nightmill.worker.runners.gpu.device.operands import ELEMENT, Buffer, Matrix
-from nightmill.worker.runners.gpu.kv_cache import LayerCache
+from nightmill.worker.runners.gpu.kv_cache import PAGE, LayerCache
 from nightmill.worker.runners.gpu.products.chooser import Products
 from nightmill.worker.runners.gpu.products.library import LibraryProducts
 from nightmill.worker.runners.gpu.products.shapes import Kind, Shape, Way, padded_rows
 from nightmill.worker.runners.gpu.rows.activate import Activate
 from nightmill.worker.runners.gpu.steps import StepInputs, StepShape
+from nightmill.worker.runners.kv_format import KvFormat
 from tests.elements import as_words, from_words
+from tests.kept import as_parts, from_parts
 
 Array = npt.NDArray[Any]
 MOST_ROWS, MOST_FFN = 4096, 4864  # of products with SwiGLU
@@ -59,8 +61,18 @@ def fetched(device: Device, held: Buffer, rows: int | None = None) -> Array:
 
 
 def cache_of(device: Device, keys: Array, values: Array) -> LayerCache:
-    """Pages (pages, kv_heads, PAGE, head_dim) of keys and of values."""
+    """Pages (pages, kv_heads, PAGE, head_dim) of keys and of values, as the device keeps them."""
+    if device.kv is KvFormat.FP8:
+        return LayerCache(*(buffer(device, as_parts(one, device.element)) for one in (keys, values)))
     return LayerCache(elements(device, keys), elements(device, values))
+
+
+def pages_in(device: Device, cache: LayerCache, head_dim: int) -> list[Array]:
+    """What a cache holds of keys, and of values: numbers (pages, kv_heads, PAGE, head_dim)."""
+    held = [fetched(device, one) for one in (cache.keys, cache.values)]
+    if device.kv is KvFormat.FP8:
+        return [from_parts(one, head_dim, device.element) for one in held]
+    return [one.reshape(*one.shape[:2], PAGE, head_dim) for one in held]
 
 
 def inputs_of(device: Device, *, table_width: int = 0, **arrays: Array) -> StepInputs:

@@ -9,10 +9,12 @@ import numpy.typing as npt
 from nightmill.worker.model.spec import Attention
 from nightmill.worker.runners.gpu.device.element import Element
 from nightmill.worker.runners.gpu.kv_cache import PAGE
+from nightmill.worker.runners.kv_format import KvFormat
 from nightmill.worker.runners.philox import token_words, uniform
 from nightmill.worker.runners.reference import ops
 from nightmill.worker.runners.sampling import SamplingRows, filter_rows, gumbel, penalise
 from tests.elements import ROUNDED_ONCE, rounded
+from tests.kept import kept_by
 from tests.specs import dense_spec
 
 Array = npt.NDArray[Any]
@@ -53,9 +55,12 @@ class Paged:
 
 def make_paged(
     rng: np.random.Generator, lengths: list[int], kv_heads: int, head_dim: int, stride: int = 0,
-    element: Element = Element.F16,
+    element: Element = Element.F16, kv: KvFormat = KvFormat.ELEMENT,
 ) -> Paged:  # fmt: skip
-    """Random keys and values for contexts of these lengths, on pages in random order."""
+    """Random keys and values for contexts of these lengths, on pages in random order.
+
+    kv  FP8: numbers that such a cache can keep, of tokens that differ in size
+    """
     counts = [-(-length // PAGE) for length in lengths]
     pages = rng.permutation(sum(counts) + 5).astype(np.int32)
     caches = [np.full((len(pages), kv_heads, PAGE, head_dim), np.nan, dtype=np.float32) for _ in range(2)]
@@ -67,7 +72,10 @@ def make_paged(
         first += count
         tables[sequence, :count] = own
         for cache, kept in zip(caches, held, strict=True):
-            rows = rounded(rng.standard_normal((length, kv_heads, head_dim)), element)
+            rows = rng.standard_normal((length, kv_heads, head_dim))
+            if kv is KvFormat.FP8:
+                rows = kept_by(rows * rng.choice([0.3, 1.0, 1.7], (length, kv_heads, 1)), element)
+            rows = rounded(rows, element)
             kept.append(rows)
             places = np.arange(length)
             cache[own[places // PAGE], :, places % PAGE] = rows

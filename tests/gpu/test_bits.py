@@ -20,6 +20,7 @@ from nightmill.worker.model.spec import ModelSpec
 from nightmill.worker.runners.gpu.element_choice import choose_element
 from nightmill.worker.runners.gpu.numbers import Numbers
 from nightmill.worker.runners.gpu.runner import CudaRunner
+from nightmill.worker.runners.kv_format import KvFormat
 from tests.engines import NoText
 from tests.ggufs import write_model
 from tests.gpu.conftest import Make
@@ -46,15 +47,25 @@ HEADS: dict[str, dict[str, Any]] = {
 """Heads of 64 and 128 have fast attention, others the general one. Files in BF16 are computed in it."""
 
 
-@pytest.fixture(scope="module", params=HEADS)
-def file(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> GgufFile:
-    path = tmp_path_factory.mktemp("model") / "model.gguf"
-    return GgufFile.open(write_model(path, seed=3, ffn=384, context_length=CONTEXT, **HEADS[request.param]))
+CASES = [(heads, KvFormat.ELEMENT) for heads in HEADS]
+CASES += [(heads, KvFormat.FP8) for heads in ("64", "16", "128 in BF16")]
+
+
+@pytest.fixture(scope="module", params=CASES, ids=lambda case: f"{case[0]}, KV {case[1].value}")
+def case(request: pytest.FixtureRequest) -> Any:
+    return request.param
 
 
 @pytest.fixture(scope="module")
-def defaults(file: GgufFile, spec: ModelSpec) -> dict[str, Any]:
-    return {"max_tokens": 2048, "tune": False, "numbers": Numbers(choose_element(file, spec).element)}
+def file(case: tuple[str, KvFormat], tmp_path_factory: pytest.TempPathFactory) -> GgufFile:
+    path = tmp_path_factory.mktemp("model") / "model.gguf"
+    return GgufFile.open(write_model(path, seed=3, ffn=384, context_length=CONTEXT, **HEADS[case[0]]))
+
+
+@pytest.fixture(scope="module")
+def defaults(case: tuple[str, KvFormat], file: GgufFile, spec: ModelSpec) -> dict[str, Any]:
+    numbers = Numbers(choose_element(file, spec).element, kv=case[1])
+    return {"max_tokens": 2048, "tune": False, "numbers": numbers}
 
 
 def texts(spec: ModelSpec, lengths: list[int], seed: int) -> list[tuple[int, ...]]:

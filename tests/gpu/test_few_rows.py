@@ -14,6 +14,7 @@ from nightmill.worker.runners.gpu.rows.activate import Activate
 from nightmill.worker.runners.gpu.rows.norms import Norms
 from nightmill.worker.runners.gpu.rows.rotation import Rotation
 from nightmill.worker.runners.gpu.weights.layout import LayerWeights, NormWeight
+from nightmill.worker.runners.kv_format import KvFormat
 from tests.elements import BOTH_ELEMENTS
 from tests.gpu.operands import (
     ByLibrary,
@@ -23,6 +24,7 @@ from tests.gpu.operands import (
     fetched,
     inputs_of,
     matrix,
+    pages_in,
     poisoned,
 )
 from tests.gpu.oracles import PAGE
@@ -79,7 +81,7 @@ class Bench:
 
     def held(self, cache: LayerCache) -> list[np.ndarray]:
         """Its keys and values."""
-        return [fetched(self.device, part) for part in (cache.keys, cache.values)]
+        return pages_in(self.device, cache, self.attention.head_dim)
 
     def normed(self, x: Buffer, norm: NormWeight, tokens: int) -> Buffer:
         out = self.poison(tokens, self.spec.width)
@@ -102,6 +104,7 @@ def few(bench: Bench) -> FewRows:
 
 
 @BOTH_ELEMENTS
+@pytest.mark.parametrize("kv", KvFormat)
 @pytest.mark.parametrize("tokens", [1, 2, MAX_ROWS])
 def test_norm_qkv_bias_rotation_and_cache_write(bench: Bench, few: FewRows, tokens: int) -> None:
     device, layer = bench.device, bench.layer

@@ -96,7 +96,7 @@ def fit(spec: ModelSpec, card: Card, settings: Settings, numbers: Numbers = HALF
             spec, numbers, card.multiprocessors, max_context=context, max_tokens=max_tokens, max_draws=slots
         )
 
-    weights, page = weight_bytes(spec, numbers), page_bytes(spec)
+    weights, page = weight_bytes(spec, numbers), page_bytes(spec, numbers.kv)
     room = allowed(card.free, settings.gpu_memory) - weights
     most, least = max(GPU_TOKEN_BUDGET, slots), max(LEAST_TOKENS, slots)
     tokens = tokens_of_a_step(most, least, workspace, room)

@@ -27,7 +27,8 @@ from nightmill.worker.model.tokenizer.vocabulary import Vocabulary
 from nightmill.worker.runners.base import Runner
 from nightmill.worker.runners.gpu.device.device import device_count
 from nightmill.worker.runners.gpu.element_choice import ElementChoice, choose_element
-from nightmill.worker.runners.gpu.numbers import KvNumbers, Numbers, WeightNumbers
+from nightmill.worker.runners.gpu.numbers import Numbers, WeightNumbers
+from nightmill.worker.runners.kv_format import KvFormat
 from nightmill.worker.runners.reference import ReferenceRunner, choose_kv_blocks
 
 if TYPE_CHECKING:
@@ -258,7 +259,7 @@ def element_of(settings: Settings, model: OpenModel) -> ElementChoice:
 def numbers_of(settings: Settings, file: GgufFile, spec: ModelSpec) -> Numbers:
     """The formats that a GPU computes and keeps a model in."""
     element = choose_element(file, spec, settings.dtype).element
-    return Numbers(element, WeightNumbers(settings.weights), KvNumbers(settings.kv))
+    return Numbers(element, WeightNumbers(settings.weights), KvFormat(settings.kv))
 
 
 def build_engine(settings: Settings, model: OpenModel) -> Engine:
@@ -275,7 +276,7 @@ def build_engine(settings: Settings, model: OpenModel) -> Engine:
     runner: Runner
     if gpu is None:
         token_budget = max(REFERENCE_TOKEN_BUDGET, sequences)
-        runner = _reference_runner(model, sequences=sequences, context=context)
+        runner = _reference_runner(settings, model, sequences=sequences, context=context)
     else:
         from nightmill.worker.runners.gpu.runner import CudaRunner
 
@@ -308,7 +309,9 @@ def build_engine(settings: Settings, model: OpenModel) -> Engine:
     return engine()
 
 
-def _reference_runner(model: OpenModel, *, sequences: int, context: int) -> ReferenceRunner:
+def _reference_runner(
+    settings: Settings, model: OpenModel, *, sequences: int, context: int
+) -> ReferenceRunner:
     # The products of a step are too small to share: with two BLAS threads on two busy cores, 32 sequences of
     # the demo model generated 74 tokens/s, with one thread 620 (the threads wait for each other by spinning).
     threadpool_limits(limits=1, user_api="blas")
@@ -320,6 +323,7 @@ def _reference_runner(model: OpenModel, *, sequences: int, context: int) -> Refe
         ),
         block_size=BLOCK_SIZE,
         slots=sequences,
+        kv=KvFormat(settings.kv),
     )
 
 

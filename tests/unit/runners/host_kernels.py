@@ -23,6 +23,7 @@ from nightmill.worker.runners.gpu.device.compiler import kernel_directory
 from nightmill.worker.runners.gpu.device.element import Element
 from nightmill.worker.runners.gpu.device.sources import Source, for_element
 from nightmill.worker.runners.gpu.rows import activate, embedding, logits, norms, rotation
+from nightmill.worker.runners.kv_format import KvFormat
 
 HERE = Path(__file__).parent / "cuda_on_host"
 _DYNAMIC = re.compile(r"extern __shared__[^;]*?(\w+)\[\];")
@@ -59,8 +60,9 @@ class HostDevice:
     hopper = False  # there are no clusters
     multiprocessors = 40
 
-    def __init__(self, element: Element = Element.F16) -> None:
+    def __init__(self, element: Element = Element.F16, kv: KvFormat = KvFormat.ELEMENT) -> None:
         self.element = element
+        self.kv = kv
         self._held: dict[int, npt.NDArray[np.uint8]] = {}
 
     def allocate(self, size: int, purpose: str = "") -> int:
@@ -97,7 +99,7 @@ class HostModule:
     launched: set[str]
 
     def __init__(self, device: HostDevice, source: Source) -> None:
-        self.source = for_element(source, device.element)
+        self.source = for_element(source, device.element, device.kv)
 
     @classmethod
     def of(cls, device: HostDevice, source: Source) -> "HostModule":

@@ -39,6 +39,7 @@ from nightmill.worker.runners.gpu.products.chooser import Product
 from nightmill.worker.runners.gpu.products.few_rows import MAX_ROWS
 from nightmill.worker.runners.gpu.products.shapes import Kind, padded_rows
 from nightmill.worker.runners.gpu.runner import CudaRunner
+from nightmill.worker.runners.kv_format import KvFormat
 from tests.engines import NoText
 from tests.ggufs import write_model
 from tests.gpu.driving import Chunk, Pages
@@ -144,6 +145,27 @@ def test_weights_as_in_the_file_launch_kernels_for_their_type(driver: RecordedDr
         in_file = sum(file.raw(name).nbytes for name in file.tensors)
         assert in_file <= runner.memory.weights < 1.03 * in_file
     assert driver.launches.keys() >= {"repack_Q8_0", "unpack_Q8_0", "embed_Q8_0"}
+
+
+def test_an_fp8_cache_is_written_and_read_by_kernels_of_its_own(hopper: RecordedDriver) -> None:
+    file = GgufFile.open(MODEL)
+    spec, tokens, pages = read_spec(file), [1] * CONTEXT, Pages(8, CONTEXT // 16)
+    options: dict[str, Any] = {"slots": 8, "context": CONTEXT, "kv_blocks": 8 * CONTEXT // 16, "tune": False}
+    steps = [
+        [Chunk(slot, tokens, 0, 9 + slot) for slot in range(8)],
+        [Chunk(0, tokens, 9, 1, 1, True)],
+        [Chunk(slot, tokens, 20, 1, 1, True) for slot in range(8)],
+    ]
+    memory = []
+    for kv in KvFormat:
+        with closing(CudaRunner(file, spec, numbers=Numbers(kv=kv), **options)) as runner:
+            memory.append(runner.memory.cache)
+            for step in steps:
+                runner.launch(pages.batch(step, admit=step is steps[0]))
+                assert runner.collect() is not None
+    assert 1.9 < memory[0] / memory[1] < 2
+    assert {"hopper_attention", "split_attention_8", "kv_write", "few_qkv_1"} <= hopper.launches.keys()
+    assert hopper.launches.keys() - {"library"} <= hopper.checked
 
 
 def test_nothing_is_captured_in_the_middle_of_a_night(

@@ -3,11 +3,12 @@
 from itertools import product
 
 from nightmill.worker.runners.gpu.device.element import Element
-from nightmill.worker.runners.gpu.numbers import HALF, KvNumbers, Numbers, WeightNumbers
+from nightmill.worker.runners.gpu.numbers import HALF, Numbers, WeightNumbers
+from nightmill.worker.runners.kv_format import KvFormat
 
 
 def test_every_choice_has_a_name_of_its_own() -> None:
-    choices = [Numbers(*one) for one in product(Element, WeightNumbers, KvNumbers)]
+    choices = [Numbers(*one) for one in product(Element, WeightNumbers, KvFormat)]
     names = {(one.weights_name, one.kv_name) for one in choices}
     # FP8 weights and keys leave the element to the activations, whose type the weights' name holds.
     assert len(names) == len(choices)
@@ -15,5 +16,5 @@ def test_every_choice_has_a_name_of_its_own() -> None:
 
 def test_what_is_not_quantised_is_called_as_ever() -> None:
     assert (HALF.weights_name, HALF.kv_name) == ("f16", "f16")
-    found = Numbers(Element.BF16, WeightNumbers.FILE, KvNumbers.FP8)
+    found = Numbers(Element.BF16, WeightNumbers.FILE, KvFormat.FP8)
     assert (found.weights_name, found.kv_name) == ("file in bf16", "fp8")

@@ -17,12 +17,15 @@ from nightmill.worker.model.families import read_spec
 from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.model.spec import ModelSpec
 from nightmill.worker.runners.base import NOT_A_NUMBER, Admission, StepBatch, make_draws, mask_words
+from nightmill.worker.runners.kv_format import KvFormat
 from nightmill.worker.runners.philox import token_words, uniform
 from nightmill.worker.runners.reference import ReferenceRunner, choose_kv_blocks
 from nightmill.worker.runners.sampling import gumbel
 from tests.constraints import EveryNth
 from tests.engines import NoText, complete
 from tests.ggufs import byte_vocabulary, write_model, write_spec
+from tests.gpu.comparing import compare_logits
+from tests.gpu.driving import Chunk, Pages, Reference, logits_of
 from tests.specs import PLAIN, VARIANTS
 from tests.straightforward import straightforward_logits
 
@@ -344,3 +347,16 @@ def test_the_cache_is_as_large_as_needed_and_memory_allows(make_bench: MakeBench
     assert choose_kv_blocks(spec, max_sequences=3, context=100, memory=16 * 512 * 5 + 1) == 5
     with pytest.raises(RunnerError, match="one page of this model takes 8192"):
         choose_kv_blocks(spec, max_sequences=3, context=100, memory=8191)
+
+
+def test_an_fp8_cache_changes_logits_a_little_and_the_name_of_the_arithmetic(tmp_path: Path) -> None:
+    file = GgufFile.open(write_model(tmp_path / "model.gguf", "qwen2", layers=2))
+    spec, text = read_spec(file), list(range(5, 45))
+    rows = []
+    for kv in KvFormat:
+        subject = Reference(file, spec, kv=kv, slots=1, kv_blocks=4)
+        pages = Pages(1, 4)
+        rows.append(logits_of(subject, pages, [Chunk(0, text, 0, 40, 40)], admit=True))
+        assert subject.runner.arithmetic.kv == {KvFormat.ELEMENT: "f32", KvFormat.FP8: "fp8"}[kv]
+    agreement = compare_logits(rows[1], rows[0])
+    assert 0 < agreement.mean_kl < 0.02, agreement

@@ -68,7 +68,9 @@ def sources_for(spec: ModelSpec, numbers: Numbers, *, hopper: bool) -> list[Sour
     packed = (
         source for launcher in _PACKED_LAUNCHERS for source in launcher.sources(spec, numbers, hopper=hopper)
     )
-    return list(dict.fromkeys(for_element(source, numbers.element) for source in (*found, *packed)))
+    return list(
+        dict.fromkeys(for_element(source, numbers.element, numbers.kv) for source in (*found, *packed))
+    )
 
 
 def workspace_bytes(

@@ -3,21 +3,27 @@
 `cuda/common/kv_cache.cuh` says where in them a token's key and value lie; nothing else knows.
 """
 
+import math
 from dataclasses import dataclass
+
+import numpy as np
 
 from nightmill.worker.model.spec import Attention, ModelSpec
 from nightmill.worker.runners.gpu.device.device import Arena, Device, aligned
 from nightmill.worker.runners.gpu.device.operands import ELEMENT, Buffer
+from nightmill.worker.runners.kv_format import KvFormat
 
-__all__ = ["PAGE", "KvCache", "LayerCache", "page_bytes"]
+__all__ = ["PAGE", "KvCache", "LayerCache", "page_bytes", "part_numbers"]
 
 PAGE = 16
 """Tokens in a page, as in `kv_cache.cuh`."""
 
+_NUMBERS = {KvFormat.ELEMENT: ELEMENT, KvFormat.FP8: np.dtype(np.uint8)}
+
 
 @dataclass(frozen=True, slots=True)
 class LayerCache:
-    """A layer's keys and values, each (pages, kv_heads, PAGE, head_dim)."""
+    """A layer's keys and values, each (pages, kv_heads, a part): elements or, of an FP8 cache, bytes."""
 
     keys: Buffer
     values: Buffer
@@ -36,22 +42,31 @@ class KvCache:
     @classmethod
     def allocate(cls, device: Device, spec: ModelSpec, pages: int) -> "KvCache":
         """Take the memory, zeroed: what is behind a context must be finite. Raises DeviceMemoryError."""
-        shapes = [(pages, layer.attention.kv_heads, PAGE, layer.attention.head_dim) for layer in spec.layers]
-        sizes = [pages * _part_bytes(layer.attention) for layer in spec.layers]
+        kind = _NUMBERS[device.kv]
+        shapes = [
+            (pages, layer.attention.kv_heads, part_numbers(layer.attention.head_dim, device.kv))
+            for layer in spec.layers
+        ]
+        sizes = [math.prod(shape) * kind.itemsize for shape in shapes]
         arena = Arena(device, sum(2 * aligned(size) for size in sizes), "the KV cache")
         layers = tuple(
-            LayerCache(*(Buffer(arena.take(size), shape, ELEMENT) for _ in range(2)))
+            LayerCache(*(Buffer(arena.take(size), shape, kind) for _ in range(2)))
             for shape, size in zip(shapes, sizes, strict=True)
         )
         device.fill(layers[0].keys.address, 0, arena.size)
         return cls(layers)
 
 
-def page_bytes(spec: ModelSpec) -> int:
+def page_bytes(spec: ModelSpec, kv: KvFormat = KvFormat.ELEMENT) -> int:
     """Bytes of a page: keys and values of all layers."""
-    return sum(2 * _part_bytes(layer.attention) for layer in spec.layers)
+    return sum(2 * _part_bytes(layer.attention, kv) for layer in spec.layers)
 
 
-def _part_bytes(attention: Attention) -> int:
+def part_numbers(head_dim: int, kv: KvFormat) -> int:
+    """What a page has of a KV head, keys or values: its numbers, of an FP8 cache with an exponent a token."""
+    return PAGE * (head_dim + (kv is KvFormat.FP8))
+
+
+def _part_bytes(attention: Attention, kv: KvFormat) -> int:
     """Bytes of the keys, or of the values, of a layer in a page."""
-    return attention.keys * PAGE * ELEMENT.itemsize
+    return attention.kv_heads * part_numbers(attention.head_dim, kv) * _NUMBERS[kv].itemsize

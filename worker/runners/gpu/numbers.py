@@ -4,8 +4,9 @@ from dataclasses import dataclass
 from enum import Enum
 
 from nightmill.worker.runners.gpu.device.element import Element
+from nightmill.worker.runners.kv_format import KvFormat
 
-__all__ = ["HALF", "KvNumbers", "Numbers", "WeightNumbers"]
+__all__ = ["HALF", "Numbers", "WeightNumbers"]
 
 
 class WeightNumbers(Enum):
@@ -19,14 +20,6 @@ class WeightNumbers(Enum):
     """Rounded to E4M3 when they are loaded, and multiplied so. Embedding and head stay as in the file."""
 
 
-class KvNumbers(Enum):
-    """How keys and values are kept; the value is what a person asks for."""
-
-    ELEMENT = "16bit"
-    FP8 = "fp8"
-    """E4M3, with a scale for each token and KV head."""
-
-
 @dataclass(frozen=True, slots=True)
 class Numbers:
     """What a runner is told of its formats. Texts depend on them: they are part of the arithmetic's name.
@@ -36,7 +29,7 @@ class Numbers:
 
     element: Element = Element.F16
     weights: WeightNumbers = WeightNumbers.ELEMENT
-    kv: KvNumbers = KvNumbers.ELEMENT
+    kv: KvFormat = KvFormat.ELEMENT
 
     @property
     def weights_name(self) -> str:
@@ -50,14 +43,14 @@ class Numbers:
         said = {
             "weights as in the file": self.weights is WeightNumbers.FILE,
             "weights in FP8": self.weights is WeightNumbers.FP8,
-            "keys and values in FP8": self.kv is KvNumbers.FP8,
+            "keys and values in FP8": self.kv is KvFormat.FP8,
         }
         return ", ".join(words for words, so in said.items() if so)
 
     @property
     def kv_name(self) -> str:
         """For `Arithmetic.kv`: `f16`, `fp8`."""
-        return self.element.value if self.kv is KvNumbers.ELEMENT else self.kv.value
+        return self.element.value if self.kv is KvFormat.ELEMENT else self.kv.value
 
 
 HALF = Numbers()

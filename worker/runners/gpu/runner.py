@@ -119,7 +119,7 @@ class CudaRunner:
         self._tune = tune
         self._turn = 0
         self._products: Products | None = None
-        self.device = Device(gpu, numbers.element)
+        self.device = Device(gpu, numbers.element, numbers.kv)
         try:
             self.arithmetic = _arithmetic(file, self.device, numbers)
             self._build(file, spec, numbers, kv_blocks, gpu_memory)
@@ -167,7 +167,7 @@ class CudaRunner:
             least = max(slots, LEAST_TOKENS)
             self.max_tokens = tokens_of_a_step(self.max_tokens, least, workspace, room)
         self.memory: MemoryPlan = plan_memory(
-            weights=weights_size, page=page_bytes(spec), free=free, gpu_memory=gpu_memory,
+            weights=weights_size, page=page_bytes(spec, numbers.kv), free=free, gpu_memory=gpu_memory,
             slots=slots, context=context, kv_blocks=kv_blocks, max_tokens=self.max_tokens,
             workspace=workspace(self.max_tokens),
         )  # fmt: skip

@@ -8,7 +8,9 @@ import numpy.typing as npt
 from nightmill.jobs.errors import RunnerError
 from nightmill.worker.model.spec import ModelSpec
 from nightmill.worker.runners.base import StepBatch
+from nightmill.worker.runners.kv_format import KvFormat
 from nightmill.worker.runners.reference import ops
+from nightmill.worker.runners.reference.fp8 import as_kept
 
 __all__ = ["KvCache", "Places", "choose_kv_blocks"]
 
@@ -48,12 +50,15 @@ class Places:
 
 
 class KvCache:
-    """Keys and values of each layer, float32 (cache rows, kv_heads, head_dim).
+    """Keys and values of each layer, float32 (cache rows, kv_heads, head_dim): what `kv` leaves of them.
 
     The row after the last page is never written: padding reads zeros there.
     """
 
-    def __init__(self, spec: ModelSpec, *, pages: int, block_size: int) -> None:
+    def __init__(
+        self, spec: ModelSpec, *, pages: int, block_size: int, kv: KvFormat = KvFormat.ELEMENT
+    ) -> None:
+        self._kv = kv
         self._block_size = block_size
         self._zero_row = pages * block_size
         self.keys, self.values = (
@@ -74,6 +79,8 @@ class KvCache:
     ) -> ops.FloatArray:  # fmt: skip
         """Write keys and values (T, kv_heads, head_dim), then let queries (T, heads, head_dim) read them."""
         keys, values = self.keys[layer], self.values[layer]
+        if self._kv is KvFormat.FP8:
+            k, v = as_kept(k), as_kept(v)
         keys[places.written], values[places.written] = k, v
         mixed, positions = np.empty_like(q), places.positions
         if places.single.size:

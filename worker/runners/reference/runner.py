@@ -21,6 +21,7 @@ from nightmill.worker.runners.base import (
     StepBatch,
     masked_draws,
 )
+from nightmill.worker.runners.kv_format import KvFormat
 from nightmill.worker.runners.reference.kv_cache import KvCache
 from nightmill.worker.runners.reference.model import Model, Trace
 from nightmill.worker.runners.sampling import PARAMETERS, SamplingRows, apply_masks, parameters_of, sample
@@ -37,20 +38,21 @@ class ReferenceRunner:
     kv_blocks        pages of `block_size` tokens; the memory is only touched as pages are used
     slots            sequences at once
     depth            launches that may be queued before one is collected
+    kv               how keys and values are kept: rounded to it, in float32
     trace            told the stages of a step, as `model.Model` says
     """
 
     def __init__(
         self, file: GgufFile, spec: ModelSpec, *, kv_blocks: int, block_size: int = 16, slots: int,
-        depth: int = 1, trace: Trace | None = None,
+        depth: int = 1, kv: KvFormat = KvFormat.ELEMENT, trace: Trace | None = None,
     ) -> None:  # fmt: skip
         self.kv_blocks = kv_blocks
         self.block_size = block_size
         self.slots = slots
         self.depth = depth
         self.vocab = spec.vocab
-        self.arithmetic = _arithmetic(file)
-        self._cache = KvCache(spec, pages=kv_blocks, block_size=block_size)
+        self.arithmetic = _arithmetic(file, kv)
+        self._cache = KvCache(spec, pages=kv_blocks, block_size=block_size, kv=kv)
         self._model = Model(file, spec, self._cache, trace)
         self._last_token = np.zeros(slots, dtype=np.int32)
         self._parameters = np.zeros(slots, dtype=PARAMETERS)
@@ -131,7 +133,7 @@ class ReferenceRunner:
         return Drawn(tokens)
 
 
-def _arithmetic(file: GgufFile) -> Arithmetic:
+def _arithmetic(file: GgufFile, kv: KvFormat) -> Arithmetic:
     """NumPy on its BLAS, and the processor that this has kernels for."""
     libraries = [
         f"{one['internal_api']} {one['version']} {one.get('architecture', '')}".rstrip()
@@ -142,7 +144,7 @@ def _arithmetic(file: GgufFile) -> Arithmetic:
         runner="numpy",
         device=", ".join(sorted(libraries)),
         weights="f32",
-        kv="f32",
+        kv="f32" if kv is KvFormat.ELEMENT else kv.value,
         kernels=f"NumPy {np.__version__}",
         model=file.digest()[:DIGITS],
     )

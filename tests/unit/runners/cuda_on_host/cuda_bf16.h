@@ -17,3 +17,7 @@ inline __nv_bfloat16 __float2bfloat16_rn(float value) {  // nearest even; NaN st
 }
 inline float2 __bfloat1622float2(__nv_bfloat162 pair) { return {__bfloat162float(pair.x), __bfloat162float(pair.y)}; }
 inline __nv_bfloat162 __floats2bfloat162_rn(float x, float y) { return {__float2bfloat16_rn(x), __float2bfloat16_rn(y)}; }
+inline __nv_bfloat162 __hmul2(__nv_bfloat162 a, __nv_bfloat162 b) {
+    const float2 x = __bfloat1622float2(a), y = __bfloat1622float2(b);
+    return __floats2bfloat162_rn(x.x * y.x, x.y * y.y);
+}

@@ -31,6 +31,7 @@ inline To bits_as(From value) {
 }
 
 inline float __uint_as_float(uint32_t bits) { return bits_as<float>(bits); }
+inline uint32_t __float_as_uint(float value) { return bits_as<uint32_t>(value); }
 
 // Compiled without contraction, so each rounds for itself.
 inline float __fadd_rn(float a, float b) { return a + b; }

@@ -9,10 +9,11 @@ from nightmill.worker.runners.gpu.attention.pieces import NO_PIECES, WAVES, Plan
 from nightmill.worker.runners.gpu.attention.scores import FAST_HEADS, SCORES, score_arguments, scoring
 from nightmill.worker.runners.gpu.device.device import Device
 from nightmill.worker.runners.gpu.device.functions import KernelPairs
-from nightmill.worker.runners.gpu.device.operands import Buffer
+from nightmill.worker.runners.gpu.device.operands import ELEMENT, Buffer
 from nightmill.worker.runners.gpu.device.sources import Source
 from nightmill.worker.runners.gpu.kv_cache import PAGE, LayerCache
 from nightmill.worker.runners.gpu.steps import StepInputs, StepShape
+from nightmill.worker.runners.kv_format import KvFormat
 
 __all__ = ["DecodeAttention"]
 
@@ -46,7 +47,7 @@ class DecodeAttention:
         self._device = device
         self._heads, self._kv_heads = attention.heads, attention.kv_heads
         self._scores = score_arguments(attention)
-        rows, width = _rows(attention), -(-attention.head_dim // 64) * 64
+        rows, width = _rows(attention), _width(attention)
         self._blocks = _blocks(attention)
         self._segment_pages, self._segments = _segments(max_context)
         self._seen_segments = _seen_segments(attention, self._segment_pages, self._segments)
@@ -57,8 +58,8 @@ class DecodeAttention:
                 decode.function(f"decode_attention_{rows}_{ahead}", "PPPPiPPPPPPiii" + SCORES, shared=ring),
                 ring,
             )
-            for ahead in _aheads(attention)
-            for ring in (4 * ahead * 4 * PAGE * width,)  # keys and values of four warps' pages
+            for ahead in _aheads(attention, device.kv)
+            for ring in (4 * ahead * _page_room(attention, device.kv),)  # of four warps
         )
         if self._splits:
             in_clusters = device.hopper if clusters is None else clusters
@@ -194,11 +195,25 @@ def _sources(attention: Attention) -> list[Source]:
     return [scoring(name, attention) for name in names]
 
 
-def _aheads(attention: Attention) -> tuple[int, int]:
-    """Pages under way where pieces are many, and where they are few."""
+def _aheads(attention: Attention, kv: KvFormat) -> tuple[int, int]:
+    """Pages under way where pieces are many, and where they are few; those of FP8 have half the bytes."""
+    pages = 2 if kv is KvFormat.FP8 else 1
     if attention.head_dim > _LARGE:
-        return _LARGE_AHEAD, _LARGE_AHEAD
-    return _AHEAD, _FAR_AHEAD if attention.head_dim == 64 else _AHEAD
+        return pages * _LARGE_AHEAD, pages * _LARGE_AHEAD
+    return pages * _AHEAD, pages * (_FAR_AHEAD if attention.head_dim == 64 else _AHEAD)
+
+
+def _width(attention: Attention) -> int:
+    """Of a row in registers."""
+    return -(-attention.head_dim // 64) * 64
+
+
+def _page_room(attention: Attention, kv: KvFormat) -> int:
+    """Bytes in shared memory of a page's keys and values, of FP8 with their exponents."""
+    width = _width(attention)
+    if kv is KvFormat.FP8:
+        return 2 * PAGE * ((256 if width == 192 else width) + 1)
+    return 2 * PAGE * width * ELEMENT.itemsize
 
 
 def _rows(attention: Attention) -> int:

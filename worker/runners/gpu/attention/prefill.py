@@ -12,10 +12,12 @@ from nightmill.worker.runners.gpu.device.tensor_maps import TensorMaps
 from nightmill.worker.runners.gpu.kv_cache import PAGE, LayerCache
 from nightmill.worker.runners.gpu.products.shapes import padded_rows
 from nightmill.worker.runners.gpu.steps import StepInputs, StepShape
+from nightmill.worker.runners.kv_format import KvFormat
 
 __all__ = ["HopperPrefill", "PortablePrefill"]
 
 _LARGE = 128  # elements of a head, above which a warpgroup's results fill the registers
+_LARGEST_OF_MANY = 192  # elements of a head, up to which there is room for four tiles of E4M3
 
 
 class HopperPrefill:
@@ -32,8 +34,12 @@ class HopperPrefill:
         self._threads = 128 * (groups + 1)
         width = -(-self._head // 64) * 64
         self._shared = (slots * self._rows + stages * 2 * 64) * width * 2 + 1024
+        self._widens = device.kv is KvFormat.FP8
+        if self._widens:  # tiles of 64 keys or values, as they are in the pages
+            raw = 6 if self._head == 64 else 2 if self._head > _LARGEST_OF_MANY else 4
+            self._shared += raw * 64 * (self._head + 1)
         module = Module.of(device, scoring("hopper_attention", attention))
-        arguments = "128s128s128sPiPPPPiii" + SCORES
+        arguments = ("128sPPPiPPPPiii" if self._widens else "128s128s128sPiPPPPiii") + SCORES
         self._kernel = module.function("hopper_attention", arguments, shared=self._shared, dependent=True)
         self._at_once = self._kernel.blocks_at_once(self._threads, self._shared) * device.multiprocessors
 
@@ -61,13 +67,14 @@ class HopperPrefill:
         """
         heads, kv_heads, head = self._heads, self._kv_heads, self._head
         rows, cached = padded_rows(shape.tokens), cache.pages * kv_heads * PAGE
+        pages: tuple[int, ...] | tuple[bytes, ...] = (cache.keys.address, cache.values.address)
+        if not self._widens:
+            pages = tuple(self._maps(one.address, cached, head, PAGE) for one in (cache.keys, cache.values))
         queries = self._maps.of_three(
             qkv.address, (rows, heads + 2 * kv_heads, head), (self._rows // self._group, self._group)
         )
         self._kernel(
-            (min(shape.tiles * kv_heads, self._at_once), 1, 1), (self._threads, 1, 1), queries,
-            self._maps(cache.keys.address, cached, head, PAGE),
-            self._maps(cache.values.address, cached, head, PAGE),
+            (min(shape.tiles * kv_heads, self._at_once), 1, 1), (self._threads, 1, 1), queries, *pages,
             inputs.block_tables, inputs.table_width, inputs.context_lengths, inputs.sequence_starts,
             inputs.tiles, out.address, shape.tiles, heads, kv_heads, *self._scores, shared=self._shared,
         )  # fmt: skip

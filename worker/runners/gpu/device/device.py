@@ -24,6 +24,7 @@ import numpy.typing as npt
 from nightmill.jobs.errors import RunnerError
 from nightmill.worker.runners.gpu.device.element import Element
 from nightmill.worker.runners.gpu.device.peaks import Peaks, peaks_of
+from nightmill.worker.runners.kv_format import KvFormat
 
 log = logging.getLogger(__name__)
 
@@ -68,12 +69,15 @@ class DeviceLostError(CudaError):
 class Device:
     """A GPU in use by the thread that made it; a context manager.
 
-    element  what its kernels are compiled for
+    element  what its kernels are compiled for: the type of weights and activations ...
+    kv       ... and how keys and values are kept
 
     Raises NoDeviceError where there is no driver, no GPU of that index, or a GPU without that element.
     """
 
-    def __init__(self, index: int = 0, element: Element = Element.F16) -> None:
+    def __init__(
+        self, index: int = 0, element: Element = Element.F16, kv: KvFormat = KvFormat.ELEMENT
+    ) -> None:
         cuda = _driver()
         self._cuda = cuda
         self._closed = False
@@ -101,6 +105,7 @@ class Device:
             self.index = index
             self._handle = handle
             self.element = element
+            self.kv = kv
             self.name: str = handle.name()
             self.compute_capability: tuple[int, int] = handle.compute_capability()
             self.multiprocessors: int = handle.get_attribute(cuda.device_attribute.MULTIPROCESSOR_COUNT)

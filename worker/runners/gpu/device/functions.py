@@ -40,8 +40,8 @@ class Module:
 
     @staticmethod
     def of(device: Device, source: Source) -> "Module":
-        """That file, for the device's element, from the cache or compiled now."""
-        path, options = for_element(source, device.element)
+        """That file, for the device's element and KV cache, from the cubins that are kept or compiled now."""
+        path, options = for_element(source, device.element, device.kv)
         return Module(device, compile_kernels(path, options, device.architecture), path.name)
 
     def function(

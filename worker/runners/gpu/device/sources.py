@@ -10,6 +10,7 @@ from nightmill.worker.model.rope import RopeStyle
 from nightmill.worker.model.spec import Attention
 from nightmill.worker.runners.gpu.device.compiler import included_files, kernel_directory
 from nightmill.worker.runners.gpu.device.element import Element
+from nightmill.worker.runners.kv_format import KvFormat
 
 __all__ = [
     "Source", "by_head", "for_element", "instances", "members", "rotated", "source_of",
@@ -25,13 +26,20 @@ def source_of(name: str, *options: str) -> Source:
     return path, options
 
 
-def for_element(source: Source, element: Element) -> Source:
-    """The source with the option for that element, if it includes `element.cuh`; others are for any."""
+def for_element(source: Source, element: Element, kv: KvFormat = KvFormat.ELEMENT) -> Source:
+    """The source with the options for that element and that KV cache, if it includes what knows them.
+
+    Those are `element.cuh` and `kv_cache.cuh`; other files are compiled once for any.
+    """
     path, options = source
-    header = kernel_directory() / "common" / "element.cuh"
-    if element.options and header.resolve() in included_files(path):
-        return path, (*options, *element.options)
-    return source
+    common = (kernel_directory() / "common").resolve()
+    if element.options or kv is KvFormat.FP8:
+        included = included_files(path)
+        if common / "element.cuh" in included:
+            options = (*options, *element.options)
+        if kv is KvFormat.FP8 and common / "kv_cache.cuh" in included:
+            options = (*options, "-DKV_FP8")
+    return path, options
 
 
 def by_head(attention: Attention) -> tuple[str, ...]:

@@ -13,8 +13,10 @@ from nightmill.worker.runners.gpu.device.operands import Buffer, Format, Matrix
 from nightmill.worker.runners.gpu.device.sources import Source, rotated, source_of
 from nightmill.worker.runners.gpu.kv_cache import LayerCache
 from nightmill.worker.runners.gpu.products.shapes import first_sum
+from nightmill.worker.runners.gpu.rows.rotation import KvWrite
 from nightmill.worker.runners.gpu.steps import StepInputs
 from nightmill.worker.runners.gpu.weights.layout import LayerWeights
+from nightmill.worker.runners.kv_format import KvFormat
 
 __all__ = ["MAX_ROWS", "FewRows"]
 
@@ -40,6 +42,7 @@ class FewRows:
         self._attention = layer.attention
         self._width, self._ffn = width, layer.feed_forward.width
         self._angles = angles
+        self._write = KvWrite(device, layer.attention) if device.kv is KvFormat.FP8 else None
         self._groups = _groups(width, self._ffn, device.multiprocessors)
         module = Module.of(device, _source(layer))
         most = max(_most_shared(layer, width), _swiglu_shared(width, self._groups, MAX_ROWS))
@@ -85,6 +88,8 @@ class FewRows:
             angles.shape[0], qkv.address, cache.keys.address, cache.values.address, tokens, width,
             attention.heads, attention.kv_heads, shared=_shared(width, _ROWS + tokens),
         )  # fmt: skip
+        if self._write is not None:
+            self._write(qkv, inputs.cache_rows, cache, tokens)
 
     def residual(self, source: Buffer, weight: Matrix, x: Buffer, tokens: int) -> None:
         """x (T, width) += source (T, inputs) weight^T."""

@@ -10,7 +10,7 @@ from nightmill.worker.runners.gpu.device.sources import Source, rotated, source_
 from nightmill.worker.runners.gpu.kv_cache import LayerCache
 from nightmill.worker.runners.gpu.weights.layout import LayerWeights
 
-__all__ = ["Rotation"]
+__all__ = ["KvWrite", "Rotation"]
 
 _BLOCK = (256, 1, 1)
 _CENTRED, _ROTATED = 1, 2  # of `norm_is`
@@ -32,7 +32,7 @@ class Rotation:
         centred = norm is not None and norm.centred
         self._norm_is = _CENTRED * centred + _ROTATED * attention.qk_norm_rotated
         self._statistics = statistics if norm is not None and attention.qk_norm_whole else ABSENT
-        kernels = KernelPairs(device, self._source(attention))
+        kernels = KernelPairs(device, _source(attention))
         self._write = kernels.function("qkv_rope_write", "PPPPfiPPPPiPPPiii")
         self._sum = kernels.function("qk_statistics", "PPfiPii")
         half = attention.head_dim // 2
@@ -51,18 +51,12 @@ class Rotation:
         if attention.temperature is not None:
             factors = attention.temperature.factors(np.arange(max_context)).astype(np.float32)
             self._factors = device.upload(factors, "factors of queries")
-        vector = 8 if attention.head_dim % 16 == 0 else 2
-        lanes = 1 << (attention.head_dim // (2 * vector) - 1).bit_length()
-        self._threads = (attention.heads + 2 * attention.kv_heads) * lanes  # of a token
-
-    @staticmethod
-    def _source(attention: Attention) -> Source:
-        return source_of("qkv_rope", *rotated(attention))
+        self._threads = (attention.heads + 2 * attention.kv_heads) * _lanes(attention)  # of a token
 
     @classmethod
     def sources(cls, spec: ModelSpec, *, hopper: bool) -> list[Source]:
         """What it is compiled from."""
-        return [cls._source(attention) for attention in spec.attentions]
+        return [_source(attention) for attention in spec.attentions]
 
     @staticmethod
     def refusal(spec: ModelSpec) -> str | None:
@@ -99,6 +93,32 @@ class Rotation:
             positions, cache_rows, table.address, table.shape[0], self._factors, cache.keys.address,
             cache.values.address, rows, heads, kv_heads,
         )  # fmt: skip
+
+
+class KvWrite:
+    """Writes keys and values to the pages of an FP8 cache that a kernel left in qkv, rotated: `kv_write`."""
+
+    def __init__(self, device: Device, attention: Attention) -> None:
+        self._heads, self._kv_heads = attention.heads, attention.kv_heads
+        self._threads = 2 * attention.kv_heads * _lanes(attention)  # of a token
+        self._write = KernelPairs(device, _source(attention)).function("kv_write", "PPPPiii")
+
+    def __call__(self, qkv: Buffer, cache_rows: int, cache: LayerCache, rows: int) -> None:
+        """Queue it for qkv (rows, (H + 2 G) D)."""
+        self._write.of(rows)(
+            blocks_for(rows * self._threads), _BLOCK, qkv.address, cache_rows, cache.keys.address,
+            cache.values.address, rows, self._heads, self._kv_heads,
+        )  # fmt: skip
+
+
+def _source(attention: Attention) -> Source:
+    return source_of("qkv_rope", *rotated(attention))
+
+
+def _lanes(attention: Attention) -> int:
+    """Threads that have a head between them."""
+    vector = 8 if attention.head_dim % 16 == 0 else 2
+    return 1 << (attention.head_dim // (2 * vector) - 1).bit_length()
 
 
 def _table_bytes(attention: Attention, max_context: int) -> int:

@@ -8,6 +8,10 @@ struct alignas(16) Element8 {
     uint32_t word[4];
 };
 
+struct alignas(8) Bytes8 {
+    uint32_t word[2];
+};
+
 inline uint32_t pack(float low, float high) { return bits_as<uint32_t>(to_elements(low, high)); }
 
 namespace host {
@@ -17,10 +21,11 @@ inline unsigned char* at(uint32_t address, int alignment) {
     if (address % alignment) fail("an address in shared memory that is not aligned");
     return dynamic_shared + static_cast<int32_t>(address);
 }
-inline Element8 load(const void* source) {
-    if (reinterpret_cast<uintptr_t>(source) % 16) fail("16 bytes that are not aligned");
-    Element8 result;
-    memcpy(&result, source, 16);
+template <typename Loaded = Element8>
+inline Loaded load(const void* source) {
+    if (reinterpret_cast<uintptr_t>(source) % sizeof(Loaded)) fail("an address that is not aligned");
+    Loaded result;
+    memcpy(&result, source, sizeof(Loaded));
     return result;
 }
 
@@ -65,6 +70,12 @@ inline uint32_t shared_address(const void* pointer) {
 inline Element8 load_streaming(const void* source) { return host::load(source); }
 inline Element8 load_again(const void* source) { return host::load(source); }
 inline Element8 load_shared(uint32_t address) { return host::load(host::at(address, 16)); }
+inline Bytes8 load_streaming_8(const void* source) { return host::load<Bytes8>(source); }
+inline uint32_t load_streaming_4(const void* source) { return host::load<uint32_t>(source); }
+inline Bytes8 load_shared_8(uint32_t address) { return host::load<Bytes8>(host::at(address, 8)); }
+inline uint32_t load_shared_4(uint32_t address) { return host::load<uint32_t>(host::at(address, 4)); }
+inline uint32_t load_shared_1(uint32_t address) { return *host::at(address, 1); }
+inline void store_shared(uint32_t address, const Element8& value) { memcpy(host::at(address, 16), &value, 16); }
 inline void store_zeros(uint32_t address) { memset(host::at(address, 16), 0, 16); }
 
 inline void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
