@@ -4,6 +4,7 @@ import click
 
 from nightmill.jobs.errors import MissingExtraError
 from nightmill.jobs.settings import Settings
+from nightmill.jobs.when import parse_span
 
 
 @click.command()
@@ -51,6 +52,7 @@ from nightmill.jobs.settings import Settings
     show_default=True,
     help="MiB that the files of one key may have together, results among them.",
 )
+@click.option("--keep-files", help="How long files and ended batches stay: 30d, 12h; else until deleted.")
 def serve(
     host: str,
     port: int,
@@ -60,6 +62,7 @@ def serve(
     max_batches: int,
     max_file_mib: int,
     max_stored_mib: int,
+    keep_files: str | None,
 ) -> None:
     """Answer HTTP requests with OpenAI's endpoints; every request is a job.
 
@@ -79,5 +82,6 @@ def serve(
         request_seconds=request_seconds,
         file_bytes=max_file_mib << 20,
         stored_bytes=max_stored_mib << 20,
+        keep_files=None if keep_files is None else parse_span("--keep-files", keep_files),
     )
     run(Settings.from_env(), host, port, limits)

@@ -35,7 +35,7 @@ def make_app(client: Client, keys: Keys, limits: Limits | None = None) -> Starle
     completions, models, health = Completions(desk), Models(desk), Health(desk)
     native = Native(desk)
     folder = Folder(client.settings.resolved_files_dir)
-    files, keeper = Files(desk, FileStore(client.database), folder), Keeper(client, folder)
+    files, keeper = Files(desk, FileStore(client.database), folder), Keeper(client, folder, limits.keep_files)
     handing_in = HandingIn(desk, HttpBatchStore(client.database), files, keeper.wake)
     batches, night = Batches(handing_in), Night(handing_in)
 

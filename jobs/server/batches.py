@@ -22,7 +22,7 @@ from nightmill.jobs.sql.http_batches import HttpBatch, HttpStatus
 from nightmill.jobs.when import parse_span
 
 BODY = frozenset({"input_file_id", "endpoint", "completion_window", "metadata"})
-_NOT_HERE = {"output_expires_after": "files stay until they are deleted"}
+_NOT_HERE = {"output_expires_after": "the server decides how long files stay"}
 _LONGEST_WINDOW = timedelta(days=366)
 _MOST_PAIRS, _LONGEST_KEY, _LONGEST_VALUE = 16, 64, 512  # of metadata, as OpenAI has it
 

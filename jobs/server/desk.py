@@ -42,6 +42,7 @@ class Limits:
     request_seconds: float = 600.0  # for an answer that somebody waits for
     file_bytes: int = 512 << 20  # of one file
     stored_bytes: int = 10 << 30  # of all files of one key
+    keep_files: timedelta | None = None  # after which they are deleted
     grace_seconds: float = 30.0  # past its deadline a job is ended by a worker, if there is one
 
 

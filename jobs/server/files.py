@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from datetime import timedelta
 from pathlib import PurePosixPath
 from typing import BinaryIO
 
@@ -25,7 +26,7 @@ PREFIX = "file-"
 MOST_LISTED = 10_000
 _LONGEST_NAME = 255
 _READ_AT_ONCE = 1 << 18
-_NOT_HERE = {"expires_after": "files stay until they are deleted"}
+_NOT_HERE = {"expires_after": "the server decides how long files stay"}
 
 
 class Files:
@@ -57,7 +58,7 @@ class Files:
             self._folder.remove(file_id)
             raise over_quota(desk.limits)
         self._folder.settle(file_id)
-        return JSONResponse(file_object(file))
+        return JSONResponse(self._object(file))
 
     async def listed(self, request: Request) -> Response:
         """GET /v1/files: the caller's own, newest first."""
@@ -72,12 +73,12 @@ class Files:
             oldest_first=page.oldest_first,
             limit=page.limit + 1,
         )
-        return JSONResponse(page.answer([file_object(file) for file in found]))
+        return JSONResponse(page.answer([self._object(file) for file in found]))
 
     async def shown(self, request: Request) -> Response:
         """GET /v1/files/ID."""
         caller = self._desk.keys.caller(request)
-        return JSONResponse(file_object(await self.find(caller, request.path_params["file_id"])))
+        return JSONResponse(self._object(await self.find(caller, request.path_params["file_id"])))
 
     async def content(self, request: Request) -> Response:
         """GET /v1/files/ID/content."""
@@ -107,6 +108,9 @@ class Files:
             raise _no_file(PREFIX + file.id)  # somebody else was faster
         return JSONResponse({"id": PREFIX + file.id, "object": "file", "deleted": True})
 
+    def _object(self, file: StoredFile) -> JsonObject:
+        return file_object(file, self._desk.limits.keep_files)
+
     async def find(self, caller: Caller, name: str) -> StoredFile:
         """A caller's file; raises HttpError also for another's."""
         file_id = bare_id(name, PREFIX)
@@ -116,17 +120,18 @@ class Files:
         return file
 
 
-def file_object(file: StoredFile) -> JsonObject:
-    """OpenAI's object for a file."""
+def file_object(file: StoredFile, keep: timedelta | None) -> JsonObject:
+    """OpenAI's object for a file that is deleted after `keep`."""
+    created = int(file.created_at.timestamp())
     return {
         "id": PREFIX + file.id,
         "object": "file",
         "bytes": file.size,
-        "created_at": int(file.created_at.timestamp()),
+        "created_at": created,
         "filename": file.filename,
         "purpose": file.purpose,
         "status": "processed",
-        "expires_at": None,
+        "expires_at": None if keep is None else created + int(keep.total_seconds()),
     }
 
 

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterable
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 
 from nightmill.jobs.batches.result_files import output_row
 from nightmill.jobs.client import Client
@@ -20,6 +21,7 @@ from nightmill.jobs.errors import (
     BatchNotFoundError,
     DatabaseUnreachableError,
     InvalidRequestError,
+    InvalidTransitionError,
     NightmillError,
 )
 from nightmill.jobs.formats import FileFormat, ResultFile
@@ -35,7 +37,7 @@ log = logging.getLogger("nightmill.server")
 _LOOK_SECONDS = 1.0
 _AGAIN_SECONDS = 15.0  # after a step that failed
 _SWEEP_SECONDS = 5.0  # as a worker's heartbeat
-_FORGOTTEN_SECONDS = 3600.0  # between two looks for contents that belong to nothing
+_FORGET_SECONDS = 3600.0  # between two looks for what need not be kept
 _MOST_ERRORS = 100  # rows that are named in a batch; the file of errors has all
 _ROWS_PER_CLAIM = 1024
 _ENDINGS = {FileFormat.CSV: "csv", FileFormat.PARQUET: "parquet"}
@@ -48,7 +50,7 @@ class OvertakenError(Exception):
 class Keeper:
     """Works on batches of one database, on a thread of its own, beside those of other servers."""
 
-    def __init__(self, client: Client, folder: Folder) -> None:
+    def __init__(self, client: Client, folder: Folder, keep_files: timedelta | None = None) -> None:
         self._client = client
         self._folder = folder
         self._files = FileStore(client.database)
@@ -57,6 +59,7 @@ class Keeper:
         self._sweep = Sweep(client.database)
         self._ids = IdSource()
         self._name = self._ids.draw()
+        self._keep_files = keep_files
         self._silence = timedelta(seconds=client.settings.stale_seconds)  # as a worker's
         self._over = threading.Event()
         self._bell = threading.Event()
@@ -105,7 +108,9 @@ class Keeper:
             pause = _AGAIN_SECONDS
             try:
                 self.look()
-                self._forget()
+                if time.monotonic() >= self._forget_at:
+                    self._forget_at = time.monotonic() + _FORGET_SECONDS
+                    self.forget()
                 pause = _LOOK_SECONDS
             except NightmillError as error:  # the database is away
                 log.warning("%s", error)
@@ -263,7 +268,13 @@ class Keeper:
             self._sweep.rescue(self._silence)
             self._sweep.expire()
 
-    def _forget(self) -> None:
-        if time.monotonic() >= self._forget_at:
-            self._forget_at = time.monotonic() + _FORGOTTEN_SECONDS
-            self._folder.sweep(self._files.known)
+    def forget(self) -> None:
+        """Delete files that were kept for long enough, batches that ended so long ago, and lost contents."""
+        self._folder.sweep(self._files.known)
+        if self._keep_files is None:
+            return
+        before = self._client.database.now() - self._keep_files
+        self._store.forget(before)
+        for file_id in self._files.made_before(before):
+            with suppress(InvalidTransitionError):  # a batch is being made of it
+                self._files.delete(file_id, partial(self._folder.remove, file_id))

@@ -77,6 +77,12 @@ class FileStore:
         with self.database.read() as connection:
             return [StoredFile(**row) for row in connection.execute(query).mappings()]
 
+    def made_before(self, moment: datetime) -> list[str]:
+        """Ids of files that were made before."""
+        with self.database.read() as connection:
+            query = select(FileRow.id).where(FileRow.created_at < moment).order_by(FileRow.id)
+            return list(connection.execute(query).scalars())
+
     def used(self, owner: str | None) -> int:
         """Bytes of all files of an owner."""
         with self.database.read() as connection:

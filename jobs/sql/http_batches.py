@@ -10,7 +10,7 @@ from datetime import datetime, timedelta
 from enum import StrEnum
 from typing import Any, cast
 
-from sqlalchemy import Connection, RowMapping, Table, func, or_, select, update
+from sqlalchemy import Connection, RowMapping, Table, delete, func, or_, select, update
 
 from nightmill.jobs.contract import JobState, JsonObject
 from nightmill.jobs.sql.database import Database
@@ -235,6 +235,12 @@ class HttpBatchStore:
             ("total", "completed", "failed", "prompt_tokens", "completion_tokens", "invalid"), 0
         )
         return self._change(batch.id, (batch.status,), values | _LET_GO)
+
+    @retried
+    def forget(self, before: datetime) -> None:
+        """Delete batches that ended before. Their rows, which are jobs, stay."""
+        with self.database.write() as connection:
+            connection.execute(delete(HttpBatchRow).where(HttpBatchRow.ended_at < before))
 
     @retried
     def let_go(self, keeper: str) -> None:

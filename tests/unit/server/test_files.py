@@ -7,6 +7,7 @@ import socket
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from typing import Any
 
 import openai
@@ -183,12 +184,14 @@ def test_a_form_is_the_same_however_it_is_cut() -> None:
 
 
 def test_limits_of_a_file_and_of_a_key(start: Callable[..., Any]) -> None:
-    with start(worker=False, limits=Limits(file_bytes=1_000_000, stored_bytes=2_000_000)) as server:
+    limits = Limits(file_bytes=1_000_000, stored_bytes=2_000_000, keep_files=timedelta(days=1))
+    with start(worker=False, limits=limits) as server:
         client = server.openai()
         with pytest.raises(openai.APIStatusError, match="a file may have 1,000,000 bytes") as caught:
             client.files.create(file=("a", b"x" * 1_000_001), purpose="batch")
         assert (caught.value.status_code, caught.value.code) == (413, "too_large")
         first = client.files.create(file=("a", b"x" * 1_000_000), purpose="batch")
+        assert first.expires_at == first.created_at + 86_400
         client.files.create(file=("b", b"x" * 900_000), purpose="batch")
         for retries in (0, 2):  # the client is told not to try again
             with pytest.raises(openai.RateLimitError, match="2,000,000 bytes together") as refused:

@@ -271,6 +271,29 @@ def test_cancelling_in_every_status(world: World, monkeypatch: pytest.MonkeyPatc
     assert not world.store.cancel(deleted.id)
 
 
+def test_files_and_batches_that_were_kept_for_long_enough_are_deleted(world: World) -> None:
+    old = world.hand_in()
+    world.finish(old, world.keeper())
+    world.clock.advance(days=29)
+    young, entering = world.hand_in(), world.hand_in()
+    world.keeper().look()
+    world.run_rows()
+    world.clock.advance(days=2)
+    world.keeper().forget()
+    assert len(list(world.folder.path.iterdir())) == 5
+    keeper = Keeper(world.client, world.folder, timedelta(days=30))
+    keeper.forget()
+    assert world.store.get(old.id) is None and world.store.get(young.id) is not None
+    left = world.files.page(owner=None, purpose=None, after=None, oldest_first=True, limit=99)
+    assert [file.id for file in left] == [young.input_file, entering.input_file]
+    assert {path.name for path in world.folder.path.iterdir()} == {file.id for file in left}
+    reading = world.hand_in()
+    world.clock.advance(days=31)
+    keeper.forget()
+    left = world.files.page(owner=None, purpose=None, after=None, oldest_first=True, limit=99)
+    assert [file.id for file in left] == [reading.input_file]
+
+
 def test_a_step_that_fails_harms_no_other_batch(
     world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
