@@ -20,6 +20,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, PositiveFloat, PositiveInt
 
 from benchmarks.budget import BYTES_PER_S, FLOPS
+from benchmarks.formats import add_formats, numbers_from
 from nightmill.jobs.contract import GenerationParams
 from nightmill.worker.engine.engine import Engine
 from nightmill.worker.engine.request import Request
@@ -29,7 +30,9 @@ from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.model.spec import ModelSpec, Role
 from nightmill.worker.runners.base import Runner
 from nightmill.worker.runners.gpu.kv_cache import PAGE, page_bytes
+from nightmill.worker.runners.gpu.numbers import HALF, Numbers, WeightNumbers
 from nightmill.worker.runners.gpu.runner import CudaRunner
+from nightmill.worker.runners.gpu.weights.layout import runs_of
 from tests.engines import NoText
 
 SEQUENCES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
@@ -70,6 +73,7 @@ def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=style)
     arguments.add_argument("model", type=Path)
     arguments.add_argument("--repeat", type=int, default=2)
+    add_formats(arguments)
     arguments.add_argument("--bytes-per-s", type=float, default=BYTES_PER_S)
     arguments.add_argument("--flops", type=float, default=FLOPS)
     options = arguments.parse_args()
@@ -96,9 +100,10 @@ def measure_series(
     points = [point for point in points if point[1] + point[2] < spec.context_length]
     if not points:
         return
+    numbers = numbers_from(options, file, spec)
     runner = CudaRunner(
-        file, spec, slots=max(count for count, _, _ in points), depth=3, max_tokens=TOKEN_BUDGET,
-        context=max(prompt + answer for _, prompt, answer in points) + 1,
+        file, spec, numbers=numbers, slots=max(count for count, _, _ in points), depth=3,
+        max_tokens=TOKEN_BUDGET, context=max(prompt + answer for _, prompt, answer in points) + 1,
         report=lambda line: print(line, file=sys.stderr),
     )  # fmt: skip
     try:
@@ -111,7 +116,7 @@ def measure_series(
                 for turn in range(options.repeat + 1)
             ]
             run = Run(*(statistics.median(values) for values in zip(*runs[1:], strict=True)))
-            limit = decode_limit(spec, count, run.context, options.bytes_per_s, options.flops)
+            limit = decode_limit(spec, count, run.context, options.bytes_per_s, options.flops, numbers)
             point = Point(
                 series=series, sequences=count, prompt=prompt, answer=answer, context=round(run.context),
                 output_tokens_per_s=round(run.output), decode_tokens_per_s=round(run.decode),
@@ -174,16 +179,21 @@ def decode_limit(
     context: float,
     bytes_per_s: float = BYTES_PER_S,
     flops: float = FLOPS,
+    numbers: Numbers = HALF,
 ) -> float:
     """Tokens per second that no decoding exceeds whose attention and products do not overlap.
 
-    Products take as long as reading all weights, in half, or as their FLOPs, whichever is longer; attention
-    takes as long as reading the keys and values of `sequences` contexts.
+    Products take as long as reading all weights, as they are kept, or as their FLOPs, whichever is longer;
+    attention takes as long as reading the keys and values of `sequences` contexts. `flops`: of products in 16
+    bits; layers in FP8 have twice as many.
     """
     lookup = None if spec.tied_head else Role.EMBEDDING  # of which a token needs one row
-    matrices = [weight for role, weight in spec.all_weights() if weight.is_matrix and role != lookup]
-    weights = sum(math.prod(matrix.shape) for matrix in matrices)
-    products = max(2 * weights / bytes_per_s, 2 * weights * sequences / flops)
+    matrices = [(role, weight) for role, weight in spec.all_weights() if weight.is_matrix and role != lookup]
+    kept = sum(run.bytes for role, weight in matrices for run in runs_of(spec, role, weight, numbers))
+    head = spec.vocab * spec.width
+    layers = sum(math.prod(weight.shape) for _, weight in matrices) - head
+    of_layers = layers / 2 if numbers.weights is WeightNumbers.FP8 else layers
+    products = max(kept / bytes_per_s, 2 * (of_layers + head) * sequences / flops)
     attention = sequences * context * page_bytes(spec) / PAGE / bytes_per_s
     return sequences / (products + attention)
 
