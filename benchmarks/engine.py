@@ -155,7 +155,7 @@ def main() -> None:
     arguments.add_argument("--no-prefix-sharing", action="store_true")
     arguments.add_argument("--products", action="store_true", help="print which kernel each product took")
     arguments.add_argument("--constrained", choices=WHICH, default="none")
-    options = arguments.parse_args()
+    options = arguments.parse_intermixed_args()  # options may stand between workloads
     file = GgufFile.open(options.model)
     spec = read_spec(file)
     for name in options.workloads:
