@@ -1,4 +1,4 @@
-// Sums over the threads of a block.
+// Sums and maxima over the threads of a block.
 #pragma once
 
 #include "common/common.cuh"
@@ -11,4 +11,13 @@ static __device__ __forceinline__ float block_sum(float value, float* partial) {
     if (lane == 0) partial[warp] = value;
     __syncthreads();
     return warp_sum(lane < warps ? partial[lane] : 0.0f);
+}
+
+// The largest, of whole warps; all threads call it, with a `partial` of its own.
+static __device__ __forceinline__ float block_max(float value, float* partial) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32;
+    value = warp_max(value);
+    if (lane == 0) partial[warp] = value;
+    __syncthreads();
+    return warp_max(lane < warps ? partial[lane] : negative_infinity());
 }

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from nightmill.worker.runners.gpu.device.device import Device
-from nightmill.worker.runners.gpu.device.operands import ELEMENT, Buffer, Matrix
+from nightmill.worker.runners.gpu.device.operands import ELEMENT, FLOAT, FP8, Buffer, Matrix
 from nightmill.worker.runners.gpu.kv_cache import PAGE, LayerCache
 from nightmill.worker.runners.gpu.products.chooser import Products
 from nightmill.worker.runners.gpu.products.library import LibraryProducts
@@ -50,6 +50,28 @@ def poisoned(device: Device, shape: Sequence[int], dtype: npt.DTypeLike) -> Buff
 def matrix(device: Device, array: Array) -> Matrix:
     """Weights (outputs, inputs) in the device's elements."""
     return Matrix(elements(device, array).address, *array.shape, device.element.format)
+
+
+def fp8_room(device: Device, rows: int, columns: int) -> Buffer:
+    """Rows of FP8 and their scales, all NaN."""
+    numbers = device.upload(np.full((rows, columns), 0x7F, dtype=np.uint8))
+    scales = device.upload(np.full(rows, np.nan, dtype=np.float32))
+    return Buffer(numbers, (rows, columns), FP8, scales)
+
+
+def fetched_fp8(device: Device, held: Buffer | Matrix, shape: tuple[int, int]) -> tuple[Array, Array]:
+    """The first rows of FP8, as the numbers that they are, and their scales (rows, 1)."""
+    numbers = e4m3_numbers()[device.download(held.address, shape, np.uint8)]
+    return numbers, device.download(held.scales, (shape[0], 1), FLOAT)
+
+
+def e4m3_numbers() -> Array:
+    """What each of the 256 bytes stands for (Open Compute Project, 2023), float32."""
+    byte = np.arange(256)
+    exponents, mantissas = byte >> 3 & 15, byte & 7
+    numbers = np.where(exponents, np.ldexp(8 + mantissas, exponents - 10), np.ldexp(mantissas, -9))
+    numbers = np.where(byte & 127 == 127, np.nan, numbers)
+    return np.where(byte & 128, -numbers, numbers).astype(np.float32)
 
 
 def fetched(device: Device, held: Buffer, rows: int | None = None) -> Array:

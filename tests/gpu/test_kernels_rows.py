@@ -15,12 +15,23 @@ from nightmill.worker.runners.gpu.rows.activate import Activate
 from nightmill.worker.runners.gpu.rows.embedding import Embedding
 from nightmill.worker.runners.gpu.rows.logits import LogitScale
 from nightmill.worker.runners.gpu.rows.norms import Norms
+from nightmill.worker.runners.gpu.rows.quantise import Quantise
 from nightmill.worker.runners.gpu.rows.rotation import Rotation
 from nightmill.worker.runners.gpu.weights.head_order import HeadOrder
 from nightmill.worker.runners.gpu.weights.layout import NO_NORM, LayerWeights, NormWeight
 from nightmill.worker.runners.reference import ops
+from nightmill.worker.runners.reference.rounding import to_fp8
 from tests.elements import BOTH_ELEMENTS, PRECISION, ROUNDED_ONCE, rounded
-from tests.gpu.operands import buffer, cache_of, elements, fetched, matrix, poisoned
+from tests.gpu.operands import (
+    buffer,
+    cache_of,
+    elements,
+    fetched,
+    fetched_fp8,
+    fp8_room,
+    matrix,
+    poisoned,
+)  # fmt: skip
 from tests.gpu.oracles import ATTENTION, EXACT, PAGE, assert_close
 from tests.specs import VARIANTS, dense_spec
 
@@ -65,6 +76,7 @@ NORMS = {
     "centred": Norm(1e-5, centred=True),
     "centred, bias": Norm(1e-5, centred=True, bias=True),
 }
+LONG_WIDTHS = (18_944, 40_000)
 WIDTHS = (8, 64, 896, 1024, 2056, 3584, 4096, 8192, 12288)
 
 
@@ -121,6 +133,40 @@ def test_either_kernel_gives_the_bits_of_an_rms_norm(device: Device) -> None:
         norms(x, weight, outs[0], 9)
         norms.add(None, ABSENT, NO_NORM, 1.0, x, weight, outs[1], 9)
         np.testing.assert_array_equal(*(fetched(device, out) for out in outs))
+
+
+@BOTH_ELEMENTS
+def test_rows_are_rounded_to_fp8(device: Device) -> None:
+    quantise = Quantise(device)
+    rng = np.random.default_rng(6)
+    for width in (*WIDTHS, *LONG_WIDTHS):
+        x = rounded(rows_of_all_sizes(rng, 5, width), device.element)
+        x[1], x[2, 0], x[3, ::7] = 0, np.nan, np.inf
+        held, out = elements(device, x), fp8_room(device, 6, width)
+        quantise(held.address, out.address, out.scales, 5, width)
+        numbers, scales = fetched_fp8(device, out, (6, width))
+        with np.errstate(invalid="ignore"):
+            expected = to_fp8(x.astype(np.float32))
+        np.testing.assert_array_equal(numbers[:5], expected[0])
+        np.testing.assert_array_equal(scales[:5], expected[1])
+        assert np.isnan(numbers[5]).all() and np.isnan(scales[5])
+
+
+@BOTH_ELEMENTS
+def test_an_rms_norm_rounds_to_fp8_what_it_would_give(device: Device) -> None:
+    norms = Norms(device, dense_spec())
+    rng = np.random.default_rng(7)
+    for width in WIDTHS:
+        weight = Normed(device, Norm(1e-6), width, rng).weight
+        x = buffer(device, rows_of_all_sizes(rng, 7, width))
+        out, given = fp8_room(device, 8, width), poisoned(device, (7, width), ELEMENT)
+        norms(x, weight, out, 7)
+        norms(x, weight, given, 7)
+        numbers, scales = fetched_fp8(device, out, (8, width))
+        expected = to_fp8(fetched(device, given).astype(np.float32))
+        np.testing.assert_array_equal(numbers[:7], expected[0])
+        np.testing.assert_array_equal(scales[:7], expected[1])
+        assert np.isnan(numbers[7]).all() and np.isnan(scales[7])
 
 
 @BOTH_ELEMENTS

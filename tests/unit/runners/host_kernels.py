@@ -22,7 +22,7 @@ from nightmill.worker.runners.gpu.attention import decode, general, prefill
 from nightmill.worker.runners.gpu.device.compiler import kernel_directory
 from nightmill.worker.runners.gpu.device.element import Element
 from nightmill.worker.runners.gpu.device.sources import Source, for_element
-from nightmill.worker.runners.gpu.rows import activate, embedding, logits, norms, rotation
+from nightmill.worker.runners.gpu.rows import activate, embedding, logits, norms, quantise, rotation
 from nightmill.worker.runners.kv_format import KvFormat
 
 HERE = Path(__file__).parent / "cuda_on_host"
@@ -185,7 +185,7 @@ def run_on_host(patch: pytest.MonkeyPatch, folder: Path) -> set[str]:
 
 def run_rows_on_host(patch: pytest.MonkeyPatch, folder: Path) -> set[str]:
     """The same of launchers of rows."""
-    return _launch_on_host(patch, folder, "rows", (activate, embedding, logits, norms, rotation))
+    return _launch_on_host(patch, folder, "rows", (activate, embedding, logits, norms, quantise, rotation))
 
 
 def _launch_on_host(

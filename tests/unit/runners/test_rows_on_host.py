@@ -55,6 +55,17 @@ def test_either_kernel_gives_the_bits_of_an_rms_norm(launched: set[str], device:
     assert launched == {f"{name}_{pieces}" for name in ("rms_norm", "residual") for pieces in (1, 2, 4)}
 
 
+def test_rows_rounded_to_fp8_alone_and_as_they_are_normed(
+    monkeypatch: pytest.MonkeyPatch, launched: set[str]
+) -> None:
+    device: Any = HostDevice()
+    monkeypatch.setattr(on_gpu, "LONG_WIDTHS", ())
+    on_gpu.test_rows_are_rounded_to_fp8(device)
+    on_gpu.test_an_rms_norm_rounds_to_fp8_what_it_would_give(device)
+    names = ("quantise", "rms_norm", "rms_norm_fp8")
+    assert launched == {f"{name}_{pieces}" for name in names for pieces in (1, 2, 4)}
+
+
 @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
 def test_activations(launched: set[str], device: Any, bias: bool) -> None:
     for activation in Activation:

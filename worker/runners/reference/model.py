@@ -16,6 +16,7 @@ from nightmill.worker.model.rope import Rope, RopeStyle
 from nightmill.worker.model.spec import Activation, Attention, FeedForward, ModelSpec, Norm, Role, Weight
 from nightmill.worker.runners.reference import ops
 from nightmill.worker.runners.reference.kv_cache import KvCache, Places
+from nightmill.worker.runners.reference.rounding import as_fp8
 
 __all__ = ["Model", "Trace"]
 
@@ -36,13 +37,18 @@ class Model:
 
     trace  called with a name and an array at each stage of a step: "embedding", "layer.0", ..., "norm" (all
            tokens), "logits" (only the rows that draw)
+    fp8    round the matrices of layers, and what is multiplied with them, to FP8
     """
 
-    def __init__(self, file: GgufFile, spec: ModelSpec, cache: KvCache, trace: Trace | None = None) -> None:
+    def __init__(
+        self, file: GgufFile, spec: ModelSpec, cache: KvCache, trace: Trace | None = None, *,
+        fp8: bool = False,
+    ) -> None:  # fmt: skip
         self._spec = spec
+        self._fp8 = fp8
         self._cache = cache
         self._trace = trace
-        self._layers = [_load(file, spec.layer_weights(index)) for index in range(len(spec.layers))]
+        self._layers = [_load(file, spec.layer_weights(index), fp8=fp8) for index in range(len(spec.layers))]
         self._output_norm = _load(file, spec.output_norm.weights(Role.OUTPUT_NORM, "output_norm", spec.width))
         self._embedding = file.array("token_embd.weight")
         self._head = (self._embedding if spec.tied_head else file.array("output.weight")).T
@@ -78,7 +84,7 @@ class Model:
 
     def logits(self, hidden: ops.FloatArray) -> FloatArray:
         """Logits (R, vocab) of normed hidden states (R, width)."""
-        logits = _scaled(self._linear(hidden, self._head), self._spec.logit_scale)
+        logits = _scaled(ops.linear(hidden, self._head, tiled=self._tiled), self._spec.logit_scale)
         logits = ops.softcap(logits, self._spec.logit_softcap).astype(np.float32, copy=False)
         self._report("logits", logits)
         return logits
@@ -119,7 +125,8 @@ class Model:
     def _linear(
         self, x: ops.FloatArray, weight: FloatArray, bias: FloatArray | None = None
     ) -> ops.FloatArray:
-        return ops.linear(x, weight, bias, tiled=self._tiled)
+        """A product of a layer."""
+        return ops.linear(as_fp8(x) if self._fp8 else x, weight, bias, tiled=self._tiled)
 
     def _report(self, stage: str, values: npt.NDArray[Any]) -> None:
         if self._trace is not None:
@@ -137,11 +144,13 @@ def _scaled(x: ops.FloatArray, scale: float) -> ops.FloatArray:
     return x if scale == 1.0 else x * x.dtype.type(scale)
 
 
-def _load(file: GgufFile, weights: Mapping[Role, Weight]) -> Weights:
+def _load(file: GgufFile, weights: Mapping[Role, Weight], *, fp8: bool = False) -> Weights:
     """Read weights; matrices become (inputs, outputs): tokens are rows, and multiply from the left."""
 
     def load(weight: Weight) -> FloatArray:
         stacked = np.concatenate([file.array(name) for name in weight.names])
-        return np.ascontiguousarray(stacked.T) if weight.is_matrix else stacked
+        if not weight.is_matrix:
+            return stacked
+        return np.ascontiguousarray((as_fp8(stacked) if fp8 else stacked).T)
 
     return {role: load(weight) for role, weight in weights.items()}

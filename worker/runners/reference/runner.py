@@ -40,20 +40,21 @@ class ReferenceRunner:
     depth            launches that may be queued before one is collected
     kv               how keys and values are kept: rounded to it, in float32
     trace            told the stages of a step, as `model.Model` says
+    fp8              layers multiply FP8 numbers, as `model.Model` says
     """
 
     def __init__(
         self, file: GgufFile, spec: ModelSpec, *, kv_blocks: int, block_size: int = 16, slots: int,
-        depth: int = 1, kv: KvFormat = KvFormat.ELEMENT, trace: Trace | None = None,
+        depth: int = 1, kv: KvFormat = KvFormat.ELEMENT, trace: Trace | None = None, fp8: bool = False,
     ) -> None:  # fmt: skip
         self.kv_blocks = kv_blocks
         self.block_size = block_size
         self.slots = slots
         self.depth = depth
         self.vocab = spec.vocab
-        self.arithmetic = _arithmetic(file, kv)
+        self.arithmetic = _arithmetic(file, "fp8 in f32" if fp8 else "f32", kv)
         self._cache = KvCache(spec, pages=kv_blocks, block_size=block_size, kv=kv)
-        self._model = Model(file, spec, self._cache, trace)
+        self._model = Model(file, spec, self._cache, trace, fp8=fp8)
         self._last_token = np.zeros(slots, dtype=np.int32)
         self._parameters = np.zeros(slots, dtype=PARAMETERS)
         self._seen: list[npt.NDArray[np.bool_] | None] = [None] * slots
@@ -133,7 +134,7 @@ class ReferenceRunner:
         return Drawn(tokens)
 
 
-def _arithmetic(file: GgufFile, kv: KvFormat) -> Arithmetic:
+def _arithmetic(file: GgufFile, weights: str, kv: KvFormat) -> Arithmetic:
     """NumPy on its BLAS, and the processor that this has kernels for."""
     libraries = [
         f"{one['internal_api']} {one['version']} {one.get('architecture', '')}".rstrip()
@@ -143,7 +144,7 @@ def _arithmetic(file: GgufFile, kv: KvFormat) -> Arithmetic:
     return Arithmetic(
         runner="numpy",
         device=", ".join(sorted(libraries)),
-        weights="f32",
+        weights=weights,
         kv="f32" if kv is KvFormat.ELEMENT else kv.value,
         kernels=f"NumPy {np.__version__}",
         model=file.digest()[:DIGITS],

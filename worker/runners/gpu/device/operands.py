@@ -7,11 +7,13 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["ABSENT", "ELEMENT", "FLOAT", "INT", "Buffer", "PANEL_ROWS", "Format", "Matrix"]
+__all__ = ["ABSENT", "ELEMENT", "FLOAT", "FP8", "INT", "Buffer", "PANEL_ROWS", "Format", "Matrix"]
 
 FLOAT, INT = np.dtype(np.float32), np.dtype(np.int32)
 ELEMENT = np.dtype("V2")
 """The device's element, half or bfloat16 (`Device.element`), which NumPy does not compute with."""
+FP8 = np.dtype("V1")
+"""E4M3: 4 bits of exponent, 3 of mantissa, up to 448."""
 
 PANEL_ROWS = 8
 """Rows of a matrix that packed formats keep together."""
@@ -26,6 +28,8 @@ class Format(Enum):
 
     F16 = ("f16", 1, 1, 2)
     BF16 = ("bf16", 1, 1, 2)
+    FP8 = ("fp8", 1, 1, 1)
+    """E4M3, with a float for each row, which its numbers are multiplied by."""
     Q8_0 = ("Q8_0", PANEL_ROWS, 64, 544)
     Q6_K = ("Q6_K", PANEL_ROWS, 256, 1680)
     Q5_K = ("Q5_K", PANEL_ROWS, 256, 1408)
@@ -65,6 +69,10 @@ class Format(Enum):
         _, panel, step, packet = self.value
         return -(-rows // panel) * -(-columns // step) * packet
 
+    def scale_bytes(self, rows: int) -> int:
+        """Of the scales of a matrix that are kept apart."""
+        return rows * FLOAT.itemsize if self is Format.FP8 else 0
+
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
@@ -91,11 +99,15 @@ class Matrix:
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
-    """An array on the device, row-major; one of activations has room for as many rows as a step may have."""
+    """An array on the device, row-major; one of activations has room for as many rows as a step may have.
+
+    scales  the address of a float for each row, where numbers are FP8
+    """
 
     address: int
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
+    scales: int = 0
 
     @property
     def bytes(self) -> int:
@@ -104,7 +116,12 @@ class Buffer:
     def from_row(self, row: int) -> "Buffer":
         """Its rows from that one on."""
         below = math.prod(self.shape[1:]) * self.dtype.itemsize
-        return replace(self, address=self.address + row * below, shape=(self.shape[0] - row, *self.shape[1:]))
+        return replace(
+            self,
+            address=self.address + row * below,
+            shape=(self.shape[0] - row, *self.shape[1:]),
+            scales=self.scales and self.scales + row * FLOAT.itemsize,
+        )
 
 
 ABSENT = Buffer(0, (0,), FLOAT)

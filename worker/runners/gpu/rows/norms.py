@@ -3,13 +3,13 @@
 from nightmill.worker.model.spec import ModelSpec
 from nightmill.worker.runners.gpu.device.device import Device
 from nightmill.worker.runners.gpu.device.functions import KernelPair, KernelPairs
-from nightmill.worker.runners.gpu.device.operands import ABSENT, Buffer
+from nightmill.worker.runners.gpu.device.operands import ABSENT, FP8, Buffer
 from nightmill.worker.runners.gpu.device.sources import Source, source_of
 from nightmill.worker.runners.gpu.products.kinds import layer_kinds
 from nightmill.worker.runners.gpu.products.shapes import Kind
 from nightmill.worker.runners.gpu.weights.layout import NO_NORM, NormWeight
 
-__all__ = ["Norms"]
+__all__ = ["Norms", "only_rms_norms"]
 
 _MOST = 32_768  # elements of a row
 _PIECES = (1, 2, 4)  # kernels, by the pieces of 8 values that a thread has
@@ -19,14 +19,17 @@ class Norms:
     """Launches `rms_norm.cu`, and `residual.cu` for models that have more than RMS norms before products."""
 
     def __init__(self, device: Device, spec: ModelSpec) -> None:
-        self._rms = self._kernels(device, "rms_norm", "PPPif")
-        arguments = "PPPPfifPPPfiPi"
-        self._any = self._kernels(device, "residual", arguments) if _has_others(spec) else {}
+        rms = KernelPairs(device, source_of("rms_norm"))
+        self._rms = _by_pieces(rms, "rms_norm", "PPPif")
+        self._rounding = _by_pieces(rms, "rms_norm_fp8", "PPPPif")
+        self._any: dict[int, KernelPair] = {}
+        if not only_rms_norms(spec):
+            self._any = _by_pieces(KernelPairs(device, source_of("residual")), "residual", "PPPPfifPPPfiPi")
 
     @staticmethod
     def sources(spec: ModelSpec, *, hopper: bool) -> list[Source]:
         """What they are compiled from."""
-        names = ["rms_norm", "residual"] if _has_others(spec) else ["rms_norm"]
+        names = ["rms_norm"] if only_rms_norms(spec) else ["rms_norm", "residual"]
         return [source_of(name) for name in names]
 
     @staticmethod
@@ -36,14 +39,16 @@ class Norms:
         return f"a width of {width} (multiples of 8 up to {_MOST})" if width % 8 or width > _MOST else None
 
     def __call__(self, x: Buffer, norm: NormWeight, out: Buffer, rows: int) -> None:
-        """Queue out (rows, width) elements = norm of x (rows, width) float."""
+        """Queue out (rows, width) = norm of x (rows, width) float: elements, or FP8 if it is an RMS norm."""
         if not norm.plain:
             self.add(None, ABSENT, NO_NORM, 1.0, x, norm, out, rows)
         elif rows:
             width = x.shape[1]
             pieces, block = _shape(width)
-            self._rms[pieces].of(rows)(
-                (rows, 1), block, x.address, norm.weight.address, out.address, width, norm.eps
+            rounds = out.dtype == FP8
+            written = (out.address, out.scales) if rounds else (out.address,)
+            (self._rounding if rounds else self._rms)[pieces].of(rows)(
+                (rows, 1), block, x.address, norm.weight.address, *written, width, norm.eps
             )
 
     def add(
@@ -64,10 +69,9 @@ class Norms:
                 then.bias.address, then.eps, then.centred, 0 if before is None else out.address, width,
             )  # fmt: skip
 
-    @staticmethod
-    def _kernels(device: Device, name: str, arguments: str) -> dict[int, KernelPair]:
-        kernels = KernelPairs(device, source_of(name))
-        return {pieces: kernels.function(f"{name}_{pieces}", arguments) for pieces in _PIECES}
+
+def _by_pieces(kernels: KernelPairs, name: str, arguments: str) -> dict[int, KernelPair]:
+    return {pieces: kernels.function(f"{name}_{pieces}", arguments) for pieces in _PIECES}
 
 
 def _shape(width: int) -> tuple[int, tuple[int, int, int]]:
@@ -77,9 +81,9 @@ def _shape(width: int) -> tuple[int, tuple[int, int, int]]:
     return pieces, (-(-chunks // (32 * pieces)) * 32, 1, 1)
 
 
-def _has_others(spec: ModelSpec) -> bool:
-    """Whether there is more to do than RMS norms."""
+def only_rms_norms(spec: ModelSpec) -> bool:
+    """Whether nothing is done between products but RMS norms, without biases."""
     norms = [spec.output_norm, *(layer.attention_norm for layer in spec.layers)]
     norms += [layer.feed_forward_norm for layer in spec.layers if not layer.parallel]
     plain = all(norm is not None and not norm.centred and not norm.bias for norm in norms)
-    return not plain or any(Kind.ADDEND in layer_kinds(layer) for layer in spec.layers)
+    return plain and not any(Kind.ADDEND in layer_kinds(layer) for layer in spec.layers)

@@ -14,6 +14,10 @@ inline float warp_sum(float value) {
     for (int offset = 16; offset > 0; offset >>= 1) value += __shfl_xor_sync(0xffffffffu, value, offset);
     return value;
 }
+inline float warp_max(float value) {
+    for (int offset = 16; offset > 0; offset >>= 1) value = fmaxf(value, __shfl_xor_sync(0xffffffffu, value, offset));
+    return value;
+}
 inline void launch_next() {}
 template <typename... Pointers>
 inline void wait_for_previous(Pointers&...) {}
