@@ -24,7 +24,7 @@ from nightmill.worker.model.spec import Activation, ModelSpec
 from nightmill.worker.runners.gpu.catalogue import sources_for
 from nightmill.worker.runners.gpu.device.compiler import COMMON_OPTIONS, cubin_name, kernel_directory
 from nightmill.worker.runners.gpu.device.element import Element
-from nightmill.worker.runners.gpu.numbers import Numbers
+from nightmill.worker.runners.gpu.numbers import Numbers, WeightNumbers
 from nightmill.worker.runners.kv_format import KvFormat
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -57,7 +57,7 @@ def every_source() -> Iterator[tuple[Path, tuple[str, ...], str]]:
     Heads of 64 and of 128, which most models have, are compiled for Hopper with either element. Other head
     sizes, kinds of attention and architectures are met with one of the rest, not with all: they are compiled
     from the same templates, and what a combination computes is held by `tests/gpu`, and without a GPU by the
-    tests that compile kernels for the host.
+    tests that compile kernels for the host. FP8 weights are for Hopper alone, with any element.
     """
     bundled = read_spec(GgufFile.open(ROOT / "models" / "nightmill-demo.gguf"))
     other = with_other_parts(bundled)
@@ -77,6 +77,8 @@ def every_source() -> Iterator[tuple[Path, tuple[str, ...], str]]:
         (with_heads(bundled, 96, RopeStyle.HALVES), f16, (HOPPER,)),
         (with_heads(bundled, 256, RopeStyle.HALVES), bf16, (HOPPER,)),
     )
+    fp8 = Numbers(weights=WeightNumbers.FP8)
+    yield from ((path, options, HOPPER) for path, options in sources_for(other, fp8, hopper=True))
     for spec, element, architectures in chosen:
         for architecture in architectures:
             sources = sources_for(spec, Numbers(element), hopper=architecture == HOPPER)

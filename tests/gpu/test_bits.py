@@ -18,7 +18,7 @@ from nightmill.worker.engine.request import Request
 from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.model.spec import ModelSpec
 from nightmill.worker.runners.gpu.element_choice import choose_element
-from nightmill.worker.runners.gpu.numbers import Numbers
+from nightmill.worker.runners.gpu.numbers import Numbers, WeightNumbers
 from nightmill.worker.runners.gpu.runner import CudaRunner
 from nightmill.worker.runners.kv_format import KvFormat
 from tests.engines import NoText
@@ -47,24 +47,28 @@ HEADS: dict[str, dict[str, Any]] = {
 """Heads of 64 and 128 have fast attention, others the general one. Files in BF16 are computed in it."""
 
 
-CASES = [(heads, KvFormat.ELEMENT) for heads in HEADS]
-CASES += [(heads, KvFormat.FP8) for heads in ("64", "16", "128 in BF16")]
+CASES = [(heads, WeightNumbers.ELEMENT, KvFormat.ELEMENT) for heads in HEADS]
+CASES += [(heads, WeightNumbers.ELEMENT, KvFormat.FP8) for heads in ("64", "16", "128 in BF16")]
+CASES += [("64", WeightNumbers.FP8, KvFormat.ELEMENT), ("128 in BF16", WeightNumbers.FP8, KvFormat.FP8)]
+Case = tuple[str, WeightNumbers, KvFormat]
 
 
-@pytest.fixture(scope="module", params=CASES, ids=lambda case: f"{case[0]}, KV {case[1].value}")
+@pytest.fixture(
+    scope="module", params=CASES, ids=lambda case: f"{case[0]}, {case[1].value}, KV {case[2].value}"
+)
 def case(request: pytest.FixtureRequest) -> Any:
     return request.param
 
 
 @pytest.fixture(scope="module")
-def file(case: tuple[str, KvFormat], tmp_path_factory: pytest.TempPathFactory) -> GgufFile:
+def file(case: Case, tmp_path_factory: pytest.TempPathFactory) -> GgufFile:
     path = tmp_path_factory.mktemp("model") / "model.gguf"
     return GgufFile.open(write_model(path, seed=3, ffn=384, context_length=CONTEXT, **HEADS[case[0]]))
 
 
 @pytest.fixture(scope="module")
-def defaults(case: tuple[str, KvFormat], file: GgufFile, spec: ModelSpec) -> dict[str, Any]:
-    numbers = Numbers(choose_element(file, spec).element, kv=case[1])
+def defaults(case: Case, file: GgufFile, spec: ModelSpec) -> dict[str, Any]:
+    numbers = Numbers(choose_element(file, spec).element, *case[1:])
     return {"max_tokens": 2048, "tune": False, "numbers": numbers}
 
 

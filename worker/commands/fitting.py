@@ -86,7 +86,7 @@ def fit(spec: ModelSpec, card: Card, settings: Settings, numbers: Numbers = HALF
     from nightmill.worker.runners.gpu.sampling.slots import SlotTable
     from nightmill.worker.runners.gpu.weights.layout import weight_bytes
 
-    check_spec(spec)
+    check_spec(spec, numbers)
     slots = settings.max_sequences or GPU_MAX_SEQUENCES
     context = min(settings.context or GPU_CONTEXT, spec.context_length)
     kept = SlotTable.bytes(slots, spec.vocab) + MaskBuffers.bytes(spec.vocab, LOGIT_ROWS)

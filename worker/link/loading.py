@@ -324,6 +324,7 @@ def _reference_runner(
         block_size=BLOCK_SIZE,
         slots=sequences,
         kv=KvFormat(settings.kv),
+        fp8=WeightNumbers(settings.weights) is WeightNumbers.FP8,
     )
 
 

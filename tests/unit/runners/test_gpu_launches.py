@@ -37,6 +37,7 @@ from nightmill.worker.runners.gpu.kv_cache import PAGE
 from nightmill.worker.runners.gpu.numbers import HALF, Numbers, WeightNumbers
 from nightmill.worker.runners.gpu.products.chooser import Product
 from nightmill.worker.runners.gpu.products.few_rows import MAX_ROWS
+from nightmill.worker.runners.gpu.products.hopper_fp8 import FP8_TILES
 from nightmill.worker.runners.gpu.products.shapes import Kind, padded_rows
 from nightmill.worker.runners.gpu.runner import CudaRunner
 from nightmill.worker.runners.kv_format import KvFormat
@@ -52,6 +53,7 @@ ROOT = Path(__file__).parents[3]
 MODEL = ROOT / "models" / "nightmill-demo.gguf"
 HOPPER, AMPERE = (9, 0), (8, 0)
 SLOTS, CONTEXT = 48, 128
+FP8_WEIGHTS = Numbers(weights=WeightNumbers.FP8)
 SAMPLING = {"admit", "gather_tokens", "apply_masks", "sample", "sample_filtered"}
 ANYWHERE = SAMPLING | {"embed", "gather_rows", "rms_norm_1", "library"}
 ATTENTION = {"decode_attention_8_2", "decode_attention_8_4", "split_attention_8"}
@@ -166,6 +168,34 @@ def test_an_fp8_cache_is_written_and_read_by_kernels_of_its_own(hopper: Recorded
     assert 1.9 < memory[0] / memory[1] < 2
     assert {"hopper_attention", "split_attention_8", "kv_write", "few_qkv_1"} <= hopper.launches.keys()
     assert hopper.launches.keys() - {"library"} <= hopper.checked
+
+
+def test_steps_with_fp8_weights_launch_kernels_as_they_were_compiled(hopper: RecordedDriver) -> None:
+    """Of the sizes at which other tiles are taken; by a model that kernels would fuse more of in 16 bits."""
+    file = GgufFile.open(MODEL)
+    options = {"slots": SLOTS, "context": CONTEXT, "kv_blocks": SLOTS * CONTEXT // 16, "max_tokens": 2048}
+    with closing(CudaRunner(file, read_spec(file), numbers=FP8_WEIGHTS, **options)) as runner:  # type: ignore[arg-type]
+        pages = Pages(SLOTS, CONTEXT // 16)
+        for count, length in ((40, 30), (1, 9), (3, 20), (1, 100)):
+            prompts = [Chunk(slot, [1] * CONTEXT, 0, length) for slot in range(count)]
+            runner.launch(pages.batch(prompts, admit=True))
+            assert runner.collect() is not None
+    for kind in (Kind.PLAIN, Kind.SWIGLU, Kind.RESIDUAL):
+        assert hopper.launches.keys() & {f"{kind.value}_{tile.name}" for tile in FP8_TILES[kind]}
+    assert hopper.launches.keys() >= {"rms_norm_fp8_1", "quantise_1"}
+    assert not hopper.launches.keys() & {"few_residual", "hopper_qkv"}
+    assert hopper.launches.keys() - {"library"} <= hopper.checked
+
+
+def test_fp8_weights_are_refused_where_nothing_multiplies_them(
+    monkeypatch: pytest.MonkeyPatch, cubins: Path
+) -> None:
+    record(AMPERE, monkeypatch, cubins)
+    file = GgufFile.open(MODEL)
+    with pytest.raises(RunnerError, match=r"FP8 weights need .* 9\.0 .* another --weights"):
+        CudaRunner(file, read_spec(file), slots=1, numbers=FP8_WEIGHTS)
+    with pytest.raises(RunnerError, match="an FFN width of 200 with FP8 weights"):
+        check_spec(dense_spec(ffn_width=200), FP8_WEIGHTS)
 
 
 def test_nothing_is_captured_in_the_middle_of_a_night(
@@ -462,7 +492,7 @@ def test_only_buffers_that_are_declared_to_share_memory_do(hopper: RecordedDrive
             for (one, first), (other, second) in permutations(buffers.items(), 2)
             if first.address <= second.address < first.address + first.bytes
         }
-        declared = {("qkv", "mixed_drawing"), ("tokens", "numbers")}
+        declared = {("qkv", "mixed_drawing"), ("tokens", "numbers"), ("normed", "entering")}
         assert sharing == declared | {pair[::-1] for pair in declared}
 
 

@@ -10,8 +10,9 @@ from nightmill.worker.runners.gpu.attention.general import GeneralDecode
 from nightmill.worker.runners.gpu.attention.prefill import HopperPrefill, PortablePrefill
 from nightmill.worker.runners.gpu.computed import refusal
 from nightmill.worker.runners.gpu.device.sources import Source, for_element
-from nightmill.worker.runners.gpu.numbers import Numbers
+from nightmill.worker.runners.gpu.numbers import HALF, Numbers, WeightNumbers
 from nightmill.worker.runners.gpu.products.few_rows import FewRows
+from nightmill.worker.runners.gpu.products.hopper_fp8 import HopperFp8
 from nightmill.worker.runners.gpu.products.hopper_qkv import HopperQkv
 from nightmill.worker.runners.gpu.products.hopper_tiles import HopperTiles
 from nightmill.worker.runners.gpu.products.library import LibraryProducts
@@ -21,6 +22,7 @@ from nightmill.worker.runners.gpu.rows.activate import Activate
 from nightmill.worker.runners.gpu.rows.embedding import Embedding
 from nightmill.worker.runners.gpu.rows.logits import LogitScale
 from nightmill.worker.runners.gpu.rows.norms import Norms
+from nightmill.worker.runners.gpu.rows.quantise import Quantise
 from nightmill.worker.runners.gpu.rows.rotation import Rotation
 from nightmill.worker.runners.gpu.sampling.sampler import Sampler
 from nightmill.worker.runners.gpu.weights.dequantizer import Dequantizer
@@ -54,9 +56,12 @@ class PackedLauncher(Protocol):
         ...
 
 
-_LAUNCHERS: tuple[type[Launcher], ...] = (  # those that compile longest first
-    HopperTiles, HopperQkv, SplitTiles, FewRows, Embedding, Norms, Activate, Rotation, LogitScale,
-    DecodeAttention, HopperPrefill, PortablePrefill, GeneralDecode, Sampler, Dequantizer,
+# Those that compile longest first.
+_OF_ELEMENTS: tuple[type[Launcher], ...] = (HopperTiles, HopperQkv, SplitTiles, FewRows)
+_OF_FP8: tuple[type[Launcher], ...] = (HopperFp8, Quantise)
+_LAUNCHERS: tuple[type[Launcher], ...] = (
+    Embedding, Norms, Activate, Rotation, LogitScale, DecodeAttention, HopperPrefill, PortablePrefill,
+    GeneralDecode, Sampler, Dequantizer,
 )  # fmt: skip
 _PACKED_LAUNCHERS: tuple[type[PackedLauncher], ...] = (Unpacked, Repacker)
 _LAST = (Norms, Activate, Rotation, PortablePrefill)
@@ -64,7 +69,9 @@ _LAST = (Norms, Activate, Rotation, PortablePrefill)
 
 def sources_for(spec: ModelSpec, numbers: Numbers, *, hopper: bool) -> list[Source]:
     """Files and options for nvcc; those that take longest first."""
-    found = (source for launcher in _LAUNCHERS for source in launcher.sources(spec, hopper=hopper))
+    products = _OF_FP8 if numbers.weights is WeightNumbers.FP8 else _OF_ELEMENTS
+    launchers = (*products, *_LAUNCHERS)
+    found = (source for launcher in launchers for source in launcher.sources(spec, hopper=hopper))
     packed = (
         source for launcher in _PACKED_LAUNCHERS for source in launcher.sources(spec, numbers, hopper=hopper)
     )
@@ -85,7 +92,7 @@ def workspace_bytes(
     """Device memory for activations, and that launchers keep."""
     attention = spec.layers[0].attention
     needed = [
-        Activations.workspace(spec, max_tokens=max_tokens, max_draws=max_draws),
+        Activations.workspace(spec, numbers, max_tokens=max_tokens, max_draws=max_draws),
         LibraryProducts.workspace(),
         Unpacked.workspace(spec, numbers),
         Sampler.workspace(max_rows=LOGIT_ROWS, multiprocessors=multiprocessors),
@@ -98,9 +105,11 @@ def workspace_bytes(
     return sum(needed)
 
 
-def check_spec(spec: ModelSpec) -> None:
+def check_spec(spec: ModelSpec, numbers: Numbers = HALF) -> None:
     """Raise RunnerError, which names the part or the size, if kernels do not take a model."""
     problems = [refusal(spec), *(launcher.refusal(spec) for launcher in _LAST)]
+    if numbers.weights is WeightNumbers.FP8:
+        problems.append(HopperFp8.refusal(spec))
     # A step has one set of tiles and pieces, which all layers share.
     if len({(one.heads, one.kv_heads, one.head_dim) for one in spec.attentions}) > 1:
         problems.append("layers with different heads")

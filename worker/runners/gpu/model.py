@@ -76,7 +76,7 @@ class Model:
         at, first = self._at, self.layers[0].weights
 
         def norm() -> None:
-            self.shared.norms(at.x, first.attn_norm, at.normed, rows)
+            self.shared.norms(at.x, first.attn_norm, at.entering, rows)
 
         self.head.tune(at.normed, [self._weights.head], at.logits, min(draws, LOGIT_ROWS), norm)
         kinds: dict[LayerKernels, list[Layer]] = {}
@@ -86,10 +86,10 @@ class Model:
             own, weights = layers[0].at, [layer.weights for layer in layers]
             few = self._has_few and rows <= MAX_ROWS
             if not few:
-                kernels.qkv.tune(at.normed, weights, own.qkv, layers[0].cache, at.numbers, rows, norm)
+                kernels.qkv.tune(at.entering, weights, own.qkv, layers[0].cache, at.numbers, rows, norm)
                 sums = layers[0].attended.added or at.x
                 kernels.output.tune(own.mixed, [w.attn_output for w in weights], sums, rows, norm)
-                kernels.gate_up.tune(at.normed, weights, own.activated, rows, norm)
+                kernels.gate_up.tune(at.entering, weights, own.activated, rows, norm)
             if not few or rows > _FEWEST_ROWS:
                 sums = layers[0].fed.added or at.x
                 kernels.down.tune(own.activated, [w.ffn_down for w in weights], sums, rows, norm)
@@ -122,10 +122,11 @@ class Model:
     def _any_rows(self, inputs: StepInputs, shape: StepShape) -> None:
         """All layers; the last one computes no more than the rows that draw need."""
         at, x, rows, norms, last = self._at, self._at.x, shape.tokens, self.shared.norms, self.layers[-1]
-        norms(x, self.layers[0].weights.attn_norm, at.normed, rows)
+        entering = at.entering
+        norms(x, self.layers[0].weights.attn_norm, entering, rows)
         for layer in self.layers:
             kernels, weights, own = layer.kernels, layer.weights, layer.at
-            kernels.qkv(at.normed, weights, inputs, own.qkv, layer.cache, rows)
+            kernels.qkv(entering, weights, inputs, own.qkv, layer.cache, rows)
             if layer is last and not shape.draws:
                 break
             self._attention(layer, inputs, shape)
@@ -135,10 +136,10 @@ class Model:
                 self.shared.embedding.gather_rows(own.mixed, inputs.rows, mixed, rows)
                 x = self._gathered(inputs, shape)
                 if layer.parallel:
-                    norms(x, weights.attn_norm, at.normed, rows)
-            layer.attended(mixed, x, at.normed, rows)
-            kernels.gate_up(at.normed, weights, own.activated, rows)
-            layer.fed(own.activated, x, at.normed, rows)
+                    norms(x, weights.attn_norm, entering, rows)
+            layer.attended(mixed, x, entering, rows)
+            kernels.gate_up(entering, weights, own.activated, rows)
+            layer.fed(own.activated, x, at.normed if layer is last else entering, rows)
 
     def _few_rows(self, inputs: StepInputs, shape: StepShape) -> None:
         """The same for a few drawn tokens, each layer from its norm on in five launches."""

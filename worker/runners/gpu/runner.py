@@ -37,7 +37,7 @@ from nightmill.worker.runners.gpu.memory import (
     tokens_of_a_step,
 )
 from nightmill.worker.runners.gpu.model import Model, Shared
-from nightmill.worker.runners.gpu.numbers import HALF, Numbers
+from nightmill.worker.runners.gpu.numbers import HALF, Numbers, WeightNumbers
 from nightmill.worker.runners.gpu.products.chooser import Products
 from nightmill.worker.runners.gpu.products.kinds import kinds_of
 from nightmill.worker.runners.gpu.products.library import library_release
@@ -136,7 +136,12 @@ class CudaRunner:
         self, file: GgufFile, spec: ModelSpec, numbers: Numbers, kv_blocks: int | None, gpu_memory: float
     ) -> None:  # fmt: skip
         device, slots, context = self.device, self.slots, self._context
-        check_spec(spec)
+        check_spec(spec, numbers)
+        if numbers.weights is WeightNumbers.FP8 and not device.hopper:
+            raise RunnerError(
+                f"FP8 weights need a GPU of compute capability 9.0 (H100, H200), which {device.name} is "
+                "not: give another --weights"
+            )
         sources = sources_for(spec, numbers, hopper=device.hopper)
         compile_all(sources, device.architecture)  # at once; each is then in the cache
         free = device.free_memory()
@@ -175,10 +180,11 @@ class CudaRunner:
         step |= {"max_tokens": self.max_tokens}
         self._report(f"memory of {device.name}: {self.memory}")
         self.kv_blocks = self.memory.kv_blocks
-        at = Activations.allocate(device, spec, **draws)
+        at = Activations.allocate(device, spec, numbers, **draws)
         norms, activate = Norms(device, spec), Activate(device)
+        quantised = at.quantised if numbers.weights is WeightNumbers.FP8 else None
         self._products = products = Products(
-            device, activate, at.gate_up, kinds_of(spec), Unpacked.workspace(spec, numbers)
+            device, activate, at.gate_up, kinds_of(spec), Unpacked.workspace(spec, numbers), quantised
         )
         weights = load_weights(device, file, spec, numbers, report=self._report)
         cache = KvCache.allocate(device, spec, self.kv_blocks + 1)  # one more for rows of padding

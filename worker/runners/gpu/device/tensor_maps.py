@@ -5,14 +5,14 @@ import math
 
 from nightmill.worker.runners.gpu.device.device import CudaError, Device
 from nightmill.worker.runners.gpu.device.functions import bindings, error_text
-from nightmill.worker.runners.gpu.device.operands import ELEMENT
+from nightmill.worker.runners.gpu.device.operands import ELEMENT, FP8
 
 __all__ = ["NO_MAP", "PIECE_BYTES", "PIECE_ROWS", "TensorMaps"]
 
 PIECE_ROWS, PIECE_BYTES = 64, 128  # of the boxes in which results leave
 NO_MAP = bytes(128)
-_FLOATS = "CU_TENSOR_MAP_DATA_TYPE_FLOAT32"
-_BOX_COLUMNS = 64  # elements: the width of the swizzle
+_FLOATS, _BYTES = "CU_TENSOR_MAP_DATA_TYPE_FLOAT32", "CU_TENSOR_MAP_DATA_TYPE_UINT8"
+_BOX_COLUMNS, _BOX_BYTES = 64, 128  # elements, FP8: the width of the swizzle
 
 
 class TensorMaps:
@@ -25,6 +25,10 @@ class TensorMaps:
     def __call__(self, address: int, rows: int, columns: int, box: int) -> bytes:
         """The tensor map of a row-major matrix of elements, with boxes of 64 columns and `box` rows."""
         return self._map(address, (columns, rows), (_BOX_COLUMNS, box))
+
+    def of_fp8(self, address: int, rows: int, columns: int, box: int) -> bytes:
+        """The same of FP8, a multiple of 16 in a row, with boxes of 128 columns."""
+        return self._map(address, (columns, rows), (_BOX_BYTES, box), FP8.itemsize)
 
     def of_three(self, address: int, sizes: tuple[int, int, int], box: tuple[int, int]) -> bytes:
         """The map of elements (planes, rows, columns); boxes of `box` planes and rows, 64 columns."""
@@ -43,7 +47,7 @@ class TensorMaps:
         if (known := self._known.get(key)) is not None:
             return known
         driver = bindings()
-        name = self._device.element.map_type if itemsize == ELEMENT.itemsize else _FLOATS
+        name = {1: _BYTES, ELEMENT.itemsize: self._device.element.map_type, 4: _FLOATS}[itemsize]
         strides = [itemsize * math.prod(sizes[:count]) for count in range(1, len(sizes))]
         status, made = driver.cuTensorMapEncodeTiled(
             getattr(driver.CUtensorMapDataType, name), len(sizes), address,

@@ -5,6 +5,7 @@ from collections.abc import Callable, Collection, Sequence
 from nightmill.worker.runners.gpu.device.device import CudaError, Device
 from nightmill.worker.runners.gpu.device.operands import Buffer, Format, Matrix
 from nightmill.worker.runners.gpu.products.clock import Choices, Clock
+from nightmill.worker.runners.gpu.products.hopper_fp8 import HopperFp8
 from nightmill.worker.runners.gpu.products.hopper_tiles import HopperTiles
 from nightmill.worker.runners.gpu.products.library import LibraryProducts
 from nightmill.worker.runners.gpu.products.shapes import (
@@ -82,19 +83,23 @@ class Products:
     activate, gate_up  activations by themselves, and room for what they read, elements (rows, 2 F)
     kinds              that there will be
     unpacked           bytes for packed weights that become elements (`Unpacked.workspace`)
+    quantised          where layers have FP8 weights: room for what enters their products, as FP8
     """
 
     def __init__(
         self, device: Device, activate: Activate, gate_up: Buffer, kinds: Collection[Kind] = tuple(Kind),
-        unpacked: int = 0,
+        unpacked: int = 0, quantised: Buffer | None = None,
     ) -> None:  # fmt: skip
         self._library = LibraryProducts(device, activate, gate_up)
         self._ours: list[ProductLauncher] = []
-        if device.hopper:
+        self._of_others: list[ProductLauncher] = []
+        """For formats that are not the element's."""
+        if quantised is not None:
+            self._of_others.append(HopperFp8(device, kinds, quantised))
+        elif device.hopper:
             self._ours = [HopperTiles(device, kinds), SplitTiles(device, kinds)]
-        self._of_packed: list[ProductLauncher] = []
         if unpacked:
-            self._of_packed.append(Unpacked(device, unpacked, self._of_elements))
+            self._of_others.append(Unpacked(device, unpacked, self._of_elements))
         self.clock = Clock(device, self._library.scratch, LibraryProducts.workspace())
         self._elements = device.element.format
         self._known: dict[tuple[Kind, int, int, Format], Product] = {}
@@ -123,7 +128,7 @@ class Products:
     def _candidates(self, shape: Shape) -> list[Candidate]:
         """Everything that can compute this shape, the best guess first."""
         if not shape.format.plain:
-            return [one for launcher in self._of_packed for one in launcher.candidates(shape)]
+            return [one for launcher in self._of_others for one in launcher.candidates(shape)]
         return self._of_elements(shape)
 
     def _of_elements(self, shape: Shape) -> list[Candidate]:

@@ -83,6 +83,7 @@ class Run:
 
     @property
     def bytes(self) -> int:
+        """Without scales that are kept apart."""
         return self.format.bytes(self.rows, self.columns)
 
 
@@ -90,8 +91,11 @@ def runs_of(spec: ModelSpec, role: Role, weight: Weight, numbers: Numbers) -> li
     """How a matrix is kept: one run, unless its tensors are in different packed formats.
 
     Each tensor of a type that can be packed stays as it is in the file. Where a tensor of a stack has another
-    type, all become elements: nothing is quantised anew, and products have the same bits in any case.
+    type, all become elements: nothing is quantised anew, and products have the same bits in any case. But if
+    FP8 is asked for, all matrices of layers are rounded to that.
     """
+    if numbers.weights is WeightNumbers.FP8 and role in _OF_LAYERS:
+        return [Run(Format.FP8, weight.parts, weight.shape[0], weight.shape[1])]
     element = numbers.element.format
     names = [spec.tensor_types.get(name, "") for name in weight.names]
     kept = numbers.weights is not WeightNumbers.ELEMENT and all(name in _PACKED for name in names)
@@ -138,9 +142,11 @@ def weight_bytes(spec: ModelSpec, numbers: Numbers) -> int:
 
 def _sizes(spec: ModelSpec, role: Role, weight: Weight, numbers: Numbers) -> list[int]:
     if weight.is_matrix:
-        return [run.bytes for run in runs_of(spec, role, weight, numbers)]
+        runs = runs_of(spec, role, weight, numbers)
+        return [size for run in runs for size in (run.bytes, run.format.scale_bytes(run.rows))]
     return [math.prod(weight.shape) * FLOAT.itemsize]
 
 
 _PACKED = {kept.name: kept for kept in Format if kept.packed}
 """Formats by GGUF's names of types."""
+_OF_LAYERS = (Role.QKV, Role.ATTN_OUTPUT, Role.GATE_UP, Role.FFN_DOWN)

@@ -1,7 +1,7 @@
 """Gets a model's weights onto the GPU: raw GGUF bytes go up, and are repacked or dequantised there.
 
-Matrices stay as they are in the file, or become elements, row-major (outputs, inputs); those that share an
-input are stacked, as `Role` says. Vectors become float.
+Matrices stay as they are in the file, or become elements or FP8, row-major (outputs, inputs); those that
+share an input are stacked, as `Role` says. Vectors become float.
 """
 
 import logging
@@ -31,6 +31,7 @@ from nightmill.worker.runners.gpu.weights.layout import (
     weight_bytes,
 )
 from nightmill.worker.runners.gpu.weights.repacker import Repacker
+from nightmill.worker.runners.gpu.weights.rounding import Rounder
 from nightmill.worker.runners.gpu.weights.staging import Staging
 
 __all__ = ["load_weights"]
@@ -63,8 +64,9 @@ def load_weights(
     repacker = None
     if any(kept.packed for kept in formats_in(spec, numbers)):
         makers.append(repacker := Repacker(device, staging))
+    rounder = Rounder(device, dequantizer) if Format.FP8 in formats_in(spec, numbers) else None
     try:
-        weights = _Loader(device, file, spec, numbers, arena, dequantizer, repacker).load()
+        weights = _Loader(device, file, spec, numbers, arena, dequantizer, repacker, rounder).load()
         if not all(maker.fits() for maker in makers):
             element = device.element
             remedy = "--dtype bf16" if element is Element.F16 else "--reference"
@@ -76,6 +78,8 @@ def load_weights(
         staging.close()
         for maker in makers:
             maker.close()
+        if rounder is not None:
+            rounder.close()
     report(f"weights: {arena.used:,} bytes on {device.name}")
     return weights
 
@@ -85,7 +89,7 @@ class _Loader:
 
     def __init__(
         self, device: Device, file: GgufFile, spec: ModelSpec, numbers: Numbers, arena: Arena,
-        dequantizer: Dequantizer, repacker: Repacker | None,
+        dequantizer: Dequantizer, repacker: Repacker | None, rounder: Rounder | None,
     ) -> None:  # fmt: skip
         self._device = device
         self._file = file
@@ -94,6 +98,7 @@ class _Loader:
         self._arena = arena
         self._dequantizer = dequantizer
         self._repacker = repacker
+        self._rounder = rounder
 
     def load(self) -> Weights:
         spec, own = self._spec, self._spec.weights()
@@ -137,7 +142,8 @@ class _Loader:
 
     def _run(self, run: Run, first: int, order: HeadOrder | None) -> Matrix:
         """Some tensors of a weight, from its row `first` on, as one matrix."""
-        matrix = Matrix(self._arena.take(run.bytes), run.rows, run.columns, run.format)
+        address, scales = map(self._arena.take, (run.bytes, run.format.scale_bytes(run.rows)))
+        matrix = Matrix(address, run.rows, run.columns, run.format, scales)
         if run.format.packed:
             assert self._repacker is not None
             self._repacker.clear(matrix)
@@ -146,6 +152,8 @@ class _Loader:
             kind, raw = self._file.tensors[name].kind, self._arranged(name, first + place, rows, order)
             if self._repacker is not None and run.format.packed:
                 self._repacker.load(raw, matrix, place)
+            elif self._rounder is not None and run.format is Format.FP8:
+                self._rounder.load(raw, kind, matrix, place, rows)
             else:
                 address = matrix.address + run.format.bytes(place, run.columns)
                 self._dequantizer.load(raw, kind, address, floats=False)
