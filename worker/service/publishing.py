@@ -10,8 +10,10 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from queue import Empty, SimpleQueue
+from typing import NamedTuple
 
 from nightmill.jobs.answers import split_answer_id
+from nightmill.jobs.contract import storable
 from nightmill.jobs.errors import BrokerError
 from nightmill.jobs.messages.streams import PIECE_CHARACTERS, Followers, Part
 from nightmill.worker.engine.request import Growth
@@ -28,6 +30,13 @@ Lines = Mapping[str, Mapping[str, str]]
 """{follower: {line: answer}}; an answer goes by the name that it has in the engine"""
 
 
+class _Answered(NamedTuple):
+    """An answer has ended with this text, and its job has not."""
+
+    job_id: str
+    text: str
+
+
 class _Text:
     """What is known of a followed text, and how much of it each line was sent."""
 
@@ -41,6 +50,10 @@ class _Text:
             self.sent = dict.fromkeys(self.sent, 0)
         if growth.start == len(self.text):  # else it is the rest of a telling that was ended
             self.text += growth.text
+
+    def end(self, whole: str) -> None:
+        if whole.startswith(self.text):
+            self.text = whole
 
     def keep(self, lines: set[tuple[str, str]]) -> None:
         """Forget what other lines were sent."""
@@ -73,7 +86,7 @@ class Publisher:
         self._followers = followers
         self._in_flight = in_flight
         self._follow = follow
-        self._news: SimpleQueue[list[Growth] | list[str] | None] = SimpleQueue()
+        self._news: SimpleQueue[list[Growth] | list[_Answered] | list[str] | None] = SimpleQueue()
         self._closing = threading.Event()
         self._lines: Lines = {}
         self._texts: dict[str, _Text] = {}  # by answer
@@ -91,6 +104,11 @@ class Publisher:
     def grown(self, growths: list[Growth]) -> None:
         """Followed texts have grown."""
         self._news.put(growths)
+
+    def answered(self, name: str, text: str) -> None:
+        """An answer has ended, and others of its job have not: whoever reads it need not wait for the row."""
+        if self._lines:
+            self._news.put([_Answered(name, storable(text))])
 
     def ended(self, job_ids: list[str]) -> None:
         """The rows of these jobs say how they ended."""
@@ -128,7 +146,7 @@ class Publisher:
                     if isinstance(one, str):
                         ended.add(one)
                     elif (text := self._texts.get(one.job_id)) is not None:
-                        text.grow(one)
+                        text.end(one.text) if isinstance(one, _Answered) else text.grow(one)
                 news = self._news.get_nowait()
         except Empty:
             return ended

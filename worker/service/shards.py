@@ -258,6 +258,8 @@ class Service:
         outcome = self._answering.completed(completion, str(self.engine.arithmetic))
         if outcome is not None:
             self._writer.put(outcome)
+        else:
+            self._publisher.answered(completion.job_id, completion.text)
 
     def _on_engine_failure(self, error: RunnerError) -> None:
         self.fail(f"the engine failed: {error}")

@@ -9,6 +9,7 @@ import pytest
 
 from nightmill.jobs.answers import answer_id, answer_seed
 from nightmill.jobs.contract import GenerationParams, Job, JobState, StopReason
+from nightmill.jobs.errors import InvalidParameterError
 from nightmill.worker.engine.request import Completion, Progress, Request
 from nightmill.worker.service.answering import Answering, pack, unpack
 from nightmill.worker.service.in_flight import InFlight
@@ -112,6 +113,47 @@ def test_another_worker_goes_on_from_the_tokens_of_each_answer(build: Callable[.
     before, after = leaving.engine.stats, other.engine.stats
     assert after.resumed_tokens == before.generated_tokens > 40
     assert after.generated_tokens + after.resumed_tokens == job.completion_tokens
+
+
+def test_the_whole_text_of_an_answer_is_read_while_others_are_generated(
+    build: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = build(ScriptedRunner(slots=4))
+    stops = ("!aSTOP",)  # what may begin it is held back until the text ends
+    texts = [alone(3, number, max_tokens=15, stop=stops)[0] for number in range(8)]
+    job_id = bench.client.enqueue("prompt", n=8, seed=3, max_tokens=15, stop=stops)
+    engine, step = bench.engine, bench.engine.step
+    ended: list[str] = []
+    go_on = threading.Event()
+
+    def held() -> list[Completion]:
+        """Nothing before the texts are followed, nor between the end of answer 1 and the event."""
+        followed = engine._tellings._known.keys() >= {answer_id(job_id, answer) for answer in read}
+        if (not followed and not ended) or (answer_id(job_id, 1) in ended and not go_on.is_set()):
+            return []
+        done = step()
+        ended.extend(completion.job_id for completion in done)
+        return done
+
+    monkeypatch.setattr(engine, "step", held)
+    read = {1: "", 7: ""}
+
+    def follow(answer: int) -> None:
+        for piece in bench.client.stream(job_id, answer=answer, timeout=60):
+            read[answer] += piece
+
+    threads = [threading.Thread(target=follow, args=(answer,), daemon=True) for answer in read]
+    threads.append(bench.run([job_id]))
+    for thread in threads[:2]:
+        thread.start()
+    wait_until(lambda: read[1] == texts[1])
+    assert bench.client.get(job_id).state is JobState.RUNNING
+    go_on.set()
+    for thread in threads:
+        thread.join(60)
+    assert read == {1: texts[1], 7: texts[7]}
+    with pytest.raises(InvalidParameterError, match="answer: the job has 8 answers, counted from 0"):
+        list(bench.client.stream(job_id, answer=8))
 
 
 def test_a_job_with_many_answers_keeps_out_none_with_one(
