@@ -71,6 +71,8 @@ class Caller:
             item |= {"top_p": 0.9, "min_p": 0.05, "repetition_penalty": 1.1}
         if draw.random() < 0.3:
             item["stop"] = draw.sample(("a", "Q", "xy", "e ", "~", "zz"), draw.randrange(1, 3))
+        if draw.random() < 0.05:
+            item["n"] = draw.randrange(2, 5)  # answers, of which the first is in the row
         item["ignore_eos"] = draw.random() < 0.3
         return item | {"priority": draw.randrange(10)}
 
