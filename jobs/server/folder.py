@@ -69,7 +69,7 @@ class Folder:
         return self.path / file_id
 
 
-def written(path: Path) -> None:
+def wait_for_disk(path: Path) -> None:
     """Wait until a file that was closed is on the disk."""
     with path.open("rb") as file:
         os.fsync(file.fileno())

@@ -1,13 +1,14 @@
 """/v1/night: batches in our own words. Any format of files, all settings of a batch, and how it goes."""
 
 from datetime import datetime
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from nightmill.jobs.batch_status import BatchStatus
 from nightmill.jobs.contract import JsonObject
-from nightmill.jobs.errors import BatchNotFoundError
+from nightmill.jobs.errors import BatchNotFoundError, InvalidParameterError
 from nightmill.jobs.ids import IdSource
 from nightmill.jobs.server.batches import text_of
 from nightmill.jobs.server.bodies import TIMES, read_object, read_times
@@ -38,7 +39,7 @@ class Night:
             if name not in BODY:
                 raise unknown_field(name, BODY)
         if "name" in body:
-            check_option("batch", body["name"])
+            _check_name(body["name"])
         now = await self._desk.run(self._desk.client.database.now)
         read_times(body, now)
         begins, ends = body.get("scheduled_at"), deadline_moment(body.get("deadline"), now)
@@ -91,6 +92,14 @@ class Night:
             return self._desk.client.get_batch(name).status(errors=errors)
         except BatchNotFoundError:  # nothing is entered yet, or it was pruned
             return None
+
+
+def _check_name(name: Any) -> None:
+    """As the name of any batch."""
+    try:
+        check_option("batch", name)
+    except InvalidParameterError as error:
+        raise error.renamed("name") from None
 
 
 def night_object(batch: HttpBatch, status: BatchStatus | None) -> JsonObject:

@@ -10,7 +10,7 @@ from starlette.requests import ClientDisconnect, Request
 from nightmill.jobs.server import bodies
 from nightmill.jobs.server.desk import Limits
 from nightmill.jobs.server.errors import HttpError
-from nightmill.jobs.server.folder import Folder, written
+from nightmill.jobs.server.folder import Folder, wait_for_disk
 from nightmill.jobs.server.forms import OTHER_BYTES, Form
 
 log = logging.getLogger("nightmill.server")
@@ -38,7 +38,7 @@ class Uploads:
         """
         announced = request.headers.get("content-length", "")
         if announced.isdigit() and int(announced) > self._limits.file_bytes + OTHER_BYTES:
-            raise self._too_large()
+            raise _too_large(self._limits)
         form = Form(request.headers.get("content-type", ""))
         if self._open >= _AT_ONCE:
             raise HttpError(429, f"{_AT_ONCE} uploads are open already; try again later", code="busy")
@@ -47,7 +47,7 @@ class Uploads:
         try:
             with self._folder.coming(file_id).open("wb") as file:
                 await upload.run(request, form, file)
-            await asyncio.to_thread(written, self._folder.coming(file_id))
+            await asyncio.to_thread(wait_for_disk, self._folder.coming(file_id))
         except BaseException as error:  # also if the caller goes away
             self._folder.remove(file_id)
             if isinstance(error, OSError):
@@ -60,9 +60,6 @@ class Uploads:
             self._open -= 1
             self._coming[owner] -= upload.size
         return form, upload.size
-
-    def _too_large(self) -> HttpError:
-        return too_large(self._limits)
 
 
 class _Upload:
@@ -102,7 +99,7 @@ class _Upload:
             received > self._limits.file_bytes + OTHER_BYTES
             or self.size + form.waiting > self._limits.file_bytes
         ):
-            raise too_large(self._limits)
+            raise _too_large(self._limits)
         if self._used + self._coming[self._owner] + form.waiting > self._limits.stored_bytes:
             raise over_quota(self._limits)
 
@@ -113,8 +110,7 @@ class _Upload:
         await asyncio.to_thread(file.write, piece)
 
 
-def too_large(limits: Limits) -> HttpError:
-    """What is said of a file that is larger than any may be."""
+def _too_large(limits: Limits) -> HttpError:
     return HttpError(413, f"a file may have {limits.file_bytes:,} bytes; divide it", code="too_large")
 
 

@@ -53,7 +53,7 @@ def lines(client: Any, file_id: str | None) -> list[dict[str, Any]]:
 
 def test_a_batch_from_its_file_to_its_results(server: Server) -> None:
     client = server.openai()
-    rows = [row(f"r{seed}", CHAT, seed=seed) for seed in range(5)]
+    rows = [row(f"r{seed}", CHAT, seed=seed, n=2 if seed == 4 else 1) for seed in range(5)]
     bad = [row("r1", CHAT), b"{nonsense", row("x", PLAIN), row("y", CHAT, temperature=-1)]
     batch = submit(client, *rows, *bad, endpoint=CHAT, window="2d", metadata={"night": "one"})
     assert (batch.object, batch.endpoint, batch.completion_window) == ("batch", CHAT, "2d")
@@ -81,6 +81,7 @@ def test_a_batch_from_its_file_to_its_results(server: Server) -> None:
             "chat.completion",
         )
         assert body["choices"][0]["message"]["content"] == text_of(seed, max_tokens=9)
+        assert [choice["index"] for choice in body["choices"]] == list(range(2 if seed == 4 else 1))
     assert usage.input_tokens == 15 and usage.total_tokens == 15 + usage.output_tokens
     assert usage.output_tokens == sum(one["response"]["body"]["usage"]["completion_tokens"] for one in done)
     failed = lines(client, batch.error_file_id)
@@ -237,7 +238,7 @@ def test_night_takes_any_format_and_tells_how_it_goes(server: Server) -> None:
             ({"deadline": "2020-01-01T00:00+00:00"}, "deadline"),
             ({"priority": 11}, "priority"),
             ({"temperature": -1}, "temperature"),
-            ({"name": ""}, "batch"),
+            ({"name": ""}, "name"),
             ({"custom_id": "x"}, "custom_id"),
             ({"file": 1}, "file"),
             ({"model": "modle"}, "model"),

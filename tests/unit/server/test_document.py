@@ -107,7 +107,7 @@ def test_answers_are_as_the_document_says(start: Callable[..., Any]) -> None:
             schema = {"$ref": f"#/components/schemas/{name}", "components": DOCUMENT["components"]}
             validators.setdefault(name, Draft202012Validator(schema)).validate(value)
 
-        @settings(max_examples=200, suppress_health_check=list(HealthCheck))
+        @settings(max_examples=120, suppress_health_check=list(HealthCheck))
         @example(("POST", "/v1/jobs", "/v1/jobs", {}, {"\ud800": "\x1b"}), OPS)
         @example(("GET", "/v1/batches", "/v1/batches/", {}, None), OPS)
         @given(request=requests(), key=st.sampled_from([None, EVE, OPS]))
