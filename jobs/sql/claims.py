@@ -1,4 +1,4 @@
-"""One worker's SQL: claim, finish, hand back, heartbeat. Every statement is fenced.
+"""One worker's SQL about jobs: claim, finish, hand back. Every statement is fenced.
 
 A claim raises `attempt`, which is the fencing token: whatever a worker writes about a job names the
 attempt it claimed, so that a worker whose job was taken away cannot write any more. `failures` counts
@@ -6,58 +6,30 @@ the attempts that died while the job was alone in its worker (see `jobs.sql.susp
 counts none.
 """
 
-import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from itertools import starmap
 from typing import Any
 
-from sqlalchemy import Connection, bindparam, delete, insert, select, update
+from sqlalchemy import Connection, bindparam, select, update
 
-from nightmill.jobs.checks import template_variables
 from nightmill.jobs.contract import (
     Answer,
-    Constrained,
-    ConstraintKind,
-    GenerationParams,
     JobState,
-    JsonObject,
-    Rendering,
     StopReason,
-    WorkerState,
-    is_token_ids,
 )
-from nightmill.jobs.errors import InvalidParameterError
 from nightmill.jobs.sql import answers, partials, suspects
-from nightmill.jobs.sql.database import Database
+from nightmill.jobs.sql.claimed import Claim, read_claim
 from nightmill.jobs.sql.jobs import chunked, mark_unsent
 from nightmill.jobs.sql.locks import lock_ids, lock_jobs
 from nightmill.jobs.sql.partials import SavedTokens
 from nightmill.jobs.sql.retrying import retried
-from nightmill.jobs.sql.tables import QUEUED, RUNNING, JobRow, UtcDateTime, WorkerRow
-from nightmill.jobs.sql.workers import LIVE
+from nightmill.jobs.sql.tables import QUEUED, RUNNING, JobRow, UtcDateTime
+from nightmill.jobs.sql.workers import RegisteredWorker
 
-log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Claim:
-    """A job that this worker may run, until someone else claims it."""
-
-    job_id: str
-    attempt: int
-    prompt: str | None
-    messages: list[JsonObject] | None
-    params: GenerationParams  # with its seed
-    priority: int
-    deadline_at: datetime | None
-    prompt_ids: list[int] | None = None  # in place of a text
-    rendering: Rendering | None = None  # of the messages; None: as usual
-    saved: SavedTokens | None = None  # what an earlier attempt had drawn
-    constrained: Constrained | None = None  # what the answer must be
-    unreadable: str | None = None  # why this version cannot run it, as when a newer one wrote the row
+__all__ = ["Claim", "Claims", "Outcome", "hand_back"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,14 +47,8 @@ class Outcome:
     answers: tuple[Answer, ...] = ()  # all of them, where the job was to have several
 
 
-class Claims:
-    """One worker's side of the state machine. `worker_id` is new for every process."""
-
-    def __init__(self, database: Database, worker_id: str) -> None:
-        self.database = database
-        self.worker_id = worker_id
-
-    # -- a job's life ----------------------------------------------------------------------------
+class Claims(RegisteredWorker):
+    """One worker's side of the state machine of jobs; its own row is `RegisteredWorker`'s."""
 
     def claim(self, job_ids: Sequence[str]) -> list[Claim]:
         """Take those of `job_ids` that are queued, due and not past their deadline, in the order given.
@@ -103,7 +69,7 @@ class Claims:
             lock_jobs(connection, JobRow.id.in_(job_ids), JobRow.suspects.is_(None), QUEUED)
             taken = self._take(connection, claiming, now, job_ids=job_ids)
         place = {job_id: index for index, job_id in enumerate(job_ids)}
-        return sorted(starmap(_read, taken), key=lambda claim: place[claim.job_id])
+        return sorted(starmap(read_claim, taken), key=lambda claim: place[claim.job_id])
 
     def with_several_answers(self, job_ids: Sequence[str]) -> dict[str, int]:
         """Those of `job_ids` that `claim` leaves queued as they are to have several answers, and how many."""
@@ -147,7 +113,7 @@ class Claims:
             of_group = (*of_group, JobRow.id <= ids[-1])
             lock_jobs(connection, *of_group)
             taken = self._take(connection, _claiming(*of_group), now)
-        return sorted(starmap(_read, taken), key=lambda claim: claim.job_id)
+        return sorted(starmap(read_claim, taken), key=lambda claim: claim.job_id)
 
     @retried
     def refuse(self, job_id: str, reason: str) -> bool:
@@ -247,66 +213,10 @@ class Claims:
             )
             return [(row.id, row.attempt) for row in rows]
 
-    # -- a worker's life -------------------------------------------------------------------------
-
-    @retried
-    def register(self, host: str, pid: int, model: str, gpu: str | None, detail: str | None = None) -> None:
-        """Enter this worker, as starting; `detail` says what it is doing, for people."""
-        now = self.database.now()
-        with self.database.write() as connection:
-            connection.execute(
-                insert(WorkerRow).values(
-                    id=self.worker_id,
-                    host=host,
-                    pid=pid,
-                    gpu=gpu,
-                    model=model,
-                    state=WorkerState.STARTING,
-                    detail=detail,
-                    started_at=now,
-                    heartbeat_at=self.database.clock_time(),
-                )
-            )
-
-    @retried
-    def beat(self, state: WorkerState, detail: str | None = None) -> bool:
-        """Say that this worker lives, and what it does; False if it was given up and its jobs taken."""
-        with self.database.write() as connection:
-            done = connection.execute(
-                update(WorkerRow)
-                .where(WorkerRow.id == self.worker_id, WorkerRow.state.in_(LIVE))
-                .values(heartbeat_at=self.database.clock_time(), state=state, detail=detail)
-            )
-            if not done.rowcount:  # declared lost while it was only slow: it may come back, with new claims
-                connection.execute(
-                    update(WorkerRow)
-                    .where(WorkerRow.id == self.worker_id, WorkerRow.state == WorkerState.LOST)
-                    .values(heartbeat_at=self.database.clock_time(), state=state, detail=detail)
-                )
-        return bool(done.rowcount)
-
-    @retried
-    def sign_off(self) -> None:
-        """This worker has ended in order and holds no job."""
-        with self.database.write() as connection:
-            connection.execute(
-                update(WorkerRow)
-                .where(WorkerRow.id == self.worker_id)
-                .values(state=WorkerState.STOPPED, heartbeat_at=self.database.clock_time())
-            )
-
-    @retried
-    def withdraw(self) -> None:
-        """This worker ends before it could claim anything: as if it had never been."""
-        with self.database.write() as connection:
-            connection.execute(delete(WorkerRow).where(WorkerRow.id == self.worker_id))
-
-    # -- helpers ---------------------------------------------------------------------------------
-
     def _take(
         self, connection: Connection, claiming: Any, now: datetime, **named: Any
     ) -> list[tuple[Any, SavedTokens | None]]:
-        """Run a statement of `_claiming`: rows for `_read` once the transaction is over, in no order."""
+        """Run a statement of `_claiming`: rows for `read_claim` once the transaction is over, in no order."""
         rows = connection.execute(claiming, {"claimer": self.worker_id, "claimed_at": now, **named}).all()
         saved: dict[str, SavedTokens] = {}
         for chunk in chunked(row.id for row in rows):
@@ -393,52 +303,6 @@ _FINISH = (
         finished_at=bindparam("new_finished_at"),
     )
 )
-
-
-def _read(row: Any, saved: SavedTokens | None) -> Claim:
-    """A claimed row. One that cannot be read is a claim, too: it fails, and the others of its shard run."""
-    params, fault = GenerationParams(), None
-    try:
-        if not isinstance(row.params, Mapping):
-            raise InvalidParameterError("not an object of parameters")
-        params = GenerationParams.parse({**row.params, "seed": row.seed})
-    except InvalidParameterError as error:
-        fault = f"params: {error}"
-    except Exception as error:
-        log.exception("the parameters of job %s could not be read", row.id)
-        fault = f"params: {type(error).__name__}: {error}"
-    if not isinstance(row.messages, list | None):
-        fault = "messages: not a list"
-    if row.prompt_ids is not None and not is_token_ids(row.prompt_ids):
-        fault = "prompt_ids: not a list of token ids"
-    constrained = Constrained.read(row.constrained)
-    if row.constrained is not None and (constrained is None or constrained.kind not in list(ConstraintKind)):
-        fault = f"constrained: not one of {', '.join(ConstraintKind)}"
-    rendering = Rendering.read(row.rendering)
-    if row.rendering is not None:
-        try:
-            template_variables(None if rendering is None else rendering.variables)
-        except ValueError as error:
-            fault = f"rendering: {error}"
-    if fault is not None:
-        fault += (
-            "; this worker does not understand the job, and may be older than the client that wrote it: "
-            "upgrade the worker, then retry the job"
-        )
-    return Claim(
-        job_id=row.id,
-        attempt=row.attempt,
-        prompt=row.prompt,
-        messages=row.messages,
-        prompt_ids=row.prompt_ids,
-        rendering=rendering,
-        params=params,
-        priority=row.priority,
-        deadline_at=row.deadline_at,
-        saved=saved,
-        constrained=constrained,
-        unreadable=fault,
-    )
 
 
 def _finish_values(outcome: Outcome, worker_id: str, now: datetime) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from nightmill.jobs.arithmetic import Arithmetic
 from nightmill.jobs.contract import StopReason
 from nightmill.jobs.errors import RunnerError
 from nightmill.worker.engine.batch import BatchBuilder
+from nightmill.worker.engine.completing import completion, not_computed, snapshot
 from nightmill.worker.engine.constraints import Constraints, OneByOne
 from nightmill.worker.engine.kv_cache import BlockPool, CacheIntegrityError
 from nightmill.worker.engine.limits import Limits
@@ -155,10 +156,7 @@ class Engine:
 
     def reject(self, request: Request, reason: StopReason, error: str | None = None) -> None:
         """Complete a request that is not computed."""
-        prompt_tokens = len(request.prompt_ids)
-        self._done.append(
-            Completion(request.job_id, request.attempt, (), "", reason, prompt_tokens, 0, error)
-        )
+        self._done.append(not_computed(request, reason, error))
 
     def cancel(self, job_id: str) -> None:
         """Stop a job at the next step; it keeps what it has. Unknown and finished jobs are ignored."""
@@ -223,7 +221,7 @@ class Engine:
     def partial(self, job_id: str) -> Partial | None:
         """What a job has so far; None where the engine does not have it (any more)."""
         sequence = self._sequences.get(job_id)
-        return None if sequence is None else self._snapshot(sequence)
+        return None if sequence is None else snapshot(sequence, self._decode)
 
     def progress(self, job_ids: Iterable[str], at_least: int) -> list[Progress]:
         """The drawn tokens of those of these jobs that have `at_least` so many more than when last asked."""
@@ -258,7 +256,7 @@ class Engine:
         For draining, and after a RunnerError: the runner is then left alone. Completions already made are
         still returned by the next `step`.
         """
-        partials = [self._snapshot(sequence) for sequence in self._sequences.values()]
+        partials = [snapshot(sequence, self._decode) for sequence in self._sequences.values()]
         for sequence in self._sequences.values():
             self._scheduler.finish(sequence)
         self._sequences.clear()
@@ -409,32 +407,4 @@ class Engine:
         """Make the completion; pages and slot follow when no launch uses them any more."""
         del self._sequences[sequence.request.job_id]
         self._scheduler.finish(sequence)
-        request = sequence.request
-        drawn = sequence.tokens[sequence.prompt_length :]
-        watch = sequence.watch
-        if watch is None:
-            ended = reason in (StopReason.EOS, StopReason.STOP_SEQUENCE)  # by a token, which is no text
-            text = self._decode(drawn[:-1] if ended else drawn)
-        else:
-            cut = watch.finish()
-            text = watch.text
-            if cut and reason in (StopReason.LENGTH, StopReason.CONTEXT_FULL, StopReason.EOS):
-                reason = StopReason.STOP_SEQUENCE  # completed by the bytes that were still held back
-        self._done.append(
-            Completion(
-                job_id=request.job_id,
-                attempt=request.attempt,
-                token_ids=tuple(drawn),
-                text=text,
-                stop_reason=reason,
-                prompt_tokens=sequence.prompt_length,
-                completion_tokens=len(drawn),
-                error=error,
-            )
-        )
-
-    def _snapshot(self, sequence: Sequence) -> Partial:
-        request = sequence.request
-        drawn = sequence.tokens[sequence.prompt_length :]
-        text = self._decode(drawn) if sequence.watch is None else sequence.watch.decided
-        return Partial(request.job_id, request.attempt, tuple(drawn), text, sequence.prompt_length)
+        self._done.append(completion(sequence, self._decode, reason, error))
