@@ -6,14 +6,13 @@ the attempts that died while the job was alone in its worker (see `jobs.sql.susp
 counts none.
 """
 
-import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from itertools import starmap
 from typing import Any
 
-from sqlalchemy import Connection, bindparam, select, update
+from sqlalchemy import Connection, Text, bindparam, cast, select, update
 
 from nightmill.jobs.contract import (
     Answer,
@@ -73,20 +72,16 @@ class Claims(RegisteredWorker):
 
     def with_several_answers(self, job_ids: Sequence[str]) -> dict[str, int]:
         """Those of `job_ids` that `claim` leaves queued as they are to have several answers, and how many."""
-        query = select(JobRow.id, _ANSWERS).where(
+        query = select(JobRow.id, JobRow.params).where(
             JobRow.id.in_(job_ids),
             JobRow.suspects.is_(None),
-            _ANSWERS.is_not(None),
+            _SEVERAL,
             *suspects.claimable(self.database.now()),
         )
         with self.database.read() as connection:
-            found = dict(map(tuple, connection.execute(query)))
+            found = {row.id: row.params for row in connection.execute(query)}
         # A row that a newer version wrote may say anything; whoever claims it says so.
-        return {
-            job_id: int(said) if re.fullmatch("[1-9][0-9]{0,2}", said := str(found[job_id])) else 1
-            for job_id in job_ids
-            if job_id in found
-        }
+        return {job_id: _answers(found[job_id]) for job_id in job_ids if job_id in found}
 
     def suspects_wait(self, models: Sequence[str | None]) -> bool:
         """Whether a group of suspects is queued for a worker that serves `models`."""
@@ -280,9 +275,11 @@ def _claiming(*conditions: Any) -> Any:
     )
 
 
-_ANSWERS = JobRow.params["n"].as_string()  # NULL in most rows: one answer is not said
+# Most rows do not say that they are to have one answer. As text, since a row may hold what is no JSON: SQLite
+# would refuse the statement, and with it all other rows.
+_SEVERAL = cast(JobRow.params, Text).contains('"n":')
 _NAMED = (JobRow.id.in_(bindparam("job_ids", expanding=True)), JobRow.suspects.is_(None))
-_CLAIM = _claiming(*_NAMED, _ANSWERS.is_(None))
+_CLAIM = _claiming(*_NAMED, ~_SEVERAL)
 _CLAIM_SEVERAL = _claiming(*_NAMED)
 _FINISH = (
     update(JobRow)
@@ -303,6 +300,11 @@ _FINISH = (
         finished_at=bindparam("new_finished_at"),
     )
 )
+
+
+def _answers(params: object) -> int:
+    said = params.get("n") if isinstance(params, Mapping) else None
+    return said if type(said) is int and 0 < said < 1000 else 1
 
 
 def _finish_values(outcome: Outcome, worker_id: str, now: datetime) -> dict[str, Any]:
