@@ -6,7 +6,9 @@ from typing import Any
 
 import click
 
+from nightmill.jobs.batch_status import BatchState
 from nightmill.jobs.client import Client
+from nightmill.jobs.commands.batches import EXIT_CODES
 from nightmill.jobs.commands.job_options import given, job_options
 from nightmill.jobs.commands.options import json_option
 from nightmill.jobs.commands.printing import (
@@ -18,7 +20,7 @@ from nightmill.jobs.commands.printing import (
     prompt_line,
 )
 from nightmill.jobs.commands.terminal import echo, echo_json, table
-from nightmill.jobs.contract import JobState
+from nightmill.jobs.contract import Job, JobState
 from nightmill.jobs.messages.embedded import EmbeddedRedis
 from nightmill.jobs.printable import printable
 from nightmill.jobs.settings import Settings
@@ -43,7 +45,10 @@ def enqueue(
     as_json: bool,
     **options: Any,
 ) -> None:
-    """Queue PROMPTS, one job each, and print their ids. A prompt of - is read from standard input."""
+    """Queue PROMPTS, one job each, and print their ids. A prompt of - is read from standard input.
+
+    With --wait or --stream the exit code is 3 if a job has failed or was cancelled.
+    """
     if stream and as_json:
         raise click.UsageError("--json prints jobs that have ended: give --wait in place of --stream")
     settings = given(options)
@@ -53,14 +58,22 @@ def enqueue(
             text = sys.stdin.read() if prompt == "-" else prompt
             ids.append(client.enqueue(_messages(text, system) if chat or system else text, **settings))
         if stream:
-            for job_id in ids:
-                print_stream(client, job_id)
-            return
+            ended = [print_stream(client, job_id) for job_id in ids]
+            raise SystemExit(_exit_code(ended))
         if not wait:
             echo_json({"ids": ids}) if as_json else echo("\n".join(ids))
             return
+        ended = []
         for job in follow(client, ids, show=not as_json):
+            ended.append(job)
             echo_json(job_values(job)) if as_json else print_job(job)
+    raise SystemExit(_exit_code(ended))
+
+
+def _exit_code(ended: list[Job]) -> int:
+    """As of a batch: 3 if some have not succeeded."""
+    fine = all(job.state is JobState.SUCCEEDED for job in ended)
+    return EXIT_CODES[BatchState.COMPLETED if fine else BatchState.COMPLETED_WITH_ERRORS]
 
 
 @click.command("list")

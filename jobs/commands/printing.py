@@ -45,8 +45,8 @@ def print_job(job: Job) -> None:
     echo_text(f"{job.text or ''}\n")
 
 
-def print_stream(client: Client, job_id: str) -> None:
-    """Print the text of a job while it is generated, and what is to be said about it on stderr."""
+def print_stream(client: Client, job_id: str) -> Job:
+    """Print the text of a job while it is generated, and what is to be said of it on stderr; returns it."""
     echo(f"{job_id}  {prompt_line(client.get(job_id))}", err=True)
     for piece in client.stream(job_id):
         type_text(piece)
@@ -55,6 +55,7 @@ def print_stream(client: Client, job_id: str) -> None:
     _print_several(job, after=0)
     error = f": {printable(job.error)}" if job.error else ""
     echo(f"{job.state}, {job.stop_reason}, {_tokens(job)}{error}", err=True)
+    return job
 
 
 def print_all_of(job: Job) -> None:

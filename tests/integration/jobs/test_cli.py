@@ -46,6 +46,12 @@ def _finish(client: Client, job_id: str, text: str = "a text") -> None:
     claims.finish([Outcome(job_id, claim.attempt, StopReason.EOS, text, 2, 3)])
 
 
+def _fail(client: Client, job_id: str) -> None:
+    claims = Claims(client.database, "a" * 32)
+    (claim,) = claims.claim([job_id])
+    claims.finish([Outcome(job_id, claim.attempt, StopReason.ERROR, "", 2, 0, "it is too long")])
+
+
 def test_enqueue_streams_a_text_to_its_end(run: Run, cli_client: Client) -> None:
     done: list[Result] = []
     command = threading.Thread(target=lambda: done.append(run("enqueue", "a prompt", "--stream")))
@@ -57,6 +63,20 @@ def test_enqueue_streams_a_text_to_its_end(run: Run, cli_client: Client) -> None
     assert (result.exit_code, result.stdout) == (0, "a\n\x1btext\n")
     assert result.stderr == f"{job.id}  a prompt\nsucceeded, eos, 2 + 3 tokens\n"
     assert run("enqueue", "a prompt", "--stream", "--json").exit_code == 2
+
+
+@pytest.mark.parametrize("how", ["--wait", "--stream"])
+def test_enqueue_that_waits_for_a_job_that_fails_says_so_by_its_exit_code(
+    how: str, run: Run, cli_client: Client
+) -> None:
+    done: list[Result] = []
+    command = threading.Thread(target=lambda: done.append(run("enqueue", "good", "bad", how)))
+    command.start()
+    jobs = wait_until(lambda: len(found := cli_client.list_jobs()) == 2 and found)
+    for job in jobs:
+        (_finish if job.prompt == "good" else _fail)(cli_client, job.id)
+    command.join(60)
+    assert [result.exit_code for result in done] == [3]
 
 
 def test_enqueue_prints_ids_and_keeps_every_option(run: Run, cli_client: Client) -> None:
