@@ -75,7 +75,7 @@ class Enqueueing:
         """Queue one job; see `Client.enqueue_spec`."""
         self._need_broker()
         if owner is not None and spec.idempotency_key is not None:
-            spec = replace(spec, idempotency_key=f"{owner}/{spec.idempotency_key}")
+            spec = replace(spec, idempotency_key=owned_key(owner, spec.idempotency_key))
         row = self._row(spec, self._database.now(), set()) | {"owner": owner}
         return self._keep([row], None)[0]
 
@@ -128,6 +128,11 @@ class Enqueueing:
         self._announcer.announce(
             by_queue(row for row in rows if row["sent_at"] and row["id"] not in replaced)
         )
+
+
+def owned_key(owner: str, idempotency_key: str) -> str:
+    """As a row has it: a key is its owner's, and no other's."""
+    return f"{owner}/{idempotency_key}"
 
 
 def _with_place(error: InvalidRequestError, index: int, enqueued: int) -> InvalidRequestError:

@@ -16,6 +16,7 @@ from starlette.requests import Request
 
 from nightmill.jobs.client import Client
 from nightmill.jobs.contract import Job, JobState
+from nightmill.jobs.enqueueing import owned_key
 from nightmill.jobs.errors import JobNotFoundError, NightmillError, WaitTimeoutError
 from nightmill.jobs.ids import is_job_id
 from nightmill.jobs.pieces import START, Piece, Place
@@ -91,8 +92,12 @@ class Desk:
         return await self.run(self._queue, caller.name, spec)
 
     def _queue(self, owner: str | None, spec: JobSpec) -> str:
-        most = self.limits.queued
-        if owner is not None and self.client.store.count_queued(owner) >= most:
+        most, key = self.limits.queued, spec.idempotency_key
+        if (
+            owner is not None
+            and self.client.store.count_queued(owner) >= most
+            and not (key and self.client.store.has_key(owned_key(owner, key)))  # it is there already
+        ):
             said = f"{most:,} jobs of this key are queued already; try again later"
             raise HttpError(429, said, code="queue_full")
         return self.client.enqueue_spec(spec, owner=owner)

@@ -201,9 +201,12 @@ def test_a_key_sees_and_changes_its_own_jobs_and_pages_through_them(start: Calla
 
 def test_a_key_may_queue_so_many_jobs_and_others_are_not_hindered(start: Callable[..., Any]) -> None:
     with start(worker=False, limits=Limits(queued=3)) as server, server.http() as http:
-        answers = [http.post("/v1/jobs", json=ASKED) for _ in range(4)]
+        first = http.post("/v1/jobs", json=ASKED | {"job_id": "mine"})
+        answers = [first, *(http.post("/v1/jobs", json=ASKED) for _ in range(3))]
         assert [answer.status_code for answer in answers] == [202, 202, 202, 429]
         assert answers[3].json()["error"]["code"] == "queue_full" and "retry-after" in answers[3].headers
+        again = http.post("/v1/jobs", json=ASKED | {"job_id": "mine"})
+        assert (again.status_code, again.json()["id"]) == (202, first.json()["id"])
         assert (
             http.post("/v1/jobs", json=ASKED, headers={"Authorization": f"Bearer {BOB}"}).status_code == 202
         )
