@@ -108,7 +108,9 @@ def _choice(name: str, value: Any) -> Constrained:
         raise _bad(name, f"must be a list of texts, not {json_type(value)}")
     if not 0 < len(choices) <= MAX_CHOICES:
         raise _bad(name, f"must have 1 to {MAX_CHOICES:,} texts (got {len(choices):,})")
-    for choice in choices:
+    for number, choice in enumerate(choices, 1):
+        if not isinstance(choice, str):
+            raise _bad(name, f"must be a list of texts, but item {number} is {json_type(choice)}: quote it")
         _text(name, choice)
     text = json.dumps(choices, ensure_ascii=False, separators=(",", ":"))
     _check_text(name, text)
@@ -130,8 +132,10 @@ FORMS: dict[str, Form] = {
 
 
 def _text(name: str, value: Any) -> str:
-    if not isinstance(value, str) or not value:
-        raise _bad(name, f"must be a text that is not empty (got {str(value)[:100]!r})")
+    if not isinstance(value, str):
+        raise _bad(name, f"must be a text, not {json_type(value)}")
+    if not value:
+        raise _bad(name, "must be a text that is not empty")
     _check_text(name, value)
     return value
 

@@ -191,7 +191,18 @@ def _is_ids(value: list[Any]) -> bool:
 
 def _vllm_forms(given: JsonObject) -> JsonObject:
     """What vLLM's keys say of the answer, in our words."""
-    forms = {ours: _read_json(name, given[name]) for name, ours in GUIDED.items() if name in given}
+    forms: JsonObject = {}
+    places = {name: name for name in FORMS if name in given}  # where it was said before, by our word for it
+
+    def add(place: str, ours: str, value: Any) -> None:
+        if ours in places:
+            raise invalid(place, f"contradicts {places[ours]}; give one of them")
+        places[ours] = place
+        forms[ours] = value
+
+    for name, ours in GUIDED.items():
+        if name in given:
+            add(name, ours, _read_json(name, given[name]))
     said = given.get("structured_outputs")
     if said is None:
         return forms
@@ -200,9 +211,9 @@ def _vllm_forms(given: JsonObject) -> JsonObject:
     for name, value in said.items():
         place = f"structured_outputs.{name}"
         if name in _STRUCTURED and value is not None:
-            forms[_STRUCTURED[name]] = _read_json(place, value) if name == "json" else value
+            add(place, _STRUCTURED[name], _read_json(place, value) if name == "json" else value)
         elif name == "json_object" and value is True:
-            forms["response_format"] = {"type": "json_object"}
+            add(place, "response_format", {"type": "json_object"})
         elif value not in (None, False):
             raise unknown_field(place, {f"structured_outputs.{one}" for one in (*_STRUCTURED, "json_object")})
     return forms

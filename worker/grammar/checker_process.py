@@ -44,7 +44,8 @@ def answer(asked: dict[str, Any], tokenizer: LLTokenizer, limits: LLParserLimits
         try:
             lark = any_to_lark(lark)
         except Exception as error:  # noqa: BLE001 - its errors are of any type, and whatever it is, it is the answer
-            return {"refused": f"is neither Lark nor GBNF: {type(error).__name__}: {error}"}
+            nested = isinstance(error, RecursionError)
+            return {"refused": f"is neither Lark nor GBNF: {'it is nested too deeply' if nested else error}"}
     matcher = LLMatcher(tokenizer, lark + asked["options"], log_level=0, limits=limits)
     if not matcher.is_error():
         matcher.compute_bitmask()

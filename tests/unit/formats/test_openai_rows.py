@@ -355,6 +355,11 @@ def test_what_the_answer_must_be_in_the_words_of_openai_and_vllm(
         ({"guided_json": [1]}, "body.json_schema: must be an object, not a list"),
         ({"structured_outputs": ["a"]}, "body.structured_outputs: must be an object, not a list"),
         ({"guided_regex": "a", "guided_choice": ["b"]}, "contradicts"),
+        (
+            {"guided_json": {}, "structured_outputs": {"json": {"type": "null"}}},
+            "body.structured_outputs.json: contradicts guided_json; give one of them",
+        ),
+        ({"regex": "a", "guided_regex": "b"}, "body.guided_regex: contradicts regex; give one of them"),
         ({"guided_whitespace_pattern": " *"}, "body.guided_whitespace_pattern: is not supported"),
     ],
 )

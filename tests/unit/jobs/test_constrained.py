@@ -89,7 +89,7 @@ def nested(levels: int) -> dict[str, Any]:
         ({"regex": "\ud800"}, "regex: contains a lone surrogate"),
         ({"choice": []}, "choice: must have 1 to 10,000 texts (got 0)"),
         ({"choice": ["a"] * (MAX_CHOICES + 1)}, "choice: must have 1 to 10,000 texts (got 10,001)"),
-        ({"choice": ["a", 5]}, "choice: must be a text that is not empty (got '5')"),
+        ({"choice": ["a", 5]}, "choice: must be a list of texts, but item 2 is a number: quote it"),
         ({"choice": 5}, "choice: must be a list of texts, not a number"),
         ({"grammar": "x" * (MAX_BYTES + 1)}, "grammar: has 262,145 bytes, more than 262,144; simplify it"),
         ({"json_schema": [1]}, "json_schema: must be an object, not a list"),
