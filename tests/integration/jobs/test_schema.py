@@ -104,39 +104,41 @@ def test_migrating_twice_changes_nothing(empty_database: Database) -> None:
     assert empty_database.revision() == SCHEMA_REVISION
 
 
-def test_rows_from_before_the_arithmetic_was_kept_have_none(empty_database: Database) -> None:
+def _old_rows(database: Database, revision: str, *rows: dict[str, object]) -> Config:
+    """Tables of that revision with rows in `jobs`, of which only what matters is said; for Alembic."""
     config = _alembic()
-    with empty_database.engine.begin() as connection:
+    usual = {
+        "id": "old", "state": "queued", "params": "{}", "seed": 1, "attempt": 0, "failures": 0,
+        "max_attempts": 3, "priority": 5, "created_at": "2026-01-01",
+    }  # fmt: skip
+    with database.engine.begin() as connection:
         config.attributes["connection"] = connection
-        command.upgrade(config, "0004")
-        columns = "id, params, seed, state, attempt, failures, max_attempts, priority, text, created_at"
-        values = "'old', '{}', 1, 'succeeded', 1, 0, 3, 5, 'kept', '2026-01-01'"
-        connection.execute(text(f"INSERT INTO jobs ({columns}) VALUES ({values})"))
+        command.upgrade(config, revision)
+        for row in rows:
+            values = usual | row
+            names = ", ".join(values), ", ".join(f":{name}" for name in values)
+            connection.execute(text(f"INSERT INTO jobs ({names[0]}) VALUES ({names[1]})"), values)
+    return config
+
+
+FAILED = {"state": "failed", "attempt": 1, "prompt": "kept"}
+
+
+def test_rows_from_before_the_arithmetic_was_kept_have_none(empty_database: Database) -> None:
+    _old_rows(empty_database, "0004", {"state": "succeeded", "attempt": 1, "text": "kept"})
     empty_database.migrate()
     with empty_database.read() as connection:
         assert connection.execute(text("SELECT text, arithmetic FROM jobs")).all() == [("kept", None)]
 
 
 def test_rows_from_before_there_were_owners_are_nobodys(empty_database: Database) -> None:
-    config = _alembic()
-    with empty_database.engine.begin() as connection:
-        config.attributes["connection"] = connection
-        command.upgrade(config, "0005")
-        columns = "id, params, seed, state, attempt, failures, max_attempts, priority, created_at"
-        values = "'old', '{}', 1, 'queued', 0, 0, 3, 5, '2026-01-01'"
-        connection.execute(text(f"INSERT INTO jobs ({columns}) VALUES ({values})"))
+    _old_rows(empty_database, "0005", {})
     empty_database.migrate()
     assert [(job.id, job.owner) for job in Store(empty_database).find(Selection())] == [("old", None)]
 
 
 def test_rows_from_before_answers_could_be_held_to_a_schema_ask_for_nothing(empty_database: Database) -> None:
-    config = _alembic()
-    with empty_database.engine.begin() as connection:
-        config.attributes["connection"] = connection
-        command.upgrade(config, "0006")
-        columns = "id, params, seed, state, attempt, failures, max_attempts, priority, prompt, created_at"
-        values = "'old', '{}', 1, 'failed', 1, 0, 3, 5, 'kept', '2026-01-01'"
-        connection.execute(text(f"INSERT INTO jobs ({columns}) VALUES ({values})"))
+    config = _old_rows(empty_database, "0006", FAILED)
     empty_database.migrate()
     with empty_database.read() as connection:
         assert connection.execute(text("SELECT prompt, constrained FROM jobs")).all() == [("kept", None)]
@@ -155,13 +157,7 @@ def test_rows_from_before_answers_could_be_held_to_a_schema_ask_for_nothing(empt
 def test_rows_from_before_a_column_of_prompts_hold_nothing_there(
     empty_database: Database, before: str, column: str
 ) -> None:
-    config = _alembic()
-    with empty_database.engine.begin() as connection:
-        config.attributes["connection"] = connection
-        command.upgrade(config, before)
-        columns = "id, params, seed, state, attempt, failures, max_attempts, priority, prompt, created_at"
-        values = "'old', '{}', 1, 'failed', 1, 0, 3, 5, 'kept', '2026-01-01'"
-        connection.execute(text(f"INSERT INTO jobs ({columns}) VALUES ({values})"))
+    config = _old_rows(empty_database, before, FAILED)
     empty_database.migrate()
     (old,) = Store(empty_database).find(Selection())
     assert (old.prompt, getattr(old, column)) == ("kept", None)
@@ -173,13 +169,7 @@ def test_rows_from_before_a_column_of_prompts_hold_nothing_there(
 
 
 def test_what_there_was_before_files_and_batches_over_http_stays(empty_database: Database) -> None:
-    config = _alembic()
-    with empty_database.engine.begin() as connection:
-        config.attributes["connection"] = connection
-        command.upgrade(config, "0010")
-        columns = "id, params, seed, state, attempt, failures, max_attempts, priority, prompt, created_at"
-        values = "'old', '{}', 1, 'failed', 1, 0, 3, 5, 'kept', '2026-01-01'"
-        connection.execute(text(f"INSERT INTO jobs ({columns}) VALUES ({values})"))
+    config = _old_rows(empty_database, "0010", FAILED)
     empty_database.migrate()
     files, batches, now = FileStore(empty_database), HttpBatchStore(empty_database), empty_database.now()
     assert files.add(StoredFile("0" * 32, None, "batch", "x", 1, now), 1)
@@ -195,15 +185,8 @@ def test_what_there_was_before_files_and_batches_over_http_stays(empty_database:
 
 
 def test_rows_from_before_there_were_several_answers_have_one(empty_database: Database) -> None:
-    config = _alembic()
-    with empty_database.engine.begin() as connection:
-        config.attributes["connection"] = connection
-        command.upgrade(config, "0010")
-        columns = "id, state, stop_reason, text, completion_tokens, params, seed, attempt, failures"
-        columns += ", max_attempts, priority, prompt, created_at"
-        for values in ("'1', 'succeeded', 'eos', 'kept', 4", "'2', 'queued', NULL, NULL, NULL"):
-            values += ", '{}', 6, 0, 0, 3, 5, 'p', '2026-01-01'"
-            connection.execute(text(f"INSERT INTO jobs ({columns}) VALUES ({values})"))
+    done = {"id": "1", "state": "succeeded", "stop_reason": "eos", "text": "kept", "completion_tokens": 4}
+    config = _old_rows(empty_database, "0010", done | {"seed": 6}, {"id": "2", "prompt": "p"})
     empty_database.migrate()
     old, waiting = Store(empty_database).find(Selection())
     assert old.answers == (Answer("kept", StopReason.EOS, 4, 6),)
