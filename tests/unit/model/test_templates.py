@@ -13,6 +13,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from nightmill.worker.model.chat.renderer import Limits, Renderer
+from tests.fetched import missing
 from tests.unit.model.conftest import DOWNLOADED
 
 TEMPLATES = sorted(path.name for path in (DOWNLOADED / "templates").glob("*.jinja"))
@@ -182,7 +183,7 @@ def test_what_templates_use_of_jinja(name: str) -> None:
 @pytest.mark.parametrize("name", TEMPLATES or ["none"])
 def test_real_templates_are_rendered_as_plain_jinja_does(name: str) -> None:
     if name not in TEMPLATES:
-        pytest.skip(f"no templates in {DOWNLOADED}: run `make vocabularies`, or set NIGHTMILL_TEST_VOCAB")
+        missing(f"no templates in {DOWNLOADED}: run `make vocabularies`, or set NIGHTMILL_TEST_VOCAB")
     source = (DOWNLOADED / "templates" / name).read_text(encoding="utf-8")
     chats = [{"messages": chat, "add_generation_prompt": more} for chat in CHATS for more in (True, False)]
     texts = 0

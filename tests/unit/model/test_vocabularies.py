@@ -15,6 +15,7 @@ from nightmill.jobs.errors import ModelFileError
 from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.model.tokenizer import Tokenizer
 from nightmill.worker.model.tokenizer.pre_tokenizers import PRE_TOKENIZERS
+from tests.fetched import missing
 from tests.ggufs import CONTROL, TestVocabulary, byte_vocabulary, sentencepiece_vocabulary, write_model
 from tests.unit.model.conftest import DOWNLOADED, real_tokenizer
 
@@ -90,7 +91,7 @@ def test_ids_are_those_llama_cpp_expects(name: str, vocab_dir: Path) -> None:
 def test_real_vocabularies_know_their_ends(name: str, vocab_dir: Path) -> None:
     path = vocab_dir / f"ggml-vocab-{name}.gguf"
     if not path.exists():
-        pytest.skip(f"{path} is missing")
+        missing(f"{path} is missing")
     tokenizer = real_tokenizer(path)
     assert {tokenizer.vocabulary.text_of(index) for index in tokenizer.eos_ids} == ENDS[name]
 
