@@ -1,0 +1,43 @@
+"""What formats of weights make of a GPU's memory, by the plan of a worker."""
+
+from dataclasses import replace
+
+import pytest
+
+from benchmarks.quantised_models import kinds_of
+from nightmill.jobs.settings import Settings
+from nightmill.worker.commands.fitting import CARDS, GIB, Fit, fit
+from nightmill.worker.model.spec import ModelSpec
+from nightmill.worker.runners.gpu.numbers import Numbers, WeightNumbers
+from tests.unit.worker.test_recommended_models import qwen
+
+IN_FILE = Numbers(weights=WeightNumbers.FILE)
+BYTES_OF_A_FILE = {"Q4_K_M": 4.68e9, "Q8_0": 8.10e9}  # of Qwen2.5-7B-Instruct's files on the Hub
+
+
+def of_type(name: str, size: str = "7B") -> ModelSpec:
+    spec = qwen(size)
+    return replace(spec, tensor_types={tensor: kind.name for tensor, kind in kinds_of(spec, name).items()})
+
+
+def on_80_gb(name: str, numbers: Numbers, **settings: object) -> Fit:
+    return fit(of_type(name), CARDS[-1], Settings.model_validate(settings), numbers)
+
+
+@pytest.mark.parametrize("name", BYTES_OF_A_FILE)
+def test_weights_as_in_the_file_take_what_the_file_takes(name: str) -> None:
+    assert on_80_gb(name, IN_FILE).weights == pytest.approx(BYTES_OF_A_FILE[name], rel=0.03)
+    assert on_80_gb(name, Numbers()).weights == pytest.approx(2 * 7.616e9, rel=0.01)
+
+
+def test_a_7b_in_four_bits_runs_in_8_gib_with_16_sequences_of_2048() -> None:
+    found = on_80_gb("Q4_K_M", IN_FILE, gpu_memory="8GiB", max_sequences=16, context=2048)
+    assert found.sequences[2048] == 16
+    assert found.weights + found.workspace < 6.25 * GIB
+
+
+def test_fewer_bytes_are_more_sequences_and_more_speed() -> None:
+    small, large = on_80_gb("Q4_K_M", IN_FILE), on_80_gb("Q4_K_M", Numbers())
+    assert small.sequences[1024] > large.sequences[1024]
+    alone = [on_80_gb("Q4_K_M", numbers, max_sequences=1).rate for numbers in (IN_FILE, Numbers())]
+    assert alone[0] > 2 * alone[1]
