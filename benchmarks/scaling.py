@@ -194,7 +194,7 @@ def decode_limit(
     layers = sum(math.prod(weight.shape) for _, weight in matrices) - head
     of_layers = layers / 2 if numbers.weights is WeightNumbers.FP8 else layers
     products = max(kept / bytes_per_s, 2 * (of_layers + head) * sequences / flops)
-    attention = sequences * context * page_bytes(spec) / PAGE / bytes_per_s
+    attention = sequences * context * page_bytes(spec, numbers.kv) / PAGE / bytes_per_s
     return sequences / (products + attention)
 
 

@@ -20,6 +20,7 @@ from nightmill.worker.link.loading import demo_model
 from nightmill.worker.model.families import read_spec
 from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.model.spec import ModelSpec
+from nightmill.worker.options import KV, WEIGHTS
 from nightmill.worker.runners.gpu.device.peaks import peaks_of
 from nightmill.worker.runners.gpu.kv_cache import page_bytes
 from tests.ggufs import write_model
@@ -109,6 +110,22 @@ def test_with_a_gpu_it_is_said_of_that_one(directory: Path, monkeypatch: pytest.
     (found,) = check(demo_model(), directory)["memory"]
     assert found["ok"] is None and "the model does not fit: weights" in found["found"]
     assert "cache_tokens" not in found
+
+
+def test_what_other_formats_would_make_of_it_is_said(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    RecordedDriver((9, 0)).install(monkeypatch)
+    monkeypatch.setattr(sys.modules["pycuda.driver"], "mem_get_info", lambda: (1 << 30, 24 << 30))
+    found = check(demo_model(), directory)
+    asked = {"weights": found["memory"][0]["weights_in"], "kv": found["memory"][0]["kv_in"]}
+    others = [("weights", one) for one in WEIGHTS.choices] + [("kv", one) for one in KV.choices]
+    others = [(option, value) for option, value in others if value != asked[option]]
+    for (option, value), one in zip(others, found.get("formats", []), strict=True):
+        assert one["found"].startswith(f"with --{option} {value}, on recorded: ")
+        assert one[f"{option}_in"] == value
+    eight = next(one for one in found["formats"] if one["kv_in"] == "fp8")
+    assert eight["cache_tokens"] > 1.9 * found["memory"][0]["cache_tokens"]
 
 
 def test_no_more_cache_is_counted_than_all_sequences_fill(spec: ModelSpec) -> None:
