@@ -1,0 +1,155 @@
+"""What formats of weights, and of keys and values, cost in quality: of one model, against its file as it is.
+
+    python -m benchmarks.formats_cost MODEL.gguf [--tokens 20000] [text.txt ...]
+
+Reads texts, by default those of `benchmarks/real_prompts` and the pages of `docs/`, in pieces of 512 tokens.
+Compares the distribution of the next token at each place: its mean divergence (KL, in nats), and how often
+the best token is the same. Computed by NumPy, which rounds weights, activations, keys and values as kernels
+do that are held to it. Q8_0 and others are the same weights, rounded to that type by `gguf`. Prints a
+table in Markdown.
+"""
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf.quants import dequantize, quantize
+
+from benchmarks.agreement import compared
+from nightmill.worker.model.families import read_spec
+from nightmill.worker.model.gguf.file import GgufFile
+from nightmill.worker.model.spec import ModelSpec
+from nightmill.worker.model.tokenizer import Tokenizer
+from nightmill.worker.runners.kv_format import KvFormat
+from tests.gpu.driving import BLOCK, Chunk, Pages, Reference, logits_of
+
+ROOT = Path(__file__).parents[1]
+TEXTS = (*sorted((ROOT / "benchmarks" / "real_prompts").glob("*.txt")), *sorted((ROOT / "docs").glob("*.md")))
+PIECE = 512  # tokens; a page of the cache goes into it a whole number of times
+REQUANTISED = ("Q8_0", "Q5_0", "Q4_0")
+
+
+class Requantised(GgufFile):
+    """A model file whose matrices are rounded to another type as they are read."""
+
+    kind: GGMLQuantizationType | None = None
+
+    def array(self, name: str) -> npt.NDArray[np.float32]:
+        """The tensor's numbers."""
+        values = super().array(name)
+        if self.kind is None or values.ndim < 2 or values.shape[-1] % GGML_QUANT_SIZES[self.kind][0]:
+            return values
+        return dequantize(quantize(values, self.kind), self.kind).reshape(values.shape)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What is chosen; `name` is for the table, `options` are the NumPy runner's."""
+
+    name: str
+    options: dict[str, Any]
+    kind: GGMLQuantizationType | None = None
+
+
+CHOICES = (
+    *(Choice(f"weights rounded to {name}", {}, GGMLQuantizationType[name]) for name in REQUANTISED),
+    Choice("`--weights fp8`", {"fp8": True}),
+    Choice("`--kv fp8`", {"kv": KvFormat.FP8}),
+    Choice("`--weights fp8 --kv fp8`", {"fp8": True, "kv": KvFormat.FP8}),
+)
+
+
+@dataclass
+class Cost:
+    """Sums over the places that were compared."""
+
+    places: int = 0
+    divergence: float = 0.0
+    same: float = 0.0
+    largest: float = 0.0
+
+    def add(self, actual: npt.NDArray[np.float32], expected: npt.NDArray[np.float32]) -> None:
+        """Compare the logits of some places."""
+        found = compared(actual, expected)
+        self.places += found.rows
+        self.divergence += found.rows * found.mean_kl
+        self.same += found.rows * found.same_top
+        self.largest = max(self.largest, found.largest_kl)
+
+    def row(self, name: str) -> str:
+        """Of the table."""
+        return (
+            f"| {name} | {self.divergence / self.places:.5f} | {self.largest:.2f} "
+            f"| {self.same / self.places:.2%} |"
+        )
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Compare, and print the table."""
+    style = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=style)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("texts", type=Path, nargs="*", default=TEXTS)
+    parser.add_argument(
+        "--tokens", type=int, default=20_000, help="places to compare, in whole pieces of 512"
+    )
+    options = parser.parse_args(arguments)
+    with GgufFile.open(options.model) as file:
+        spec = read_spec(file)
+        pieces = list(pieces_of(Tokenizer.from_gguf(file), options.texts, options.tokens))
+    if not pieces:
+        raise SystemExit(f"the texts have fewer than {PIECE} tokens")
+    costs = costs_of(options.model, spec, pieces)
+    print(f"{spec.name}, {len(pieces) * PIECE:,} tokens of text, against the file as it is:\n")
+    print("| | mean KL, nats | largest | same best token |\n| --- | --- | --- | --- |")
+    for choice in CHOICES:
+        print(costs[choice.name].row(choice.name))
+
+
+def pieces_of(tokenizer: Tokenizer, texts: Sequence[Path], tokens: int) -> Iterator[list[int]]:
+    """Token ids of the texts in pieces of PIECE, as many as make up `tokens`, or fewer if the texts end."""
+    ids = [token for text in texts for token in tokenizer.encode(text.read_text(encoding="utf-8"))]
+    for start in range(0, min(len(ids), tokens + PIECE - 1) - PIECE + 1, PIECE):
+        yield ids[start : start + PIECE]
+
+
+def costs_of(path: Path, spec: ModelSpec, pieces: Sequence[list[int]]) -> dict[str, Cost]:
+    """What each choice costs, by its name. All are computed piece by piece, so that no logits are kept."""
+    costs = {choice.name: Cost() for choice in CHOICES}
+    with ExitStack() as stack:
+
+        def made(choice: Choice) -> Reference:
+            file = stack.enter_context(Requantised.open(path))
+            file.kind = choice.kind
+            runner = Reference(
+                file, spec, kv_blocks=PIECE // BLOCK, block_size=BLOCK, slots=1, **choice.options
+            )
+            stack.enter_context(closing(runner.runner))
+            return runner
+
+        as_it_is = made(Choice("", {}))
+        others = {choice.name: made(choice) for choice in CHOICES}
+        for number, piece in enumerate(pieces, start=1):
+            print(f"{number} of {len(pieces)}", end="\r", file=sys.stderr, flush=True)
+            logits = partial(_logits, piece=piece)
+            expected = logits(as_it_is)
+            for name, runner in others.items():
+                costs[name].add(logits(runner), expected)
+    return costs
+
+
+def _logits(runner: Reference, piece: list[int]) -> npt.NDArray[np.float32]:
+    pages = Pages(1, PIECE // BLOCK)
+    return logits_of(runner, pages, [Chunk(0, piece, 0, len(piece), len(piece))], admit=True)
+
+
+if __name__ == "__main__":
+    main()
