@@ -96,8 +96,8 @@ class Settings(BaseModel):
     """What the worker may take of the GPU's free memory: a share of it, or as a whole number bytes."""
     dtype: Literal["auto", "f16", "bf16"] = "auto"
     """What a GPU computes in; auto: as the model's family and file ask for."""
-    weights: Literal["16bit"] = "16bit"
-    """How a GPU keeps matrices of weights."""
+    weights: Literal["16bit", "fp8"] = "16bit"
+    """How matrices of weights are kept."""
     kv: Literal["16bit", "fp8"] = "16bit"
     """How keys and values are kept."""
     max_sequences: int | None = Field(default=None, ge=1, le=32768)

@@ -22,7 +22,10 @@ DTYPE_HELP = (
     "[NIGHTMILL_DTYPE]."
 )
 WEIGHTS = click.Choice(get_args(Settings.model_fields["weights"].annotation))
-WEIGHTS_HELP = "How a GPU keeps weights; 16bit: dequantised to the type of --dtype [NIGHTMILL_WEIGHTS]."
+WEIGHTS_HELP = (
+    "How weights are kept; 16bit, the default: in the type of --dtype; fp8: rounded to 8 bits, as is what "
+    "they are multiplied with, for an H100 or H200 [NIGHTMILL_WEIGHTS]."
+)
 KV = click.Choice(get_args(Settings.model_fields["kv"].annotation))
 KV_HELP = (
     "How keys and values are kept; 16bit, the default: in the type of --dtype; fp8: nearly twice as many in "

@@ -18,7 +18,7 @@ from nightmill.worker.runners.kv_format import KvFormat
         ({"prefix_sharing": False}, ["--no-prefix-sharing"]),
         ({"prefix_sharing": True, "context": 64}, ["--context", "64", "--prefix-sharing"]),
         ({"dtype": "bf16", "gpu": 1}, ["--gpu", "1", "--dtype", "bf16"]),
-        ({"kv": "16bit", "weights": "16bit"}, ["--weights", "16bit", "--kv", "16bit"]),
+        ({"kv": "16bit", "weights": "fp8"}, ["--weights", "fp8", "--kv", "16bit"]),
         ({"model": "a.gguf", "reference": True}, ["--model", "a.gguf", "--reference"]),
     ],
 )
