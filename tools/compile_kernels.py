@@ -63,9 +63,12 @@ def every_source() -> Iterator[tuple[Path, tuple[str, ...], str]]:
     other = with_other_parts(bundled)
     large = with_heads(bundled, 128, RopeStyle.PAIRS)
     small = with_heads(bundled, 32, RopeStyle.HALVES)
-    f16, bf16 = Element.F16, Element.BF16
+    sixes = replace(bundled, tensor_types=dict.fromkeys(bundled.tensor_types, "Q6_K"))
+    f16, bf16 = Numbers(Element.F16), Numbers(Element.BF16)
+    in_file = WeightNumbers.FILE  # packed weights, in the bundled model Q8_0
     chosen = (
-        (other, f16, (HOPPER, "sm_80")),
+        (other, replace(f16, weights=in_file), (HOPPER, "sm_80")),
+        (sixes, replace(bf16, weights=in_file), ("sm_80",)),
         (other, bf16, (HOPPER,)),
         (large, f16, (HOPPER, "sm_100")),
         (large, bf16, (HOPPER, "sm_80")),
@@ -76,17 +79,14 @@ def every_source() -> Iterator[tuple[Path, tuple[str, ...], str]]:
         (with_scores(small, softcap=50.0), f16, (HOPPER,)),
         (with_heads(bundled, 96, RopeStyle.HALVES), f16, (HOPPER,)),
         (with_heads(bundled, 256, RopeStyle.HALVES), bf16, (HOPPER,)),
+        (other, replace(f16, weights=WeightNumbers.FP8), (HOPPER,)),
+        (bundled, replace(f16, kv=KvFormat.FP8), (HOPPER,)),
+        (large, replace(bf16, kv=KvFormat.FP8), ("sm_80",)),
     )
-    fp8 = Numbers(weights=WeightNumbers.FP8)
-    yield from ((path, options, HOPPER) for path, options in sources_for(other, fp8, hopper=True))
-    for spec, element, architectures in chosen:
+    for spec, numbers, architectures in chosen:
         for architecture in architectures:
-            sources = sources_for(spec, Numbers(element), hopper=architecture == HOPPER)
+            sources = sources_for(spec, numbers, hopper=architecture == HOPPER)
             yield from ((path, options, architecture) for path, options in sources)
-    for spec, architecture, element in ((bundled, HOPPER, Element.F16), (large, "sm_80", Element.BF16)):
-        numbers = Numbers(element, kv=KvFormat.FP8)
-        for path, options in sources_for(spec, numbers, hopper=architecture == HOPPER):
-            yield path, options, architecture
 
 
 def with_heads(spec: ModelSpec, size: int, style: RopeStyle) -> ModelSpec:

@@ -20,9 +20,17 @@ from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.runners.gpu.device.device import Device
 from nightmill.worker.runners.gpu.device.operands import ELEMENT, FLOAT, Buffer, Format, Matrix
 from nightmill.worker.runners.gpu.numbers import Numbers, WeightNumbers
-from nightmill.worker.runners.gpu.products.chooser import Products
-from nightmill.worker.runners.gpu.products.shapes import SUMMED, Kind, Shape, padded_rows
+from nightmill.worker.runners.gpu.products.packed_rows import PackedRows
+from nightmill.worker.runners.gpu.products.shapes import (
+    SUMMED,
+    Candidate,
+    Kind,
+    Shape,
+    first_sum,
+    padded_rows,
+)
 from nightmill.worker.runners.gpu.products.unpacked import Unpacked
+from nightmill.worker.runners.gpu.rows.activate import Activate
 from nightmill.worker.runners.gpu.rows.embedding import Embedding
 from nightmill.worker.runners.gpu.runner import CudaRunner
 from nightmill.worker.runners.gpu.weights.layout import weight_bytes
@@ -109,14 +117,14 @@ def test_a_packed_weight_beyond_half_is_noticed(device: Device) -> None:
     assert not repacker.fits()
 
 
-def result_of(
-    device: Device, products: Products, shape: Shape, x: Buffer, weight: Matrix, before: Array
+def results_of(
+    device: Device, ways: Sequence[Candidate], shape: Shape, x: Buffer, weight: Matrix, before: Array
 ) -> list[npt.NDArray[np.uint32]]:
     """The words that each way gives."""
     floats = shape.kind in (Kind.FLOAT, *SUMMED)
     y = poisoned(device, (shape.rows + 1, shape.outputs), FLOAT if floats else ELEMENT)
     found = []
-    for candidate in products._candidates(shape):
+    for candidate in ways:
         if floats:
             device.copy_in(y.address, before)
             device.synchronize()
@@ -135,11 +143,13 @@ ROWS = (1, 2, 3, 5, 8, 9, 17, 40, 64, 65, 130, 257, 512, 1000, 1024, 4096)
 
 @EACH_FORMAT
 def test_products_have_the_bits_of_those_over_elements(device: Device, kept: Format) -> None:
-    """By every way there is, among any number of rows."""
+    """By every way there is, among any number of rows; also by that of few rows on GPUs before Hopper."""
     with all_products(device) as products:
+        gate_up = poisoned(device, (65, 2 * 1152), ELEMENT)
+        few_rows = PackedRows(device, [kept], Activate(device), gate_up)
         for index, kind in enumerate(KINDS):
             outputs, inputs = ((520, 768), (1152, 1024), (896, 4864))[index % 3]
-            if inputs % kept.step == 0 and kept.step == 64 and index % 2:
+            if kept.step == 64 and index % 2:
                 inputs += 32
             rows_of_weight = outputs * (2 if kind.activation else 1)
             raw, exact = weights_of(kept, rows_of_weight, inputs)
@@ -148,18 +158,22 @@ def test_products_have_the_bits_of_those_over_elements(device: Device, kept: For
             rng = np.random.default_rng(index)
             held = elements(device, rng.standard_normal((4096, inputs)) / 64)
             before = rng.standard_normal((4097, outputs)).astype(np.float32)
-            reference = None
+            one_sum = kind not in SUMMED or first_sum(outputs, inputs) == inputs
+            expected = None
             for rows in reversed(ROWS[index % 2 :: 2]):
                 shape = Shape(padded_rows(rows), outputs, inputs, kind, device.element.format)
-                if reference is None:
-                    reference = result_of(device, products, shape, held, plain, before[: shape.rows + 1])[0]
-                own = result_of(
-                    device, products, replace(shape, format=kept), held, weight, before[: shape.rows + 1]
-                )
-                assert own
-                for way, words in enumerate(own):
+                old = before[: shape.rows + 1]
+                if expected is None:
+                    library = products._candidates(shape)[:1]
+                    expected = results_of(device, library, shape, held, plain, old)[0]
+                shape = replace(shape, format=kept)
+                ways = products._candidates(shape)
+                assert ways
+                if one_sum and outputs <= gate_up.shape[1] // 2:
+                    ways += few_rows.candidates(shape)
+                for way, words in zip(ways, results_of(device, ways, shape, held, weight, old), strict=True):
                     np.testing.assert_array_equal(
-                        words[:rows], reference[:rows], err_msg=f"{kind} {rows} {outputs} {inputs} way {way}"
+                        words[:rows], expected[:rows], err_msg=f"{kind} {rows} {outputs} {inputs} {way.name}"
                     )
             for address in (weight.address, plain.address, held.address):
                 device.free(address)

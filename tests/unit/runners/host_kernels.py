@@ -22,6 +22,7 @@ from nightmill.worker.runners.gpu.attention import decode, general, prefill
 from nightmill.worker.runners.gpu.device.compiler import kernel_directory
 from nightmill.worker.runners.gpu.device.element import Element
 from nightmill.worker.runners.gpu.device.sources import Source, for_element
+from nightmill.worker.runners.gpu.products import packed_rows
 from nightmill.worker.runners.gpu.rows import activate, embedding, logits, norms, quantise, rotation
 from nightmill.worker.runners.kv_format import KvFormat
 
@@ -186,6 +187,13 @@ def run_on_host(patch: pytest.MonkeyPatch, folder: Path) -> set[str]:
 def run_rows_on_host(patch: pytest.MonkeyPatch, folder: Path) -> set[str]:
     """The same of launchers of rows."""
     return _launch_on_host(patch, folder, "rows", (activate, embedding, logits, norms, quantise, rotation))
+
+
+def run_packed_on_host(patch: pytest.MonkeyPatch, folder: Path) -> set[str]:
+    """The same of products of few rows with packed weights."""
+    launched = _launch_on_host(patch, folder, "warps", (activate,))
+    patch.setattr(packed_rows, "Module", HostModule)
+    return launched
 
 
 def _launch_on_host(

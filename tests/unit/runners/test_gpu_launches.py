@@ -142,11 +142,12 @@ def test_weights_as_in_the_file_launch_kernels_for_their_type(driver: RecordedDr
     options = {"context": CONTEXT, "kv_blocks": 64, "tune": False, "graphs": False, "numbers": numbers}
     with closing(CudaRunner(file, read_spec(file), slots=4, **options)) as runner:  # type: ignore[arg-type]
         pages = Pages(4, CONTEXT // 16)
-        runner.launch(pages.batch([Chunk(0, [1] * 30, 0, 30)], admit=True))
+        runner.launch(pages.batch([Chunk(0, [1] * 100, 0, 100)], admit=True))
         runner.collect()
         in_file = sum(file.raw(name).nbytes for name in file.tensors)
         assert in_file <= runner.memory.weights < 1.03 * in_file
-    assert driver.launches.keys() >= {"repack_Q8_0", "unpack_Q8_0", "embed_Q8_0"}
+    few_rows = set() if driver.capability == HOPPER else {"packed_floats_1"}
+    assert driver.launches.keys() >= {"repack_Q8_0", "unpack_Q8_0", "embed_Q8_0"} | few_rows
 
 
 def test_an_fp8_cache_is_written_and_read_by_kernels_of_its_own(hopper: RecordedDriver) -> None:

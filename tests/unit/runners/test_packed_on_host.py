@@ -14,9 +14,14 @@ from gguf.quants import dequantize
 
 from nightmill.worker.runners.gpu.device.compiler import kernel_directory
 from nightmill.worker.runners.gpu.device.element import Element
-from nightmill.worker.runners.gpu.device.operands import Format
+from nightmill.worker.runners.gpu.device.operands import ABSENT, ELEMENT, FLOAT, Format, Matrix
+from nightmill.worker.runners.gpu.products.packed_rows import PackedRows
+from nightmill.worker.runners.gpu.products.shapes import Kind, Shape
+from nightmill.worker.runners.gpu.rows.activate import Activate
 from tests.blocks import random_blocks
-from tests.elements import as_words
+from tests.elements import as_words, rounded
+from tests.gpu.operands import fetched, poisoned
+from tests.unit.runners.host_kernels import HostDevice, run_packed_on_host
 
 HERE = Path(__file__).parent / "cuda_on_host"
 PACKED = [kept for kept in Format if kept.packed]
@@ -70,6 +75,23 @@ def aligned(size: int) -> npt.NDArray[np.uint8]:
     return held[first : first + size]
 
 
+def repacked(
+    kernels: ctypes.CDLL, kept: Format, raw: npt.NDArray[np.uint8], columns: int, first: int = 0
+) -> npt.NDArray[np.uint8]:
+    """A matrix, made of rows from `first` on, and then of those before."""
+    rows = len(raw)
+    matrix, bad = aligned(kept.bytes(rows, columns)), np.zeros(1, dtype=np.int32)
+    matrix[:] = 0
+    for start, end in ((first, rows), (0, first)):
+        part = np.ascontiguousarray(raw[start:end])
+        launch(
+            kernels, f"repack_{kept.name}", (end - start) * columns // 32, pointer(part), pointer(matrix),
+            ctypes.c_int64(start), ctypes.c_int64(end - start), columns, pointer(bad),
+        )  # fmt: skip
+    assert not bad[0]
+    return matrix
+
+
 @pytest.mark.parametrize("kept", PACKED, ids=lambda kept: kept.name)
 def test_packed_weights_have_the_files_bits(kernels: ctypes.CDLL, element: Element, kept: Format) -> None:
     """Rows of two tensors, which end in the middle of a panel, and of a packet where a type allows that."""
@@ -80,15 +102,7 @@ def test_packed_weights_have_the_files_bits(kernels: ctypes.CDLL, element: Eleme
     blocks = random_blocks(kind, rows * columns // block)
     raw = blocks.reshape(rows, -1)
     expected = as_words(dequantize(blocks, kind), element).reshape(rows, columns)
-    matrix, bad = aligned(kept.bytes(rows, columns)), np.zeros(1, dtype=np.int32)
-    matrix[:] = 0
-    for start, end in ((first, rows), (0, first)):
-        part = np.ascontiguousarray(raw[start:end])
-        launch(
-            kernels, f"repack_{kept.name}", (end - start) * columns // 32, pointer(part), pointer(matrix),
-            ctypes.c_int64(start), ctypes.c_int64(end - start), columns, pointer(bad),
-        )  # fmt: skip
-    assert not bad[0]
+    matrix = repacked(kernels, kept, raw, columns, first)
     out = aligned((rows + 1) * columns * 2).view(np.uint16).reshape(rows + 1, columns)
     _Index.in_dll(kernels, "gridDim").y = 1  # so that a block goes through both panels
     launch(kernels, f"unpack_{kept.name}", THREADS, pointer(matrix), pointer(out), rows, columns)
@@ -103,3 +117,38 @@ def test_a_weight_beyond_half_is_noticed(kernels: ctypes.CDLL, element: Element)
     arguments = pointer(raw), pointer(matrix), ctypes.c_int64(0), ctypes.c_int64(8), 256, pointer(bad)
     launch(kernels, "repack_Q4_K", 64, *arguments)
     assert bool(bad[0]) == (element is Element.F16)
+
+
+def test_products_of_few_rows(
+    kernels: ctypes.CDLL, element: Element, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """With a stack of two matrices, of which one ends within a panel; poison is behind all rows."""
+    run_packed_on_host(monkeypatch, tmp_path)
+    device: Any = HostDevice(element)
+    rows, inputs, kept = 19, 288, Format.Q5_1
+    rng = np.random.default_rng(0)
+    values = rounded(rng.standard_normal((rows, inputs)).astype(np.float32), element)
+    parts, exact = [], []
+    for size in (21, 40):
+        blocks = random_blocks(GGMLQuantizationType.Q5_1, size * inputs // 32)
+        exact.append(rounded(dequantize(blocks, GGMLQuantizationType.Q5_1).reshape(size, inputs), element))
+        address = device.upload(repacked(kernels, kept, blocks.reshape(size, -1), inputs))
+        parts.append(Matrix(address, size, inputs, kept))
+    outputs = sum(part.rows for part in parts)
+    weight = Matrix(parts[0].address, outputs, inputs, Format.MIXED, parts=tuple(parts))
+    before = rng.standard_normal((rows, outputs)).astype(np.float32)
+    x = poisoned(device, (rows + 1, inputs), ELEMENT)
+    words = as_words(values, element)
+    ctypes.memmove(x.address, words.ctypes.data, words.nbytes)
+    y = poisoned(device, (rows + 1, outputs + 3), FLOAT)
+    for row in range(rows):
+        ctypes.memmove(y.from_row(row).address, before[row].ctypes.data, before[row].nbytes)
+    products = PackedRows(device, [kept], Activate(device), ABSENT)
+    shape = Shape(rows, outputs, inputs, Kind.RESIDUAL, Format.MIXED, pitch=outputs + 3)
+    (candidate,) = products.candidates(shape)
+    candidate.way(shape)(x, weight, y)
+    found = fetched(device, y)
+    wanted = before + values.astype(np.float64) @ np.concatenate(exact).astype(np.float64).T
+    np.testing.assert_allclose(found[:rows, :outputs], wanted, atol=1e-4)
+    assert np.isnan(found[rows]).all()
+    assert np.isnan(found[:, outputs:]).all(), "wrote past its outputs"

@@ -51,7 +51,7 @@ from nightmill.worker.runners.gpu.sampling.masks import MaskBuffers
 from nightmill.worker.runners.gpu.sampling.sampler import Sampler
 from nightmill.worker.runners.gpu.sampling.slots import SlotTable
 from nightmill.worker.runners.gpu.steps import PADDING, StepBuffers, StepInputs, StepShape, padded_lengths
-from nightmill.worker.runners.gpu.weights.layout import padded_vocab, weight_bytes
+from nightmill.worker.runners.gpu.weights.layout import formats_in, padded_vocab, weight_bytes
 from nightmill.worker.runners.gpu.weights.loading import load_weights
 
 __all__ = ["CudaRunner"]
@@ -184,8 +184,9 @@ class CudaRunner:
         norms, activate = Norms(device, spec), Activate(device)
         quantised = at.quantised if numbers.weights is WeightNumbers.FP8 else None
         self._products = products = Products(
-            device, activate, at.gate_up, kinds_of(spec), Unpacked.workspace(spec, numbers), quantised
-        )
+            device, activate, at.gate_up, kinds_of(spec), Unpacked.workspace(spec, numbers),
+            [kept for kept in formats_in(spec, numbers) if kept.packed], quantised,
+        )  # fmt: skip
         weights = load_weights(device, file, spec, numbers, report=self._report)
         cache = KvCache.allocate(device, spec, self.kv_blocks + 1)  # one more for rows of padding
         layers = bind_layers(

@@ -8,6 +8,7 @@ from nightmill.worker.runners.gpu.products.clock import Choices, Clock
 from nightmill.worker.runners.gpu.products.hopper_fp8 import HopperFp8
 from nightmill.worker.runners.gpu.products.hopper_tiles import HopperTiles
 from nightmill.worker.runners.gpu.products.library import LibraryProducts
+from nightmill.worker.runners.gpu.products.packed_rows import PackedRows
 from nightmill.worker.runners.gpu.products.shapes import (
     Candidate,
     Kind,
@@ -83,12 +84,13 @@ class Products:
     activate, gate_up  activations by themselves, and room for what they read, elements (rows, 2 F)
     kinds              that there will be
     unpacked           bytes for packed weights that become elements (`Unpacked.workspace`)
+    packed             formats of such weights
     quantised          where layers have FP8 weights: room for what enters their products, as FP8
     """
 
     def __init__(
         self, device: Device, activate: Activate, gate_up: Buffer, kinds: Collection[Kind] = tuple(Kind),
-        unpacked: int = 0, quantised: Buffer | None = None,
+        unpacked: int = 0, packed: Collection[Format] = (), quantised: Buffer | None = None,
     ) -> None:  # fmt: skip
         self._library = LibraryProducts(device, activate, gate_up)
         self._ours: list[ProductLauncher] = []
@@ -98,6 +100,8 @@ class Products:
             self._of_others.append(HopperFp8(device, kinds, quantised))
         elif device.hopper:
             self._ours = [HopperTiles(device, kinds), SplitTiles(device, kinds)]
+        if packed and not device.hopper:
+            self._of_others.append(PackedRows(device, packed, activate, gate_up))
         if unpacked:
             self._of_others.append(Unpacked(device, unpacked, self._of_elements))
         self.clock = Clock(device, self._library.scratch, LibraryProducts.workspace())
