@@ -15,10 +15,10 @@ from nightmill.jobs.prompts import json_type
 from nightmill.jobs.server.bodies import read_object
 from nightmill.jobs.server.errors import invalid
 from nightmill.jobs.server.files import PREFIX
-from nightmill.jobs.server.handing_in import BATCH_PREFIX, HandingIn
+from nightmill.jobs.server.handing_in import HandingIn
 from nightmill.jobs.server.listing import Page
 from nightmill.jobs.spec import check_option, unknown_field
-from nightmill.jobs.sql.http_batches import HttpBatch, HttpStatus
+from nightmill.jobs.sql.http_batches import BATCH_PREFIX, HttpBatch, HttpStatus
 from nightmill.jobs.when import parse_span
 
 BODY = frozenset({"input_file_id", "endpoint", "completion_window", "metadata"})

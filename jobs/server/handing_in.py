@@ -12,9 +12,8 @@ from nightmill.jobs.server.files import PREFIX, Files
 from nightmill.jobs.server.keys import Caller
 from nightmill.jobs.server.listing import Page, bare_id
 from nightmill.jobs.sql.files import UPLOADED
-from nightmill.jobs.sql.http_batches import HttpBatch, HttpBatchStore
+from nightmill.jobs.sql.http_batches import BATCH_PREFIX, HttpBatch, HttpBatchStore
 
-BATCH_PREFIX = "batch_"
 _CONTENT = ("input_file", "endpoint", "completion_window", "meta", "settings", "name")
 
 

@@ -85,12 +85,13 @@ class Keeper:
 
     def look(self) -> None:
         """Do the next step of every batch that needs one, and that nobody else is doing."""
-        batches = self._store.open()
+        over, batches = self._store.over(), self._store.open()
         self._end_what_nobody_ends(batches)
         for batch in batches:
             if self._over.is_set():
                 return
-            if time.monotonic() < self._not_before.get(batch.id, 0.0):
+            going = batch.status is HttpStatus.IN_PROGRESS and batch.id not in over
+            if going or time.monotonic() < self._not_before.get(batch.id, 0.0):
                 continue
             try:
                 self._step(batch)
@@ -125,7 +126,7 @@ class Keeper:
                 if self._claim(batch):
                     self._validate(batch)
             case HttpStatus.IN_PROGRESS:
-                if not self._rows.unfinished(batch.batch) and self._store.finalize(batch):
+                if self._store.finalize(batch):  # its rows have ended
                     self.wake()
             case HttpStatus.CANCELLING:
                 if self._claim(batch):

@@ -14,10 +14,10 @@ from nightmill.jobs.server.batches import text_of
 from nightmill.jobs.server.bodies import TIMES, read_object, read_times
 from nightmill.jobs.server.errors import invalid
 from nightmill.jobs.server.files import PREFIX
-from nightmill.jobs.server.handing_in import BATCH_PREFIX, HandingIn
+from nightmill.jobs.server.handing_in import HandingIn
 from nightmill.jobs.server.listing import Page
 from nightmill.jobs.spec import OF_A_BATCH, JobSpec, check_option, deadline_moment, unknown_field
-from nightmill.jobs.sql.http_batches import HttpBatch
+from nightmill.jobs.sql.http_batches import BATCH_PREFIX, HttpBatch
 
 BODY = OF_A_BATCH | {"file", "name"}
 

@@ -10,15 +10,17 @@ from datetime import datetime, timedelta
 from enum import StrEnum
 from typing import Any, cast
 
-from sqlalchemy import Connection, RowMapping, Table, delete, func, or_, select, update
+from sqlalchemy import Connection, RowMapping, Table, delete, exists, func, literal, or_, select, update
 
 from nightmill.jobs.contract import JobState, JsonObject
 from nightmill.jobs.sql.database import Database
 from nightmill.jobs.sql.files import StoredFile, insert_files
-from nightmill.jobs.sql.jobs import dialect_insert
+from nightmill.jobs.sql.jobs import UNFINISHED, dialect_insert
 from nightmill.jobs.sql.retrying import retried
 from nightmill.jobs.sql.tables import OPEN, FileRow, HttpBatchRow, JobRow
 
+BATCH_PREFIX = "batch_"
+"""What comes before the id of a batch in the name of the batch of jobs that its rows are."""
 HTTP_BATCHES = cast(Table, HttpBatchRow.__table__)
 _NAMES = {column.key: "meta" if column.key == "metadata" else column.key for column in HTTP_BATCHES.columns}
 
@@ -90,7 +92,7 @@ class HttpBatch:
     @property
     def batch(self) -> str:
         """The name of the batch of jobs that its rows are."""
-        return f"batch_{self.id}"
+        return f"{BATCH_PREFIX}{self.id}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,6 +182,17 @@ class HttpBatchStore:
         query = select(HTTP_BATCHES).where(OPEN).order_by(HttpBatchRow.id)
         with self.database.read() as connection:
             return [_batch(row) for row in connection.execute(query).mappings()]
+
+    def over(self) -> set[str]:
+        """Ids of batches in progress of which every row has ended: one statement, however many go on."""
+        going = exists().where(
+            JobRow.batch == literal(BATCH_PREFIX) + HttpBatchRow.id, JobRow.state.in_(UNFINISHED)
+        )
+        query = select(HttpBatchRow.id).where(
+            OPEN, HttpBatchRow.status == str(HttpStatus.IN_PROGRESS), ~going
+        )
+        with self.database.read() as connection:
+            return set(connection.execute(query).scalars())
 
     def claim(self, batch: HttpBatch, keeper: str, duration: timedelta) -> bool:
         """Take a batch in the status that it was seen in, or go on with it; returns whether that worked."""
