@@ -29,10 +29,6 @@
 #include "attention/decode_page.cuh"
 
 static constexpr bool LARGE = D > 128;               // registers do not hold a page
-#ifndef KV_BLOCKS
-#define KV_BLOCKS 5
-#endif
-static constexpr int BLOCKS = KEPT_AS_FP8 && D == 64 ? KV_BLOCKS : 1;  // that share a multiprocessor, at least
 static constexpr int IN_CHUNK = 16 / sizeof(Kept);   // numbers
 static constexpr int CHUNKS = D / IN_CHUNK;          // 16-byte pieces of a key's row
 static constexpr bool EVEN = 32 % CHUNKS == 0;       // a warp copies whole rows at once
@@ -275,7 +271,7 @@ static __device__ __forceinline__ void decode(const Element* q, const Cache& cac
 }
 
 #define DECODE_KERNEL(ROWS, AHEAD)                                                                                \
-    extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)                                                 \
+    extern "C" __global__ void __launch_bounds__(THREADS)                                                         \
         decode_attention_##ROWS##_##AHEAD(                                                                        \
             const Element* qkv, const Kept* k_cache, const Kept* v_cache, const int* tables, int table_stride,    \
             const int* starts, const int4* pieces, Element* out, float* partials, float* sums, unsigned* counters, \
@@ -300,16 +296,16 @@ static __device__ __forceinline__ void decode(const Element* q, const Cache& cac
                             min(ROWS, group - first), segment_pages, scores, out + (row * heads + head) * D);     \
     }
 
-#if HEAD_DIM > 128
-DECODE_KERNEL(8, 1)
+#ifdef KV_FP8
 DECODE_KERNEL(8, 2)
+#if HEAD_DIM <= 128
+DECODE_KERNEL(16, 2)
+#endif
+#elif HEAD_DIM > 128
+DECODE_KERNEL(8, 1)
 #else
 DECODE_KERNEL(8, 2)
 DECODE_KERNEL(16, 2)
 DECODE_KERNEL(8, 4)
 DECODE_KERNEL(16, 4)
-#ifdef KV_FP8
-DECODE_KERNEL(8, 8)
-DECODE_KERNEL(16, 8)
-#endif
 #endif
