@@ -6,7 +6,6 @@
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
-#define FP8_T4 "%0, %1, %2, %3"
 #define FP8_T24 HOPPER_T16 ", %16, %17, %18, %19, %20, %21, %22, %23"
 #define FP8_T48                                                                                                   \
     HOPPER_T32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
@@ -20,7 +19,6 @@
     }
 
 // acc (64 x N) += A B, 32 elements deep; `more` = 0: acc = A B. Both K-major in shared memory, in rows of 128 bytes.
-FP8_WGMMA(8, 4, FP8_T4, "%4", "%5", "%6", "+f"(acc[0]), "+f"(acc[1]), "+f"(acc[2]), "+f"(acc[3]))
 FP8_WGMMA(16, 8, HOPPER_T8, "%8", "%9", "%10", HOPPER_R8(acc, 0))
 FP8_WGMMA(32, 16, HOPPER_T16, "%16", "%17", "%18", HOPPER_R16(acc, 0))
 FP8_WGMMA(48, 24, FP8_T24, "%24", "%25", "%26", HOPPER_R16(acc, 0), HOPPER_R8(acc, 16))
