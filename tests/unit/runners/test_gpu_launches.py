@@ -195,7 +195,7 @@ def test_fp8_weights_are_refused_where_nothing_multiplies_them(
     file = GgufFile.open(MODEL)
     with pytest.raises(RunnerError, match=r"FP8 weights need .* 9\.0 .* another --weights"):
         CudaRunner(file, read_spec(file), slots=1, numbers=FP8_WEIGHTS)
-    with pytest.raises(RunnerError, match="an FFN width of 200 with FP8 weights"):
+    with pytest.raises(RunnerError, match=r"FP8 weights do not take an FFN width of 200 .*another --weights"):
         check_spec(dense_spec(ffn_width=200), FP8_WEIGHTS)
 
 

@@ -109,10 +109,10 @@ def workspace_bytes(
 def check_spec(spec: ModelSpec, numbers: Numbers = HALF) -> None:
     """Raise RunnerError, which names the part or the size, if kernels do not take a model."""
     problems = [refusal(spec), *(launcher.refusal(spec) for launcher in _LAST)]
-    if numbers.weights is WeightNumbers.FP8:
-        problems.append(HopperFp8.refusal(spec))
     # A step has one set of tiles and pieces, which all layers share.
     if len({(one.heads, one.kv_heads, one.head_dim) for one in spec.attentions}) > 1:
         problems.append("layers with different heads")
     for problem in filter(None, problems):
         raise RunnerError(f"the CUDA kernels do not take {problem}; `--reference` generates without a GPU")
+    if numbers.weights is WeightNumbers.FP8 and (odd := HopperFp8.refusal(spec)):
+        raise RunnerError(f"the kernels for FP8 weights do not take {odd}: give another --weights")

@@ -159,11 +159,11 @@ class HopperFp8:
         for layer in spec.layers:
             for what, inputs in (
                 ("a width", spec.width),
-                ("heads of so many elements in all:", layer.attention.queries),
+                ("query heads with a sum", layer.attention.queries),
                 ("an FFN width", layer.feed_forward.width),
             ):
                 if inputs % _ALIGNMENT:
-                    return f"{what} of {inputs} with FP8 weights (multiples of {_ALIGNMENT})"
+                    return f"{what} of {inputs} (multiples of {_ALIGNMENT})"
         return None
 
     def candidates(self, shape: Shape) -> list[Candidate]:
