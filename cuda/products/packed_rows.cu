@@ -3,7 +3,8 @@
 //   x  (rows, K) elements, up to 64 rows     W  (outputs, K) packed (common/packed.cuh), for -DFORMAT
 //   y  (rows, outputs), rows `pitch` numbers apart: elements, float, or float that the product is added to
 //
-// Sums are float and go through K in order, 16 elements at a time, from one accumulator, as those of elements do.
+// Sums are float and go through K in order, 16 elements at a time, from one accumulator, as those of elements do (on an H200,
+// where the tests hold them together; GPUs before Hopper were not at hand).
 //
 // A warp has a panel, 8 outputs, and all rows, in TILES tiles of 16; the four of a block share x. They go through K by 256,
 // STAGES copies ahead: the weights' bytes go to shared memory as they are. A lane makes a chunk of 8 elements of the panel's

@@ -55,14 +55,19 @@ def weights_of(kept: Format, rows: int, columns: int) -> tuple[npt.NDArray[np.ui
 
 
 def packed(
-    device: Device, kept: Format, raw: npt.NDArray[np.uint8], columns: int, parts: Sequence[int] = ()
-) -> Matrix:
-    """The rows in a matrix, in memory full of NaN before; loaded from tensors of so many rows."""
-    matrix = Matrix(device.allocate(kept.bytes(len(raw), columns)), len(raw), columns, kept)
+    device: Device, kept: Format, raw: npt.NDArray[np.uint8], columns: int, parts: Sequence[int] = (),
+    more: int = 0,
+) -> Matrix:  # fmt: skip
+    """The rows in a matrix, in memory full of NaN before; loaded from tensors of so many rows.
+
+    more  rows of the matrix behind them
+    """
+    rows = len(raw) + more
+    matrix = Matrix(device.allocate(kept.bytes(rows, columns)), rows, columns, kept)
     device.fill(matrix.address, 0xFF, matrix.bytes)
     staging = Staging(device, raw.shape[1] * 5)  # so small that a tensor takes several turns
     repacker = Repacker(device, staging)
-    repacker.clear(matrix)
+    repacker.clear(matrix, len(raw))
     first = 0
     for rows in parts or [len(raw)]:
         repacker.load(raw[first : first + rows].reshape(-1), matrix, first)
@@ -83,16 +88,17 @@ def columns_of(kept: Format) -> tuple[int, ...]:
 def test_repacked_weights_are_the_files(device: Device, kept: Format) -> None:
     for columns in columns_of(kept):
         for parts in ([29], [13, 16, 11]):
-            rows = sum(parts)
-            raw, exact = weights_of(kept, rows, columns)
-            expected = as_words(exact, device.element)
-            matrix = packed(device, kept, raw, columns, parts)
+            more, rows = 11, sum(parts) + 11
+            raw, exact = weights_of(kept, sum(parts), columns)
+            expected = as_words(np.concatenate([exact, np.zeros((more, columns))]), device.element)
+            matrix = packed(device, kept, raw, columns, parts, more)
             unpacked = Unpacked(device, (rows + 1) * columns * 2, lambda shape: [])
             place = unpacked.unpack(matrix).address
             device.fill(place, 0xFF, (rows + 1) * columns * 2)
             unpacked.unpack(matrix)
             words = device.download(place, (rows + 1, columns), np.uint16)
-            np.testing.assert_array_equal(words[:-1], expected)
+            np.testing.assert_array_equal(words[: len(raw)], expected[: len(raw)])
+            assert not (words[len(raw) : -1] & 0x7FFF).any(), "rows behind the file's are not of zeros"
             assert (words[-1] == 0xFFFF).all(), "wrote past its rows"
             chosen = np.array([5, 0, rows - 1, -1, 8, rows], dtype=np.int32)
             out = poisoned(device, (len(chosen) + 1, columns), FLOAT)

@@ -24,6 +24,7 @@ from nightmill.worker.runners.gpu.device.element import Element
 from nightmill.worker.runners.gpu.device.sources import Source, for_element
 from nightmill.worker.runners.gpu.products import packed_rows
 from nightmill.worker.runners.gpu.rows import activate, embedding, logits, norms, quantise, rotation
+from nightmill.worker.runners.gpu.weights import repacker
 from nightmill.worker.runners.kv_format import KvFormat
 
 HERE = Path(__file__).parent / "cuda_on_host"
@@ -192,7 +193,8 @@ def run_rows_on_host(patch: pytest.MonkeyPatch, folder: Path) -> set[str]:
 def run_packed_on_host(patch: pytest.MonkeyPatch, folder: Path) -> set[str]:
     """The same of products of few rows with packed weights."""
     launched = _launch_on_host(patch, folder, "warps", (activate,))
-    patch.setattr(packed_rows, "Module", HostModule)
+    for module in (packed_rows, repacker):
+        patch.setattr(module, "Module", HostModule)
     return launched
 
 

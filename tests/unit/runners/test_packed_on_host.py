@@ -18,6 +18,7 @@ from nightmill.worker.runners.gpu.device.operands import ABSENT, ELEMENT, FLOAT,
 from nightmill.worker.runners.gpu.products.packed_rows import PackedRows
 from nightmill.worker.runners.gpu.products.shapes import Kind, Shape
 from nightmill.worker.runners.gpu.rows.activate import Activate
+from nightmill.worker.runners.gpu.weights.repacker import Repacker
 from tests.blocks import random_blocks
 from tests.elements import as_words, rounded
 from tests.gpu.operands import fetched, poisoned
@@ -152,3 +153,22 @@ def test_products_of_few_rows(
     np.testing.assert_allclose(found[:rows, :outputs], wanted, atol=1e-4)
     assert np.isnan(found[rows]).all()
     assert np.isnan(found[:, outputs:]).all(), "wrote past its outputs"
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "cleared"),
+    [(8, 256, False), (16, 64, False), (5, 256, True), (13, 256, True), (16, 96, True)],
+)
+def test_what_a_matrix_has_beside_its_rows_is_zeroed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, rows: int, columns: int, cleared: bool
+) -> None:
+    """Rows of an LM head behind the vocabulary, of its last panel, and inputs of the last packets."""
+    run_packed_on_host(monkeypatch, tmp_path)
+    device: Any = HostDevice()
+    matrix = Matrix(device.allocate(1 << 16), -(-rows // 8) * 8, columns, Format.Q8_0)
+    device.fill(matrix.address, 0xFF, 1 << 16)
+    staging: Any = None
+    Repacker(device, staging).clear(matrix, rows)
+    held = device.download(matrix.address, (1 << 16,), np.uint8)
+    assert (held[matrix.bytes :] == 0xFF).all()
+    assert set(held[: matrix.bytes]) == {0 if cleared else 0xFF}

@@ -146,7 +146,7 @@ class _Loader:
         matrix = Matrix(address, run.rows, run.columns, run.format, scales)
         if run.format.packed:
             assert self._repacker is not None
-            self._repacker.clear(matrix)
+            self._repacker.clear(matrix, sum(shape[0] for _, shape in run.parts))
         place = 0
         for name, (rows, _) in run.parts:
             kind, raw = self._file.tensors[name].kind, self._arranged(name, first + place, rows, order)

@@ -33,9 +33,9 @@ class Repacker:
         self._functions: dict[Format, Function] = {}
         self._bad = device.upload(np.zeros(1, dtype=np.int32))
 
-    def clear(self, matrix: Matrix) -> None:
-        """Queue scales of zero for what the matrix lacks in its last panel and packets."""
-        if matrix.rows % PANEL_ROWS or matrix.columns % matrix.format.step:
+    def clear(self, matrix: Matrix, rows: int) -> None:
+        """Queue zeros for what a matrix, of which so many rows will come, has beside them in its packets."""
+        if rows < matrix.rows or rows % PANEL_ROWS or matrix.columns % matrix.format.step:
             self._device.fill(matrix.address, 0, matrix.bytes)
 
     def load(self, raw: npt.NDArray[np.uint8], matrix: Matrix, first: int) -> None:
