@@ -84,6 +84,7 @@ def fit(spec: ModelSpec, card: Card, settings: Settings, numbers: Numbers = HALF
     from nightmill.worker.runners.gpu.memory import LEAST_TOKENS, allowed, plan_memory, tokens_of_a_step
     from nightmill.worker.runners.gpu.sampling.masks import MaskBuffers
     from nightmill.worker.runners.gpu.sampling.slots import SlotTable
+    from nightmill.worker.runners.gpu.steps import StepBuffers
     from nightmill.worker.runners.gpu.weights.layout import weight_bytes
 
     check_spec(spec, numbers)
@@ -92,8 +93,21 @@ def fit(spec: ModelSpec, card: Card, settings: Settings, numbers: Numbers = HALF
     kept = SlotTable.bytes(slots, spec.vocab) + MaskBuffers.bytes(spec.vocab, LOGIT_ROWS)
 
     def workspace(max_tokens: int) -> int:
-        return kept + workspace_bytes(
-            spec, numbers, card.multiprocessors, max_context=context, max_tokens=max_tokens, max_draws=slots
+        step = StepBuffers.bytes(
+            max_tokens=max_tokens, max_draws=slots, slots=slots, table_width=-(-context // PAGE),
+            max_pieces=slots,  # about so many; by the kernels' occupancy, for which a device is asked
+        )  # fmt: skip
+        return (
+            kept
+            + step
+            + workspace_bytes(
+                spec,
+                numbers,
+                card.multiprocessors,
+                max_context=context,
+                max_tokens=max_tokens,
+                max_draws=slots,
+            )
         )
 
     weights, page = weight_bytes(spec, numbers), page_bytes(spec, numbers.kv)

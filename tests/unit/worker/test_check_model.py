@@ -21,8 +21,10 @@ from nightmill.worker.model.families import read_spec
 from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.model.spec import ModelSpec
 from nightmill.worker.options import KV, WEIGHTS
+from nightmill.worker.runners.gpu.catalogue import workspace_bytes
 from nightmill.worker.runners.gpu.device.peaks import peaks_of
 from nightmill.worker.runners.gpu.kv_cache import page_bytes
+from nightmill.worker.runners.gpu.numbers import HALF
 from tests.ggufs import write_model
 from tests.unit.runners.recorded_cuda import RecordedDriver
 
@@ -138,6 +140,19 @@ def test_a_small_gpu_takes_smaller_steps(spec: ModelSpec) -> None:
     large = fit(spec, card_of("large", 80, 132, H200), Settings())
     small = fit(spec, SMALL, Settings())
     assert small.workspace < large.workspace / 2
+
+
+def test_block_tables_of_all_sequences_are_counted(spec: ModelSpec) -> None:
+    """Each has a number of 4 bytes for every page of 16 tokens."""
+    contexts = (512, 256)
+    long, short = (fit(spec, SMALL, Settings(max_sequences=1024, context=context)) for context in contexts)
+    others = [
+        workspace_bytes(
+            spec, HALF, SMALL.multiprocessors, max_context=context, max_tokens=2048, max_draws=1024
+        )
+        for context in contexts
+    ]
+    assert long.workspace - short.workspace - (others[0] - others[1]) == 4 * 1024 * 16
 
 
 def test_memory_may_be_given_in_bytes(spec: ModelSpec) -> None:
