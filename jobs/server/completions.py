@@ -76,7 +76,7 @@ class Completions:
             spec = replace(spec, idempotency_key=key)
         job_id = await desk.enqueue(caller, spec)
         if delivery.stream:
-            chunks = _Chunks(job_id, url == CHAT, spec, delivery)
+            chunks = _Chunks(job_id, url == CHAT, await self._model_of(spec), spec.params.n, delivery)
             return EventStream(
                 job_id,
                 self._events(job_id, chunks),
@@ -86,7 +86,21 @@ class Completions:
         job = await desk.finished(request, job_id, cancel=key is None)
         if (error := http_error_of_job(job)) is not None:
             raise error
-        return JSONResponse(completion_body(job, spec.model or ""), headers={"X-Request-ID": job_id})
+        model = await self._model_of(spec, job.worker)
+        return JSONResponse(completion_body(job, model), headers={"X-Request-ID": job_id})
+
+    async def _model_of(self, spec: JobSpec, worker_id: str | None = None) -> str:
+        """The model that was asked for, or that the worker which answered serves.
+
+        While it is not known which worker will, that of all live ones; empty if they serve several.
+        """
+        desk = self._desk
+        if spec.model is not None:
+            return spec.model
+        worker = None if worker_id is None else await desk.run(desk.client.worker, worker_id)
+        workers = await desk.run(desk.client.serving) if worker is None else [worker]
+        models = {worker.model for worker in workers}
+        return models.pop() if len(models) == 1 else ""
 
     async def _events(self, job_id: str, chunks: "_Chunks") -> AsyncIterator[str]:
         try:
@@ -110,16 +124,16 @@ class Completions:
 class _Chunks:
     """The objects that a streamed answer consists of."""
 
-    def __init__(self, job_id: str, chat: bool, spec: JobSpec, delivery: Delivery) -> None:
+    def __init__(self, job_id: str, chat: bool, model: str, answers: int, delivery: Delivery) -> None:
         self.over = False
-        self.answers = spec.params.n
+        self.answers = answers
         self._chat = chat
         self._usage: JsonObject = {"usage": None} if delivery.include_usage else {}
         self._frame: JsonObject = {
             "id": completion_id(job_id, chat),
             "object": "chat.completion.chunk" if chat else "text_completion",
             "created": int(time.time()),
-            "model": spec.model or "",
+            "model": model,
         }
 
     def first(self) -> list[JsonObject]:

@@ -207,6 +207,17 @@ def test_what_the_answer_must_be_reaches_the_job(server: Server) -> None:
     assert person is not None and json.loads(person.text)["required"] == ["name"]
 
 
+def test_an_answer_names_the_model_also_if_none_was_asked_for(server: Server) -> None:
+    whole: Any = server.openai().post(
+        "/completions", body={"prompt": "Once", "max_tokens": 3}, cast_to=object
+    )
+    assert whole["model"] == "model"
+    with server.http() as http:
+        said = http.post("/v1/completions", json={"prompt": "Once", "max_tokens": 3, "stream": True}).text
+    chunks = [json.loads(line[6:]) for line in said.splitlines() if line.startswith("data: {")]
+    assert {chunk["model"] for chunk in chunks} == {"model"}
+
+
 def test_a_model_that_nobody_knows_is_not_found(server: Server) -> None:
     with pytest.raises(openai.NotFoundError, match=r"served 'modle'.*Did you mean 'model'"):
         server.openai().chat.completions.create(**CHAT | {"model": "modle"})
