@@ -7,11 +7,18 @@ import numpy.typing as npt
 import pytest
 
 from nightmill.worker.runners.gpu.device.element import Element
+from nightmill.worker.runners.kv_format import KvFormat
 
 Array = npt.NDArray[Any]
 
 BOTH_ELEMENTS = pytest.mark.parametrize("element", Element, ids=lambda element: element.value)
 """Of tests of the fixture `device`, in tests/gpu/conftest.py."""
+ELEMENTS_AND_KV = pytest.mark.parametrize(
+    ("element", "kv"),
+    [(Element.F16, KvFormat.ELEMENT), (Element.BF16, KvFormat.ELEMENT), (Element.F16, KvFormat.FP8)],
+    ids=["f16", "bf16", "f16, KV fp8"],
+)
+"""The same, of tests that write keys and values."""
 PRECISION = {Element.F16: 2.0**-11, Element.BF16: 2.0**-8}
 """The largest relative error of rounding to nearest."""
 ROUNDED_ONCE = {element: 4 * precision**2 for element, precision in PRECISION.items()}

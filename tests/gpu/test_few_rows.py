@@ -14,8 +14,7 @@ from nightmill.worker.runners.gpu.rows.activate import Activate
 from nightmill.worker.runners.gpu.rows.norms import Norms
 from nightmill.worker.runners.gpu.rows.rotation import Rotation
 from nightmill.worker.runners.gpu.weights.layout import LayerWeights, NormWeight
-from nightmill.worker.runners.kv_format import KvFormat
-from tests.elements import BOTH_ELEMENTS
+from tests.elements import BOTH_ELEMENTS, ELEMENTS_AND_KV
 from tests.gpu.operands import (
     ByLibrary,
     buffer,
@@ -103,8 +102,7 @@ def few(bench: Bench) -> FewRows:
     return FewRows(bench.device, bench.spec.layers[0], bench.spec.width, bench.rotation.table)
 
 
-@BOTH_ELEMENTS
-@pytest.mark.parametrize("kv", KvFormat)
+@ELEMENTS_AND_KV
 @pytest.mark.parametrize("tokens", [1, 2, MAX_ROWS])
 def test_norm_qkv_bias_rotation_and_cache_write(bench: Bench, few: FewRows, tokens: int) -> None:
     device, layer = bench.device, bench.layer

@@ -12,8 +12,7 @@ from nightmill.worker.runners.gpu.products.hopper_qkv import QKV_TILES, HopperQk
 from nightmill.worker.runners.gpu.products.hopper_tiles import Tile
 from nightmill.worker.runners.gpu.products.qkv import Qkv
 from nightmill.worker.runners.gpu.products.shapes import padded_rows
-from nightmill.worker.runners.kv_format import KvFormat
-from tests.elements import BOTH_ELEMENTS
+from tests.elements import BOTH_ELEMENTS, ELEMENTS_AND_KV
 from tests.gpu.operands import all_products, elements, fetched, inputs_of, room
 from tests.gpu.oracles import PAGE
 from tests.gpu.test_few_rows import CONTEXT, MODELS, Bench
@@ -49,8 +48,7 @@ def either_way(bench: Bench, products: Products) -> Qkv:
     )
 
 
-@BOTH_ELEMENTS
-@pytest.mark.parametrize("kv", KvFormat)
+@ELEMENTS_AND_KV
 @pytest.mark.parametrize(("bench", "tile"), WHOLE_HEADS, indirect=["bench"], ids=str)
 @pytest.mark.parametrize("tokens", [1, 63, 65, 300, 1000])
 def test_every_tile_gives_the_bits_of_two_launches(
