@@ -11,7 +11,7 @@ import pytest
 from sqlalchemy import text
 
 from nightmill.jobs.client import Client
-from nightmill.jobs.contract import StopReason
+from nightmill.jobs.contract import Answer, StopReason
 from nightmill.jobs.settings import Settings
 from nightmill.jobs.sql.claims import Claims, Outcome
 from tests.servers import worker_env
@@ -29,16 +29,17 @@ def client(server_settings: Settings, tmp_path: Path) -> Any:
     """A batch in which something has happened."""
     path = tmp_path / "prompts.jsonl"
     path.write_text(
-        '{"custom_id": "q-1", "prompt": "one"}\n{"prompt": 2}\n{"prompt": "three"}\n{"prompt": "4"}\n'
+        '{"custom_id": "q-1", "prompt": "one"}\n{"prompt": 2}\n{"prompt": "three", "n": 2}\n{"prompt": "4"}\n'
     )
     with Client(server_settings) as client:
         batch = client.submit_batch(path, name="tonight")
         claims = Claims(client.database, "a" * 32)
         claims.register("host", 1, "model", None)
         ids = [job.id for job in client.list_jobs(state="queued")]
-        for claim in claims.claim(ids[:2]):
+        for claim in claims.claim_several(ids[:2]):
             reason = StopReason.EOS if claim.prompt == "one" else StopReason.LENGTH
-            claims.finish([Outcome(claim.job_id, claim.attempt, reason, "text", 1, 2)])
+            answers = tuple(Answer("text", reason, 1, number) for number in range(claim.params.n))
+            claims.finish([Outcome(claim.job_id, claim.attempt, reason, "text", 1, 2, answers=answers)])
         assert batch.status().rows == 4
         yield client
 
@@ -49,7 +50,7 @@ def test_every_query_runs_and_finds_something(client: Client, number: int) -> No
         rows = connection.execute(text(SQL[number])).all()
     tried_twice = "attempt > 1" in SQL[number]
     assert bool(rows) is not tried_twice
-    assert len(SQL) == 8
+    assert len(SQL) == 9
 
 
 def cron(line: str, tmp_path: Path, settings: Settings) -> "subprocess.CompletedProcess[str]":

@@ -170,13 +170,18 @@ def test_a_job_with_many_answers_keeps_out_none_with_one(
         return done
 
     monkeypatch.setattr(bench.engine, "step", watched)
+    submitted: list[int] = []
+    submit = bench.service.engine.submit
+    monkeypatch.setattr(
+        bench.service.engine, "submit", lambda requests: submit(requests) or submitted.append(len(requests))
+    )
     many = bench.client.enqueue("prompt", n=128, max_tokens=20, ignore_eos=True)
     threads = [bench.run([many])]
     wait_until(lambda: bench.client.get(many).state is JobState.RUNNING)
-    assert bench.service.in_flight.room == 4
+    wait_until(lambda: bench.service.in_flight.room == 4)
     others = [bench.client.enqueue("prompt", max_tokens=20, ignore_eos=True) for _ in range(4)]
     threads.append(bench.run(others))
-    wait_until(lambda: len(bench.service.in_flight.keys()) == 5)
+    wait_until(lambda: len(submitted) == 2)
     runner.gate.set()
     for thread in threads:
         thread.join(60)
@@ -193,6 +198,7 @@ def test_no_more_jobs_with_several_answers_are_claimed_than_there_is_room_for(
     bench = build(runner, capacity=8)
     ids = list(bench.client.enqueue_many(["prompt"] * 12, n=3, max_tokens=5))
     thread = bench.run(ids)
+    wait_until(lambda: len(bench.service.in_flight.keys()) == 3)
     wait_until(lambda: bench.service.in_flight.room == -1)  # the third takes what is left, and begins
     assert len(bench.client.list_jobs(state="running", limit=100)) == 3
     runner.gate.set()

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import update
+from sqlalchemy import text, update
 
 import nightmill.worker.service.shards
 from nightmill.jobs.client import Client
@@ -226,6 +226,19 @@ def test_what_one_job_cannot_give_costs_that_job_alone(
     if fault not in (in_claim, refused_claim):  # those were never claimed: there is no attempt to record
         assert [entry["error"] for entry in failed.errors] == [failed.error]
     assert bench.client.retry(failed.id).state is JobState.QUEUED
+
+
+@pytest.mark.parametrize("params", ["{broken", "[3]", '{"n": "x"}', '{"n": 2.0}', '{"n": 500}', '{"n": [1]}'])
+def test_a_row_whose_parameters_are_none_fails_alone(build: Callable[..., Bench], params: str) -> None:
+    bench = build(ScriptedRunner(slots=16, kv_blocks=256), capacity=64)
+    ids = [*enqueue(bench.client, 8, max_tokens=3), *enqueue(bench.client, 2, max_tokens=3, n=2)]
+    with bench.client.database.write() as connection:
+        connection.execute(text("UPDATE jobs SET params = :p WHERE id = :id"), {"p": params, "id": ids[3]})
+    bench.service.run_shard(ids)
+    assert bench.fatal == []
+    assert bench.client.stats()["state"] == {"succeeded": 9, "failed": 1}
+    failed = bench.client.get(ids[3])
+    assert failed.error is not None and failed.error.startswith("params: ")
 
 
 def test_a_failure_that_is_refused_too_is_charged_and_holds_up_nobody(
