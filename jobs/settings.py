@@ -96,8 +96,8 @@ class Settings(BaseModel):
     """What the worker may take of the GPU's free memory: a share of it, or as a whole number bytes."""
     dtype: Literal["auto", "f16", "bf16"] = "auto"
     """What a GPU computes in; auto: as the model's family and file ask for."""
-    weights: Literal["16bit", "fp8"] = "16bit"
-    """How matrices of weights are kept."""
+    weights: Literal["auto", "file", "16bit", "fp8"] = "auto"
+    """How matrices of weights are kept; auto: in 16 bits, or as in the file if memory is short."""
     kv: Literal["16bit", "fp8"] = "16bit"
     """How keys and values are kept."""
     max_sequences: int | None = Field(default=None, ge=1, le=32768)

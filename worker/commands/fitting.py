@@ -45,6 +45,8 @@ class Fit:
     """How a GPU's memory is shared out, in bytes, and what that is in tokens and sequences."""
 
     weights: int
+    weights_in: str
+    """How they are kept: never `auto`."""
     workspace: int
     cache_tokens: int
     sequences: dict[int, int]
@@ -55,10 +57,11 @@ class Fit:
     def __str__(self) -> str:
         (length, count), *others = self.sequences.items()
         more = "".join(f", or {count:,} of {length:,}" for length, count in others)
+        kept = WeightNumbers(self.weights_in).words
         return (
-            f"{self.weights / GIB:.2f} GiB of weights, {self.workspace / GIB:.2f} of workspace, and a cache "
-            f"of {self.cache_tokens:,} tokens, for {count:,} sequences of {length:,} tokens at once{more}; "
-            f"about {self.rate:,} output tokens/s with these {count:,}"
+            f"{self.weights / GIB:.2f} GiB of weights {kept}, {self.workspace / GIB:.2f} of workspace, and a "
+            f"cache of {self.cache_tokens:,} tokens, for {count:,} sequences of {length:,} tokens at once"
+            f"{more}; about {self.rate:,} output tokens/s with these {count:,}"
         )
 
 
@@ -85,8 +88,11 @@ def fit(spec: ModelSpec, card: Card, settings: Settings, numbers: Numbers = HALF
     from nightmill.worker.runners.gpu.sampling.masks import MaskBuffers
     from nightmill.worker.runners.gpu.sampling.slots import SlotTable
     from nightmill.worker.runners.gpu.steps import StepBuffers
+    from nightmill.worker.runners.gpu.weights.choice import choose_weights
     from nightmill.worker.runners.gpu.weights.layout import weight_bytes
 
+    budget = allowed(card.free, settings.gpu_memory)
+    numbers, _ = choose_weights(spec, numbers, budget)
     check_spec(spec, numbers)
     slots = settings.max_sequences or GPU_MAX_SEQUENCES
     context = min(settings.context or GPU_CONTEXT, spec.context_length)
@@ -111,9 +117,8 @@ def fit(spec: ModelSpec, card: Card, settings: Settings, numbers: Numbers = HALF
         )
 
     weights, page = weight_bytes(spec, numbers), page_bytes(spec, numbers.kv)
-    room = allowed(card.free, settings.gpu_memory) - weights
     most, least = max(GPU_TOKEN_BUDGET, slots), max(LEAST_TOKENS, slots)
-    tokens = tokens_of_a_step(most, least, workspace, room)
+    tokens = tokens_of_a_step(most, least, workspace, budget - weights)
     plan = plan_memory(
         weights=weights,
         page=page,
@@ -131,7 +136,14 @@ def fit(spec: ModelSpec, card: Card, settings: Settings, numbers: Numbers = HALF
         spec, card.peaks, weights=weights, token=page / PAGE, fp8=numbers.weights is WeightNumbers.FP8,
         sequences=max(1, sequences[length]), prompt=length - length // 4, answer=length // 4,
     )  # fmt: skip
-    return Fit(plan.weights, plan.workspace, plan.kv_blocks * PAGE, sequences, _rounded(rate))
+    return Fit(
+        weights=plan.weights,
+        weights_in=numbers.weights.value,
+        workspace=plan.workspace,
+        cache_tokens=plan.kv_blocks * PAGE,
+        sequences=sequences,
+        rate=_rounded(rate),
+    )
 
 
 def _rounded(rate: float) -> int:

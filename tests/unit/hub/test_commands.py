@@ -173,7 +173,7 @@ def test_a_terminal_gets_a_bar_and_no_lines() -> None:
     ("free", "tokens", "said"),
     [
         (16 << 30, 2048 * 512, "yes: 0.0 GiB of weights, a cache of 1,048,576 tokens, about "),
-        (1 << 20, 0, "no: the model does not fit: weights 12,149,760 bytes"),
+        (1 << 20, 0, "no: the model does not fit: weights 6,466,560 bytes"),
     ],
 )
 def test_a_model_fits_the_memory_that_the_gpu_has_free(

@@ -15,7 +15,7 @@ from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.runners.gpu import runner as cuda
 from nightmill.worker.runners.gpu.device.element import Element
 from nightmill.worker.runners.gpu.element_choice import ElementChoice, choose_element
-from nightmill.worker.runners.gpu.numbers import Numbers
+from nightmill.worker.runners.gpu.numbers import Numbers, WeightNumbers
 from tests.ggufs import write_model
 from tests.unit.model.test_family_keys import FILES, file_of
 
@@ -71,7 +71,7 @@ def test_a_worker_gives_its_runner_the_element_and_says_which_and_why(
     monkeypatch.setattr(cuda, "CudaRunner", noted)
     with pytest.raises(InterruptedError):
         loading.build_engine(settings, loading.open_model(settings))
-    assert given["numbers"] == Numbers(element)
+    assert given["numbers"] == Numbers(element, WeightNumbers.AUTO)
     model = loading.load_model(settings)
     model.close()
     why = "as asked for" if dtype == "f16" else "as most of the file's weights are"

@@ -7,14 +7,19 @@ from nightmill.worker.runners.gpu.numbers import HALF, Numbers, WeightNumbers
 from nightmill.worker.runners.kv_format import KvFormat
 
 
-def test_every_choice_has_a_name_of_its_own() -> None:
-    choices = [Numbers(*one) for one in product(Element, WeightNumbers, KvFormat)]
-    names = {(one.weights_name, one.kv_name) for one in choices}
-    # FP8 weights and keys leave the element to the activations, whose type the weights' name holds.
-    assert len(names) == len(choices)
+def test_every_choice_that_gives_other_bits_has_a_name_of_its_own() -> None:
+    """FP8 weights and keys leave the element to the activations, whose type the weights' name holds."""
+    kept = (WeightNumbers.ELEMENT, WeightNumbers.FP8)
+    choices = [Numbers(*one) for one in product(Element, kept, KvFormat)]
+    assert len({(one.weights_name, one.kv_name) for one in choices}) == len(choices)
+
+
+def test_a_text_goes_on_whatever_the_memory_makes_of_the_weights() -> None:
+    same = (WeightNumbers.AUTO, WeightNumbers.FILE, WeightNumbers.ELEMENT)
+    assert {Numbers(weights=one).weights_name for one in same} == {"f16"}
 
 
 def test_what_is_not_quantised_is_called_as_ever() -> None:
     assert (HALF.weights_name, HALF.kv_name) == ("f16", "f16")
     found = Numbers(Element.BF16, WeightNumbers.FILE, KvFormat.FP8)
-    assert (found.weights_name, found.kv_name) == ("file in bf16", "fp8")
+    assert (found.weights_name, found.kv_name) == ("bf16", "fp8")

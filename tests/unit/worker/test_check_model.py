@@ -105,7 +105,7 @@ def test_with_a_gpu_it_is_said_of_that_one(directory: Path, monkeypatch: pytest.
     monkeypatch.setattr(driver, "mem_get_info", lambda: (3 << 30, 24 << 30))
     (found,) = check(demo_model(), directory)["memory"]
     assert (found["card"], found["free"], found["computed"]) == ("recorded", 3 << 30, False)
-    assert "on recorded, 3.0 GiB free: 0.01 GiB of weights, " in found["found"]
+    assert "on recorded, 3.0 GiB free: 0.01 GiB of weights in 16 bits, " in found["found"]
     assert (found["dtype"], found["weights_in"], found["kv_in"]) == ("f16", "16bit", "16bit")
     assert f"; about {found['rate']:,} output tokens/s with these" in found["found"]
     monkeypatch.setattr(driver, "mem_get_info", lambda: (1 << 20, 24 << 30))
@@ -120,7 +120,7 @@ def test_what_other_formats_would_make_of_it_is_said(
     RecordedDriver((9, 0)).install(monkeypatch)
     monkeypatch.setattr(sys.modules["pycuda.driver"], "mem_get_info", lambda: (1 << 30, 24 << 30))
     found = check(demo_model(), directory)
-    asked = {"weights": found["memory"][0]["weights_in"], "kv": found["memory"][0]["kv_in"]}
+    asked = {"weights": Settings().weights, "kv": Settings().kv}
     others = [("weights", one) for one in WEIGHTS.choices] + [("kv", one) for one in KV.choices]
     others = [(option, value) for option, value in others if value != asked[option]]
     for (option, value), one in zip(others, found.get("formats", []), strict=True):

@@ -9,6 +9,7 @@ from nightmill.jobs.settings import Settings
 from nightmill.worker.commands.fitting import CARDS, GIB, Fit, fit
 from nightmill.worker.model.spec import ModelSpec
 from nightmill.worker.runners.gpu.numbers import Numbers, WeightNumbers
+from nightmill.worker.runners.gpu.weights.choice import choose_weights
 from tests.unit.worker.test_recommended_models import qwen
 
 IN_FILE = Numbers(weights=WeightNumbers.FILE)
@@ -41,3 +42,31 @@ def test_fewer_bytes_are_more_sequences_and_more_speed() -> None:
     assert small.sequences[1024] > large.sequences[1024]
     alone = [on_80_gb("Q4_K_M", numbers, max_sequences=1).rate for numbers in (IN_FILE, Numbers())]
     assert alone[0] > 2 * alone[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "gib", "kept"),
+    [
+        ("Q4_K_M", 80, "16bit"),
+        ("Q4_K_M", 24, "file"),
+        ("Q8_0", 30, "file"),
+        ("Q8_0", 36, "16bit"),
+        ("F16", 24, "16bit"),
+    ],
+)
+def test_by_itself_it_is_16_bits_unless_they_take_more_than_half_of_the_memory(
+    name: str, gib: int, kept: str
+) -> None:
+    numbers = Numbers(weights=WeightNumbers.AUTO)
+    found, why = choose_weights(of_type(name), numbers, int(0.9 * gib * GIB))
+    assert found == Numbers(weights=WeightNumbers(kept))
+    assert why.startswith(found.weights.words)
+    assert (
+        fit(of_type(name), CARDS[-1], Settings(gpu_memory=int(0.9 * gib * GIB)), numbers).weights_in == kept
+    )
+
+
+def test_what_was_asked_for_stays() -> None:
+    for kept in (WeightNumbers.FILE, WeightNumbers.ELEMENT, WeightNumbers.FP8):
+        numbers = Numbers(weights=kept)
+        assert choose_weights(of_type("Q4_K_M"), numbers, 1) == (numbers, f"{kept.words}, as asked for")

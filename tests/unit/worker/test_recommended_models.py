@@ -2,6 +2,7 @@
 
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from nightmill.worker.commands.fitting import CARDS, GIB, fit
 from nightmill.worker.model.rope import Rope, RopeStyle
 from nightmill.worker.model.spec import Attention, FeedForward, LayerSpec, ModelSpec, Norm
 from nightmill.worker.runners.gpu.kv_cache import PAGE, page_bytes
+from nightmill.worker.runners.gpu.numbers import Numbers, WeightNumbers
 
 ROOT = Path(__file__).parents[3]
 PAGE_ON_MODELS = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
@@ -27,6 +29,7 @@ SIZES = {
     "7B": (28, 3584, 28, 4, 18_944, 152_064, False, 7_615_616_512),
     "14B": (48, 5120, 40, 8, 13_824, 152_064, False, 14_770_033_664),
 }
+AUTO = Numbers(weights=WeightNumbers.AUTO)
 BYTES_OF_Q8_0 = 34 / 32  # a number
 
 
@@ -45,6 +48,13 @@ def qwen(size: str) -> ModelSpec:
     )  # fmt: skip
 
 
+def in_q8_0(size: str) -> ModelSpec:
+    """As a worker without options opens it."""
+    spec = qwen(size)
+    types = {name: "Q8_0" for _, weight in spec.all_weights() if weight.is_matrix for name in weight.names}
+    return replace(spec, tensor_types=types)
+
+
 def test_there_is_a_model_for_each_card() -> None:
     assert [f"a card of {row[0]}" for row in ROWS] == [card.name for card in CARDS]
 
@@ -58,7 +68,7 @@ def test_a_model_fits_as_the_page_says(row: tuple[str, ...]) -> None:
     assert parameters == SIZES[size][-1]
     assert float(fetched) == pytest.approx(parameters * BYTES_OF_Q8_0 / 1e9, abs=0.06)
     (card,) = (card for card in CARDS if card.name.endswith(f" {gigabytes}"))
-    found = fit(spec, card, Settings())
+    found = fit(in_q8_0(size), card, Settings(), AUTO)
     assert float(weights) == pytest.approx(found.weights / GIB, abs=0.05)
     assert int(tokens.replace(",", "")) == pytest.approx(found.cache_tokens, rel=0.02)
     assert int(sequences) == pytest.approx(found.sequences[1024], rel=0.02)
@@ -68,7 +78,9 @@ def test_a_model_fits_as_the_page_says(row: tuple[str, ...]) -> None:
 def test_the_arithmetic_is_that_of_the_memory_plan() -> None:
     specs = [qwen(size) for size in SIZES]
     assert said("which is", "KiB") == [page_bytes(spec) / PAGE / 1024 for spec in specs]
-    workspaces = [fit(spec, card, Settings()).workspace for spec, card in zip(specs, CARDS, strict=True)]
+    workspaces = [
+        fit(in_q8_0(size), card, Settings(), AUTO).workspace for size, card in zip(SIZES, CARDS, strict=True)
+    ]
     assert said("needs", "GiB") == pytest.approx([size / GIB for size in workspaces], abs=0.06)
 
 

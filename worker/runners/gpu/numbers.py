@@ -12,12 +12,27 @@ __all__ = ["HALF", "Numbers", "WeightNumbers"]
 class WeightNumbers(Enum):
     """How matrices of weights are kept; the value is what a person asks for."""
 
+    AUTO = "auto"
+    """As ELEMENT or as FILE, by the memory that there is (`weights.choice`)."""
     FILE = "file"
     """As in the file, bit for bit. A product has the bits that it has over dequantised weights."""
     ELEMENT = "16bit"
     """Dequantised to the element when they are loaded: what FILE is compared with, at more memory."""
     FP8 = "fp8"
     """Rounded to E4M3 when they are loaded, and multiplied so. Embedding and head stay as in the file."""
+
+    @property
+    def words(self) -> str:
+        """For a person, behind "weights"."""
+        return _WORDS[self]
+
+
+_WORDS = {
+    WeightNumbers.AUTO: "by the memory that there is",
+    WeightNumbers.FILE: "as in the file",
+    WeightNumbers.ELEMENT: "in 16 bits",
+    WeightNumbers.FP8: "in FP8",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,16 +48,15 @@ class Numbers:
 
     @property
     def weights_name(self) -> str:
-        """For `Arithmetic.weights`: `f16`, `file in f16`."""
+        """For `Arithmetic.weights`: `f16`, `fp8 in f16`. AUTO, FILE and ELEMENT give the same bits."""
         element = self.element.value
-        return element if self.weights is WeightNumbers.ELEMENT else f"{self.weights.value} in {element}"
+        return f"fp8 in {element}" if self.weights is WeightNumbers.FP8 else element
 
     @property
     def words(self) -> str:
         """What is kept in another format than the element, for a person; nothing if all is."""
         said = {
-            "weights as in the file": self.weights is WeightNumbers.FILE,
-            "weights in FP8": self.weights is WeightNumbers.FP8,
+            f"weights {self.weights.words}": self.weights in (WeightNumbers.FILE, WeightNumbers.FP8),
             "keys and values in FP8": self.kv is KvFormat.FP8,
         }
         return ", ".join(words for words, so in said.items() if so)

@@ -51,6 +51,7 @@ from nightmill.worker.runners.gpu.sampling.masks import MaskBuffers
 from nightmill.worker.runners.gpu.sampling.sampler import Sampler
 from nightmill.worker.runners.gpu.sampling.slots import SlotTable
 from nightmill.worker.runners.gpu.steps import PADDING, StepBuffers, StepInputs, StepShape, padded_lengths
+from nightmill.worker.runners.gpu.weights.choice import choose_weights
 from nightmill.worker.runners.gpu.weights.layout import formats_in, padded_vocab, weight_bytes
 from nightmill.worker.runners.gpu.weights.loading import load_weights
 
@@ -136,6 +137,8 @@ class CudaRunner:
         self, file: GgufFile, spec: ModelSpec, numbers: Numbers, kv_blocks: int | None, gpu_memory: float
     ) -> None:  # fmt: skip
         device, slots, context = self.device, self.slots, self._context
+        numbers, why = choose_weights(spec, numbers, allowed(device.free_memory(), gpu_memory))
+        self._report(f"weights {why}")
         check_spec(spec, numbers)
         if numbers.weights is WeightNumbers.FP8 and not device.hopper:
             raise RunnerError(
