@@ -1,4 +1,4 @@
-// Rows of elements as FP8: E4M3 numbers and a scale, a float, for each row. A number times its row's scale is what it stands for.
+// Rows of elements as FP8: E4M3 numbers and a scale, a float, for each row; a number stands for itself times its row's scale.
 //
 // The scale is the row's largest magnitude over 448, the largest number of E4M3. It hangs on that row alone.
 #pragma once

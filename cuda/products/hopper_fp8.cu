@@ -11,18 +11,18 @@
 //   addend_*    y = x W^T, float
 // Kernels are named KIND_BR_BN_BOXES_STAGES_CLUSTER_BUFFERS.
 //
-// The tensor core adds up products of E4M3 in registers of about 14 bits. So sums go through K 128 elements at a time, each from
-// zero, by four wgmmas, and these are added up as floats, in order (DeepSeek-V3, arXiv 2412.19437, section 3.3.2). A sum is then
-// multiplied by the row's scale, then the output's. So a row's bits hang on that row and the weights alone, not on the tile;
-// before scales they are those of cuBLASLt without fast accumulation (CUDA 13.0, H200).
+// The tensor core adds up products of E4M3 in registers of about 14 bits. So sums go through K 128 elements at a time, each
+// from zero, by four wgmmas, and these are added up as floats, in order (DeepSeek-V3, arXiv 2412.19437, section 3.3.2). A sum
+// is then multiplied by the row's scale, then the output's. So a row's bits hang on that row and the weights alone, not on the
+// tile; before scales they are those of cuBLASLt without fast accumulation (CUDA 13.0, H200).
 //
 // A tile is BR rows (wgmma takes 64 for each warpgroup; what it makes of others is not kept) by BN columns, from BN rows of W
 // (with a gate from BN / 2, and the BN / 2 that are `outputs` further down). One warp copies, BOXES boxes of 128 elements of K
-// in a step, STAGES steps deep; BR / 64 warpgroups multiply. With two of them, the copying warp has a warpgroup of its own, whose
-// registers they take, since a thread has each sum twice: so far, and of 128 elements. The boxes of a step are multiplied in
-// turns, 32 elements of each: a wgmma of few columns takes less time than its result takes to be there.
-// Blocks go through the tiles as in `hopper_product.cuh`, in clusters of CLUSTER, and results of BUFFERS pieces a warpgroup leave
-// as described there; other results leave from registers.
+// in a step, STAGES steps deep; BR / 64 warpgroups multiply. With two of them, the copying warp has a warpgroup of its own,
+// whose registers they take, since a thread has each sum twice: so far, and of 128 elements. The boxes of a step are multiplied
+// in turns, 32 elements of each: a wgmma of few columns takes less time than its result takes to be there.
+// Blocks go through the tiles as in `hopper_product.cuh`, in clusters of CLUSTER, and results of BUFFERS pieces a warpgroup
+// leave as described there; other results leave from registers.
 // FLOPs 2 rows outputs K; bytes: W and x once from memory, if L2 holds a group.
 //
 // The kernel may start before the one ahead of it has ended: weights are fetched at once, all else only after that.
@@ -52,8 +52,9 @@ struct Written {
     using type = typename Number<FLOATS>::type;
 };
 
-static constexpr int LINE = 128;                                          // elements of K in a box, and bytes: the swizzle's width
-static constexpr int COPYING_REGISTERS = 40, MULTIPLYING_REGISTERS = 232;  // of a thread, with two warpgroups that multiply
+static constexpr int LINE = 128;  // elements of K in a box, and bytes: the width of the swizzle
+// Of a thread, with two warpgroups that multiply:
+static constexpr int COPYING_REGISTERS = 40, MULTIPLYING_REGISTERS = 232;
 
 template <int BR_, int BN_, int BOXES_, int STAGES_, int CLUSTER_, int BUFFERS_>
 struct Tile {
@@ -62,7 +63,8 @@ struct Tile {
     static constexpr int THREADS = 128 * GROUPS + (GROUPS > 1 ? 128 : 32);
     static constexpr int X_BYTES = BR * LINE, W_BYTES = BN * LINE;  // of a box
     static constexpr int W_AT = BOXES * X_BYTES, STAGE = BOXES * (X_BYTES + W_BYTES), DEPTH = BOXES * LINE;
-    static constexpr bool EARLY = GROUPS == 1 && BUFFERS == 0;  // registers suffice for what a result needs, asked for ahead
+    // What a result needs is asked for ahead: registers suffice for it.
+    static constexpr bool EARLY = GROUPS == 1 && BUFFERS == 0;
 };
 
 // Where a block's tiles are.
@@ -127,7 +129,6 @@ static __device__ __forceinline__ void copy_tiles(const TensorMap* x_map, const 
     }
     launch_next();  // earlier, its blocks would be in the way
 }
-
 
 // finish(sums, row, column, ready, outbox): a warpgroup's sums of the tile whose first column is `column`; this thread has
 // sums[4 j + 2 half + e] = row `row` + 8 half, column 8 j + 2 t + e of the tile (`hopper.cuh`).
@@ -352,7 +353,6 @@ private:
 template <typename T, Kind KIND>
 static __device__ __forceinline__ void product(const TensorMap* x_map, const TensorMap* w_map,
                                                const Results<T, KIND>& results, int inputs) {
-    using Ready = typename Results<T, KIND>::Ready;
     constexpr bool GATED = Written<KIND>::GATED;
     const Tiles<T> tiles(results.rows, results.outputs, GATED ? T::BN / 2 : T::BN);
     const int apart = GATED ? results.outputs : T::CLUSTER > 1 ? T::BN / 2 : 0;
