@@ -144,7 +144,8 @@ def results_of(
 
 
 KINDS = (Kind.PLAIN, Kind.FLOAT, Kind.SWIGLU, Kind.GEGLU, Kind.RESIDUAL, Kind.ADDEND)
-ROWS = (1, 2, 3, 5, 8, 9, 17, 40, 64, 65, 130, 257, 512, 1000, 1024, 4096)
+EACH_KIND = (Format.Q4_K, Format.Q8_0)  # elsewhere, a kind whose results are elements, and one of floats
+ROWS = (1024, 1, 3, 8, 17, 40, 64, 65, 257)
 
 
 @EACH_FORMAT
@@ -153,8 +154,8 @@ def test_products_have_the_bits_of_those_over_elements(device: Device, kept: For
     with all_products(device) as products:
         gate_up = poisoned(device, (65, 2 * 1152), ELEMENT)
         few_rows = PackedRows(device, [kept], Activate(device), gate_up)
-        for index, kind in enumerate(KINDS):
-            outputs, inputs = ((520, 768), (1152, 1024), (896, 4864))[index % 3]
+        for index, kind in enumerate(KINDS if kept in EACH_KIND else (Kind.PLAIN, Kind.RESIDUAL)):
+            outputs, inputs = ((520, 768), (1152, 1024), (896, 4352))[index % 3]
             if kept.step == 64 and index % 2:
                 inputs += 32
             rows_of_weight = outputs * (2 if kind.activation else 1)
@@ -162,11 +163,11 @@ def test_products_have_the_bits_of_those_over_elements(device: Device, kept: For
             weight = packed(device, kept, raw, inputs)
             plain = Matrix(elements(device, exact).address, rows_of_weight, inputs, device.element.format)
             rng = np.random.default_rng(index)
-            held = elements(device, rng.standard_normal((4096, inputs)) / 64)
-            before = rng.standard_normal((4097, outputs)).astype(np.float32)
+            held = elements(device, rng.standard_normal((ROWS[0], inputs)) / 64)
+            before = rng.standard_normal((ROWS[0] + 1, outputs)).astype(np.float32)
             one_sum = kind not in SUMMED or first_sum(outputs, inputs) == inputs
             expected = None
-            for rows in reversed(ROWS[index % 2 :: 2]):
+            for rows in ROWS:
                 shape = Shape(padded_rows(rows), outputs, inputs, kind, device.element.format)
                 old = before[: shape.rows + 1]
                 if expected is None:
@@ -183,6 +184,25 @@ def test_products_have_the_bits_of_those_over_elements(device: Device, kept: For
                     )
             for address in (weight.address, plain.address, held.address):
                 device.free(address)
+
+
+def test_logits_that_go_through_the_room_in_pieces_have_the_same_bits(device: Device) -> None:
+    outputs, inputs, kept = 1000, 768, Format.Q4_K
+    raw, exact = weights_of(kept, outputs, inputs)
+    weight = packed(device, kept, raw, inputs)
+    plain = Matrix(elements(device, exact).address, outputs, inputs, device.element.format)
+    held = elements(device, np.random.default_rng(0).standard_normal((64, inputs)) / 64)
+    with all_products(device) as products:
+        in_pieces = Unpacked(device, 300 * inputs * 2, products._candidates)
+        for rows in (64, 1):
+            shape = Shape(rows, outputs, inputs, Kind.FLOAT, device.element.format)
+            old = np.zeros((rows + 1, outputs), dtype=np.float32)
+            (expected,) = results_of(device, products._candidates(shape)[:1], shape, held, plain, old)
+            shape = replace(shape, format=kept)
+            ways = in_pieces.candidates(shape)
+            assert ways
+            for words in results_of(device, ways, shape, held, weight, old):
+                np.testing.assert_array_equal(words, expected)
 
 
 SMALL = Size(layers=4, vocab=603, context=512, heads=Heads(4, 2, 64), width=256, ffn=512)
