@@ -49,7 +49,7 @@ def test_enqueued_prompts_arrive_as_text_with_reasons(jobs_client: Client, start
 
 
 def test_killed_worker_loses_no_job_and_repeats_none(jobs_client: Client, start_worker: StartWorker) -> None:
-    ids = jobs_client.enqueue_many(["Write a haiku about the sea"] * 16, **LONG)
+    ids = jobs_client.enqueue_many(["Write a haiku about the sea"] * 10, **LONG)
     with start_worker("doomed", "--max-sequences", "8") as doomed:
         wait_until(lambda: len(in_state(jobs_client, JobState.RUNNING)) >= 8, PATIENCE)
         doomed.send_signal(signal.SIGKILL)
@@ -90,7 +90,7 @@ def test_sigterm_hands_unfinished_jobs_back_with_no_attempt_lost(
     jobs_client: Client, start_worker: StartWorker
 ) -> None:
     short = jobs_client.enqueue("Write a haiku about snow", max_tokens=2, temperature=0)
-    ids = jobs_client.enqueue_many(["Write a haiku about snow"] * 14, **LONG)
+    ids = jobs_client.enqueue_many(["Write a haiku about snow"] * 10, **LONG)
     with start_worker("leaving", "--max-sequences", "8", drain_seconds=0.3) as leaving:
         wait_until(lambda: jobs_client.get(short).state.final, PATIENCE)
         wait_until(lambda: in_state(jobs_client, JobState.RUNNING), PATIENCE)

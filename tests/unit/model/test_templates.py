@@ -185,12 +185,16 @@ def test_real_templates_are_rendered_as_plain_jinja_does(name: str) -> None:
     if name not in TEMPLATES:
         missing(f"no templates in {DOWNLOADED}: run `make vocabularies`, or set NIGHTMILL_TEST_VOCAB")
     source = (DOWNLOADED / "templates" / name).read_text(encoding="utf-8")
-    chats = [{"messages": chat, "add_generation_prompt": more} for chat in CHATS for more in (True, False)]
-    texts = 0
     common = {"bos_token": "<s>", "eos_token": "</s>", "documents": None}
     with_tools = {"tools": [WEATHER], "functions": json.dumps([WEATHER]), "datetime": "today"}
-    for variables in (common | {"tools": None}, common | with_tools):
-        expected = plainly(source, variables, chats)
-        assert confined(source, variables, chats) == expected
-        texts += sum(text is not None for text in expected)
-    assert texts >= 8  # Gemma 2's refuses most: it has no system messages, and its turns alternate
+    chats = [
+        {"messages": chat, "add_generation_prompt": more, **tools}
+        for tools in ({"tools": None}, with_tools)
+        for chat in CHATS
+        for more in (True, False)
+    ]
+    expected = plainly(source, common, chats)
+    assert confined(source, common, chats) == expected
+    assert (
+        sum(text is not None for text in expected) >= 8
+    )  # Gemma 2's refuses most: it has no system messages, and its turns alternate
