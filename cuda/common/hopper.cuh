@@ -51,6 +51,13 @@ static __device__ __forceinline__ void take_registers() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
 }
 
+// True for one lane of a warp, and the compiler knows that it is one: it would else loop over lanes around each copy.
+static __device__ __forceinline__ bool elected() {
+    uint32_t chosen;
+    asm volatile("{\n.reg .pred p;\nelect.sync _|p, 0xffffffff;\nselp.u32 %0, 1, 0, p;\n}" : "=r"(chosen));
+    return chosen != 0;
+}
+
 // Brings a map close before its first use.
 static __device__ __forceinline__ void prefetch_map(const TensorMap* map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
@@ -201,6 +208,8 @@ static __device__ __forceinline__ void wgmma_keep(float (&acc)[COUNT]) {
 #define HOPPER_T16 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
 #define HOPPER_T32                                                                                                \
     HOPPER_T16 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define HOPPER_T48                                                                                                \
+    HOPPER_T32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
 #define HOPPER_T64                                                                                                \
     HOPPER_T32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "               \
                "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
@@ -225,6 +234,7 @@ static __device__ __forceinline__ void wgmma_keep(float (&acc)[COUNT]) {
 HOPPER_WGMMA(16, 8, HOPPER_T8, "%8", "%9", "%10", HOPPER_R8(acc, 0))
 HOPPER_WGMMA(32, 16, HOPPER_T16, "%16", "%17", "%18", HOPPER_R16(acc, 0))
 HOPPER_WGMMA(64, 32, HOPPER_T32, "%32", "%33", "%34", HOPPER_R32(acc, 0))
+HOPPER_WGMMA(96, 48, HOPPER_T48, "%48", "%49", "%50", HOPPER_R32(acc, 0), HOPPER_R16(acc, 32))
 HOPPER_WGMMA(128, 64, HOPPER_T64, "%64", "%65", "%66", HOPPER_R64(acc, 0))
 HOPPER_WGMMA(160, 80, HOPPER_T80, "%80", "%81", "%82", HOPPER_R64(acc, 0), HOPPER_R16(acc, 64))
 HOPPER_WGMMA(192, 96, HOPPER_T96, "%96", "%97", "%98", HOPPER_R64(acc, 0), HOPPER_R32(acc, 64))

@@ -43,7 +43,7 @@ static __device__ __forceinline__ __half2 halves(uint32_t word) { return *reinte
 
 static __device__ __forceinline__ float2 float_pair(uint32_t word) { return __half22float2(halves(word)); }
 
-static __device__ __forceinline__ uint32_t word_of(__half2 pair) { return *reinterpret_cast<const uint32_t*>(&pair); }
+static __device__ __forceinline__ uint32_t as_word(__half2 pair) { return *reinterpret_cast<const uint32_t*>(&pair); }
 
 // Whole numbers of a chunk, no more than 10 bits with their place: elements 2 i and 2 i + 1 in the lanes of pair[i], those of
 // pairs 1 and 3 times 16.
@@ -100,7 +100,7 @@ using Factor = __half2;
 static __device__ __forceinline__ Factor factor_at(const unsigned char* place) {
     return halves(value_at<uint16_t>(place) * 0x00010001u);
 }
-static __device__ __forceinline__ uint32_t scaled(__half2 numbers, Factor d) { return word_of(__hmul2(numbers, d)); }
+static __device__ __forceinline__ uint32_t scaled(__half2 numbers, Factor d) { return as_word(__hmul2(numbers, d)); }
 #endif
 
 template <int OFFSET, typename D>

@@ -48,13 +48,6 @@ static __device__ __forceinline__ void prefetch_line(const void* line) {
     asm volatile("prefetch.global.L2 [%0];" ::"l"(line));
 }
 
-// True for one lane of a warp, and the compiler knows that it is one: it would else loop over lanes around each copy.
-static __device__ __forceinline__ bool elected() {
-    uint32_t chosen;
-    asm volatile("{\n.reg .pred p;\nelect.sync _|p, 0xffffffff;\nselp.u32 %0, 1, 0, p;\n}" : "=r"(chosen));
-    return chosen != 0;
-}
-
 // `weights`: 0, or W, whose lines are then asked for ahead of the copies, into L2.
 template <bool ADDS, int BR, int BN, int BOXES, int HALVES, int DOWN, int STAGES>
 static __device__ __forceinline__ void product(const TensorMap* x_map, const TensorMap* w_map, const Element* weights,

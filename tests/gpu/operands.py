@@ -2,13 +2,14 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import product
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from nightmill.worker.runners.gpu.device.device import Device
-from nightmill.worker.runners.gpu.device.operands import ELEMENT, FLOAT, FP8, Buffer, Matrix
+from nightmill.worker.runners.gpu.device.operands import ELEMENT, FLOAT, FP8, Buffer, Format, Matrix
 from nightmill.worker.runners.gpu.kv_cache import PAGE, LayerCache
 from nightmill.worker.runners.gpu.products.chooser import Products
 from nightmill.worker.runners.gpu.products.library import LibraryProducts
@@ -110,10 +111,12 @@ def shape_of(**sizes: Any) -> StepShape:
 
 
 @contextmanager
-def all_products(device: Device) -> Iterator[Products]:
-    """Products of up to MOST_ROWS rows, with SwiGLU of up to MOST_FFN."""
+def all_products(device: Device, *packed: Format) -> Iterator[Products]:
+    """Products of up to MOST_ROWS rows, with SwiGLU of up to MOST_FFN, also of packed weights."""
     gate_up = room(device, (MOST_ROWS, 2 * MOST_FFN), ELEMENT)
-    products = Products(device, Activate(device), gate_up, unpacked=MOST_UNPACKED)
+    products = Products(
+        device, Activate(device), gate_up, unpacked=MOST_UNPACKED, packed=list(product(Kind, packed))
+    )
     yield products
     products.close()
 

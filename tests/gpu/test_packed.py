@@ -151,7 +151,7 @@ ROWS = (1024, 1, 3, 8, 17, 40, 64, 65, 257)
 @EACH_FORMAT
 def test_products_have_the_bits_of_those_over_elements(device: Device, kept: Format) -> None:
     """By every way there is, among any number of rows; also by that of few rows on GPUs before Hopper."""
-    with all_products(device) as products:
+    with all_products(device, kept) as products:
         gate_up = poisoned(device, (65, 2 * 1152), ELEMENT)
         few_rows = PackedRows(device, [kept], Activate(device), gate_up)
         for index, kind in enumerate(KINDS if kept in EACH_KIND else (Kind.PLAIN, Kind.RESIDUAL)):

@@ -33,6 +33,7 @@ MOST_THREADS = 1024
 MULTIPROCESSORS = 16
 _SIZES = {"P": 8, "i": 4, "I": 4, "q": 8, "Q": 8, "f": 4, "d": 8}
 _PARAMETER = 0x17  # EIATTR_KPARAM_INFO
+_PLAIN = "CU_TENSOR_MAP_SWIZZLE_NONE"
 _MAXIMUM_SHARED = "CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES"
 
 
@@ -227,14 +228,18 @@ class RecordedDriver:
 
     def _encode(
         self, kind: str, rank: int, address: int, sizes: Sequence[int], strides: Sequence[int],
-        box: Sequence[int], steps: Sequence[int], *_: Any,
+        box: Sequence[int], steps: Sequence[int], *modes: str,
     ) -> tuple[int, Any]:  # fmt: skip
-        item = 1 if kind.endswith("UINT8") else 2 if kind.endswith("FLOAT16") else 4
+        sizes_of = {"UINT8": 1, "FLOAT32": 4, "FLOAT64": 8}
+        item = sizes_of.get(kind.rpartition("_")[2], 2)
         self.types.add(kind.rpartition("_")[2])
         assert len(sizes) == len(box) == len(steps) == len(strides) + 1 == rank
         assert address % 16 == 0
         assert all(stride % 16 == 0 for stride in strides)
-        assert box[0] * item == 128, "a row of a box is as wide as the swizzle"
+        if _PLAIN in modes:
+            assert box[0] * item % 16 == 0
+        else:
+            assert box[0] * item == 128, "a row of a box is as wide as the swizzle"
         assert all(1 <= count <= 256 for count in box)
         assert all(count > 0 for count in sizes)
         assert self.holds(address, sizes[-1] * strides[-1]), (

@@ -142,12 +142,16 @@ def test_weights_as_in_the_file_launch_kernels_for_their_type(driver: RecordedDr
     options = {"context": CONTEXT, "kv_blocks": 64, "tune": False, "graphs": False, "numbers": numbers}
     with closing(CudaRunner(file, read_spec(file), slots=4, **options)) as runner:  # type: ignore[arg-type]
         pages = Pages(4, CONTEXT // 16)
-        runner.launch(pages.batch([Chunk(0, [1] * 100, 0, 100)], admit=True))
-        runner.collect()
+        prompts = [Chunk(slot, [1] * CONTEXT, 0, length, 1) for slot, length in enumerate((3, 9, 100))]
+        for step in ([prompts[0]], [prompts[1]], [prompts[2]], [Chunk(0, [1] * CONTEXT, 3, 1, 1, True)]):
+            runner.launch(pages.batch(step, admit=not step[0].drawn))
+            runner.collect()
         in_file = sum(file.raw(name).nbytes for name in file.tensors)
         assert in_file <= runner.memory.weights < 1.03 * in_file
-    few_rows = set() if driver.capability == HOPPER else {"packed_floats_1"}
-    assert driver.launches.keys() >= {"repack_Q8_0", "unpack_Q8_0", "embed_Q8_0"} | few_rows
+    others = set() if driver.capability == HOPPER else {"packed_floats_1", "unpack_Q8_0"}
+    assert driver.launches.keys() >= {"repack_Q8_0", "embed_Q8_0"} | others
+    tiles = {name.partition("_")[0] for name in driver.launches if re.fullmatch(r"[a-z]+(_\d+){7}", name)}
+    assert tiles == ({"product", "swiglu", "residual", "float"} if driver.capability == HOPPER else set())
 
 
 def test_an_fp8_cache_is_written_and_read_by_kernels_of_its_own(hopper: RecordedDriver) -> None:

@@ -16,7 +16,9 @@ from nightmill.worker.runners.gpu.products.hopper_fp8 import HopperFp8
 from nightmill.worker.runners.gpu.products.hopper_qkv import HopperQkv
 from nightmill.worker.runners.gpu.products.hopper_tiles import HopperTiles
 from nightmill.worker.runners.gpu.products.library import LibraryProducts
+from nightmill.worker.runners.gpu.products.packed_qkv import PackedQkv
 from nightmill.worker.runners.gpu.products.packed_rows import PackedRows
+from nightmill.worker.runners.gpu.products.packed_tiles import PackedTiles
 from nightmill.worker.runners.gpu.products.split import SplitTiles
 from nightmill.worker.runners.gpu.products.unpacked import Unpacked
 from nightmill.worker.runners.gpu.rows.activate import Activate
@@ -64,7 +66,9 @@ _LAUNCHERS: tuple[type[Launcher], ...] = (
     Embedding, Norms, Activate, Rotation, LogitScale, DecodeAttention, HopperPrefill, PortablePrefill,
     GeneralDecode, Sampler, Dequantizer,
 )  # fmt: skip
-_PACKED_LAUNCHERS: tuple[type[PackedLauncher], ...] = (PackedRows, Unpacked, Repacker)
+_PACKED_LAUNCHERS: tuple[type[PackedLauncher], ...] = (
+    PackedTiles, PackedQkv, PackedRows, Unpacked, Repacker,
+)  # fmt: skip
 _LAST = (Norms, Activate, Rotation, PortablePrefill)
 
 

@@ -41,6 +41,7 @@ from nightmill.worker.runners.gpu.numbers import HALF, Numbers, WeightNumbers
 from nightmill.worker.runners.gpu.products.chooser import Products
 from nightmill.worker.runners.gpu.products.kinds import kinds_of
 from nightmill.worker.runners.gpu.products.library import library_release
+from nightmill.worker.runners.gpu.products.packed_tiles import packed_products
 from nightmill.worker.runners.gpu.products.shapes import MANY_ROWS
 from nightmill.worker.runners.gpu.products.unpacked import Unpacked
 from nightmill.worker.runners.gpu.rows.activate import Activate
@@ -52,7 +53,7 @@ from nightmill.worker.runners.gpu.sampling.sampler import Sampler
 from nightmill.worker.runners.gpu.sampling.slots import SlotTable
 from nightmill.worker.runners.gpu.steps import PADDING, StepBuffers, StepInputs, StepShape, padded_lengths
 from nightmill.worker.runners.gpu.weights.choice import choose_weights
-from nightmill.worker.runners.gpu.weights.layout import formats_in, padded_vocab, weight_bytes
+from nightmill.worker.runners.gpu.weights.layout import padded_vocab, weight_bytes
 from nightmill.worker.runners.gpu.weights.loading import load_weights
 
 __all__ = ["CudaRunner"]
@@ -187,8 +188,8 @@ class CudaRunner:
         norms, activate = Norms(device, spec), Activate(device)
         quantised = at.quantised if numbers.weights is WeightNumbers.FP8 else None
         self._products = products = Products(
-            device, activate, at.gate_up, kinds_of(spec), Unpacked.workspace(spec, numbers),
-            [kept for kept in formats_in(spec, numbers) if kept.packed], quantised,
+            device, activate, at.gate_up, kinds_of(spec), Unpacked.workspace(spec, numbers), quantised,
+            packed_products(spec, numbers),
         )  # fmt: skip
         weights = load_weights(device, file, spec, numbers, report=self._report)
         cache = KvCache.allocate(device, spec, self.kv_blocks + 1)  # one more for rows of padding

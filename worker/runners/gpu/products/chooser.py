@@ -9,6 +9,7 @@ from nightmill.worker.runners.gpu.products.hopper_fp8 import HopperFp8
 from nightmill.worker.runners.gpu.products.hopper_tiles import HopperTiles
 from nightmill.worker.runners.gpu.products.library import LibraryProducts
 from nightmill.worker.runners.gpu.products.packed_rows import PackedRows
+from nightmill.worker.runners.gpu.products.packed_tiles import PackedProduct, PackedTiles
 from nightmill.worker.runners.gpu.products.shapes import (
     Candidate,
     Kind,
@@ -22,6 +23,8 @@ from nightmill.worker.runners.gpu.products.unpacked import Unpacked
 from nightmill.worker.runners.gpu.rows.activate import Activate
 
 __all__ = ["Product", "Products"]
+
+_FEW_ROWS = 64  # up to which a matrix is not worth being dequantised before it is multiplied
 
 
 class Product:
@@ -84,13 +87,13 @@ class Products:
     activate, gate_up  activations by themselves, and room for what they read, elements (rows, 2 F)
     kinds              that there will be
     unpacked           bytes for packed weights that become elements (`Unpacked.workspace`)
-    packed             formats of such weights
     quantised          where layers have FP8 weights: room for what enters their products, as FP8
+    packed             kinds and formats of products with packed weights that there will be
     """
 
     def __init__(
         self, device: Device, activate: Activate, gate_up: Buffer, kinds: Collection[Kind] = tuple(Kind),
-        unpacked: int = 0, packed: Collection[Format] = (), quantised: Buffer | None = None,
+        unpacked: int = 0, quantised: Buffer | None = None, packed: Collection[PackedProduct] = (),
     ) -> None:  # fmt: skip
         self._library = LibraryProducts(device, activate, gate_up)
         self._ours: list[ProductLauncher] = []
@@ -100,10 +103,12 @@ class Products:
             self._of_others.append(HopperFp8(device, kinds, quantised))
         elif device.hopper:
             self._ours = [HopperTiles(device, kinds), SplitTiles(device, kinds)]
-        if packed and not device.hopper:
-            self._of_others.append(PackedRows(device, packed, activate, gate_up))
-        if unpacked:
-            self._of_others.append(Unpacked(device, unpacked, self._of_elements))
+        self._packed: ProductLauncher | None = None
+        if packed and device.hopper:
+            self._packed = PackedTiles(device, packed)
+        elif packed:
+            self._packed = PackedRows(device, {kept for _, kept in packed}, activate, gate_up)
+        self._unpacked = Unpacked(device, unpacked, self._of_elements) if unpacked else None
         self.clock = Clock(device, self._library.scratch, LibraryProducts.workspace())
         self._elements = device.element.format
         self._known: dict[tuple[Kind, int, int, Format], Product] = {}
@@ -131,9 +136,18 @@ class Products:
 
     def _candidates(self, shape: Shape) -> list[Candidate]:
         """Everything that can compute this shape, the best guess first."""
-        if not shape.format.plain:
+        if shape.format.plain:
+            return self._of_elements(shape)
+        if shape.format is Format.FP8:
             return [one for launcher in self._of_others for one in launcher.candidates(shape)]
-        return self._of_elements(shape)
+        return self._of_packed(shape)
+
+    def _of_packed(self, shape: Shape) -> list[Candidate]:
+        tiles = self._packed.candidates(shape) if self._packed is not None else []
+        if tiles and shape.rows <= _FEW_ROWS:
+            return tiles
+        by_elements = self._unpacked.candidates(shape) if self._unpacked is not None else []
+        return tiles + by_elements
 
     def _of_elements(self, shape: Shape) -> list[Candidate]:
         ours = [one for launcher in self._ours for one in launcher.candidates(shape)]

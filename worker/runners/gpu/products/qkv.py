@@ -1,6 +1,7 @@
 """Queries, keys and values of a layer: one launch where a kernel suits, or a product and the rotation."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 from nightmill.worker.model.spec import Attention
@@ -10,6 +11,7 @@ from nightmill.worker.runners.gpu.kv_cache import LayerCache
 from nightmill.worker.runners.gpu.products.chooser import Products
 from nightmill.worker.runners.gpu.products.clock import Choices
 from nightmill.worker.runners.gpu.products.hopper_qkv import HopperQkv
+from nightmill.worker.runners.gpu.products.packed_qkv import PackedQkv
 from nightmill.worker.runners.gpu.products.shapes import Kind, padded_rows
 from nightmill.worker.runners.gpu.rows.rotation import Rotation
 from nightmill.worker.runners.gpu.steps import StepInputs
@@ -19,6 +21,18 @@ __all__ = ["Qkv"]
 
 _Way = Callable[[Buffer, LayerWeights, int, int, Buffer, LayerCache, int], None]
 """Queues x, layer, positions, cache rows, qkv, cache, rows."""
+
+
+def _any_number(rows: int) -> bool:
+    return True
+
+
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    """A way, and whether it is worth timing for so many rows."""
+
+    way: _Way
+    suits: Callable[[int], bool] = _any_number
 
 
 class Qkv:
@@ -31,11 +45,18 @@ class Qkv:
         self._device = device
         self._product = products.of(Kind.PLAIN, attention.qkv, width, kept)
         self._rotation = rotation
-        self._every: list[_Way] = [self._apart]
+        self._every = [_Choice(self._apart)]
         if HopperQkv.suits(attention, kept, hopper=device.hopper):
             fused = HopperQkv(device, attention, rotation.table)
-            self._every += [partial(fused.run, tile) for tile in fused.tiles]
-        self._choices: Choices[_Way] = Choices(products.clock, lambda rows: self._every)
+            self._every += [_Choice(partial(fused.run, tile)) for tile in fused.tiles]
+        if PackedQkv.suits(attention, kept, device.kv, hopper=device.hopper):
+            packed = PackedQkv(device, attention, kept, rotation.table)
+            self._every += [_Choice(partial(packed.run, tile), tile.worthwhile) for tile in packed.tiles]
+        self._choices: Choices[_Choice] = Choices(
+            products.clock,
+            lambda rows: [one for one in self._every if one.suits(rows)],
+            lambda one, rows: one.suits(rows),
+        )
         self._ways: dict[int, _Way] = {}
         """By padded rows."""
 
@@ -65,14 +86,14 @@ class Qkv:
         nowhere = numbers.address
         self._device.fill(nowhere, 0xFF, 4 * rows)  # no row of the pages, and of positions the first
 
-        def runs(way: _Way) -> Callable[[int], None]:
-            return lambda turn: way(x, layers[turn % len(layers)], nowhere, nowhere, qkv, cache, rows)
+        def runs(choice: _Choice) -> Callable[[int], None]:
+            return lambda turn: choice.way(x, layers[turn % len(layers)], nowhere, nowhere, qkv, cache, rows)
 
         if self._choices.tune(padded_rows(rows), runs, beside):
             self._choose(padded_rows(rows))
 
     def _choose(self, rows: int) -> _Way:
-        way = self._ways[rows] = self._choices.best(rows)
+        way = self._ways[rows] = self._choices.best(rows).way
         return way
 
     def _apart(
