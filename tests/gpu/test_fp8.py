@@ -127,8 +127,7 @@ def test_matrices_of_layers_are_rounded_and_others_stay(device: Device, tmp_path
     file = GgufFile.open(path)
     spec = read_spec(file)
     weights = load_weights(device, file, spec, Numbers(device.element, WeightNumbers.FP8))
-    kept = Format.Q8_0 if kind == "Q8_0" else device.element.format
-    assert weights.embedding.format is weights.head.format is kept
+    assert weights.embedding.format is weights.head.format is device.element.format
     for index, layer in enumerate(weights.layers):
         for held, names in (
             (layer.qkv, ("attn_q", "attn_k", "attn_v")),

@@ -1,5 +1,6 @@
 """Rows as FP8, tiles for products of such, and the reference runner that multiplies them."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -57,6 +58,8 @@ def test_every_number_of_rows_has_tiles_that_a_multiprocessor_holds(kind: Kind) 
 
 def test_matrices_of_layers_are_fp8_and_their_scales_are_counted() -> None:
     spec = dense_spec(layers=2)
+    types = {name: "Q8_0" for _, weight in spec.all_weights() if weight.is_matrix for name in weight.names}
+    spec = replace(spec, tensor_types=types)
     fp8, half = Numbers(weights=WeightNumbers.FP8), Numbers()
     inner = (Role.QKV, Role.ATTN_OUTPUT, Role.GATE_UP, Role.FFN_DOWN)
     assert formats_in(spec, fp8, *inner) == {Format.FP8}

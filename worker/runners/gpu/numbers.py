@@ -19,7 +19,7 @@ class WeightNumbers(Enum):
     ELEMENT = "16bit"
     """Dequantised to the element when they are loaded: what FILE is compared with, at more memory."""
     FP8 = "fp8"
-    """Rounded to E4M3 when they are loaded, and multiplied so. Embedding and head stay as in the file."""
+    """Rounded to E4M3 when they are loaded, and multiplied so. Embedding and head are elements."""
 
     @property
     def words(self) -> str:

@@ -92,13 +92,13 @@ def runs_of(spec: ModelSpec, role: Role, weight: Weight, numbers: Numbers) -> li
 
     Each tensor of a type that can be packed stays as it is in the file. Where a tensor of a stack has another
     type, all become elements: nothing is quantised anew, and products have the same bits in any case. But if
-    FP8 is asked for, all matrices of layers are rounded to that.
+    FP8 is asked for, all matrices of layers are rounded to that, and the others are elements.
     """
     if numbers.weights is WeightNumbers.FP8 and role in _OF_LAYERS:
         return [Run(Format.FP8, weight.parts, weight.shape[0], weight.shape[1])]
     element = numbers.element.format
     names = [spec.tensor_types.get(name, "") for name in weight.names]
-    kept = numbers.weights is not WeightNumbers.ELEMENT and all(name in _PACKED for name in names)
+    kept = numbers.weights is WeightNumbers.FILE and all(name in _PACKED for name in names)
     formats = [_PACKED[name] for name in names] if kept else [element] * len(names)
     runs = []
     for format_, group in groupby(zip(formats, weight.parts, strict=True), lambda pair: pair[0]):
