@@ -195,12 +195,12 @@ def test_logits_are_those_of_the_reference_with_the_same_cache(family: str, tmp_
     (text,) = np.random.default_rng(4).integers(0, spec.vocab, (1, 120)).tolist()
     options = {"slots": 1, "kv_blocks": 8}
     found = []
-    for subject in (
-        Reference(file, spec, kv=KvFormat.FP8, **options),
-        Cuda(file, spec, numbers=Numbers(kv=KvFormat.FP8), context=128, max_draws=128, **options),
-        Cuda(file, spec, context=128, max_draws=128, **options),
+    for make in (
+        lambda: Reference(file, spec, kv=KvFormat.FP8, **options),
+        lambda: Cuda(file, spec, numbers=Numbers(kv=KvFormat.FP8), context=128, max_draws=128, **options),
+        lambda: Cuda(file, spec, context=128, max_draws=128, **options),
     ):
-        pages = Pages(1, 8)
+        subject, pages = make(), Pages(1, 8)
         with closing(subject.runner):
             chunks = [Chunk(0, text, 0, 100, 100)]
             chunks += [Chunk(0, text, place, 1, drawn=True) for place in range(100, 120)]
