@@ -1,13 +1,13 @@
 """Draw what `benchmarks.scaling` measured, against the hardware's limit and other engines.
 
-    python -m benchmarks.plot scaling.jsonl -o docs/throughput.svg
+    python -m benchmarks.plot scaling.jsonl -o docs/throughput.svg [--peers 7b]
 
 Prints the same figures as Markdown tables. The same lines give the same file, to the byte, with the same
 release of matplotlib.
 """
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import matplotlib
@@ -21,9 +21,16 @@ from benchmarks.scaling import ANSWER, PROMPT, Point
 # Sequences and output tokens/s, each with the best of its settings on an H200 (RESULTS.md). One sequence is
 # of 128 -> 256 tokens, the 4,096 are of 64..512 -> 64..256 (hollow markers), the others of PROMPT -> ANSWER.
 PEERS = {
-    "vLLM 0.24, output": [(1, 667), (256, 40_300), (1024, 34_500), (4096, 24_400)],
-    "llama.cpp, output": [(1, 746), (256, 19_500)],
+    "0.5b": {
+        "vLLM 0.24, output": [(1, 667), (256, 40_300), (1024, 34_500), (4096, 24_400)],
+        "llama.cpp, output": [(1, 746), (256, 19_500)],
+    },
+    "7b": {
+        "vLLM 0.24 in FP8, output": [(1, 293), (64, 10_170), (256, 15_700)],
+        "llama.cpp in Q4_K, output": [(1, 311), (256, 2_120)],
+    },
 }
+Peers = Mapping[str, list[tuple[int, int]]]
 OTHER_LENGTHS = (1, 4096)
 DECODE, OUTPUT, LIMIT = "Nightmill, decoding", "Nightmill, output", "limit of the GPU, decoding"
 COLOURS = {DECODE: "#0072b2", OUTPUT: "#56b4e9", LIMIT: "#555555"}  # Okabe and Ito's, told apart by all
@@ -41,9 +48,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=style)
     parser.add_argument("results", type=Path, help="the lines that benchmarks.scaling printed")
     parser.add_argument("-o", "--output", type=Path, required=True, metavar="FILE.svg")
+    parser.add_argument("--peers", choices=PEERS, default="0.5b", help="the size that others are drawn of")
     options = parser.parse_args(arguments)
     points = read(options.results)
-    draw(points, options.output)
+    draw(points, options.output, PEERS[options.peers])
     print("\n".join(tables(points)))
 
 
@@ -75,7 +83,7 @@ def of(series: str, points: list[Point]) -> list[Point]:
     return [point for point in points if point.series == series]
 
 
-def draw(points: list[Point], path: Path) -> None:
+def draw(points: list[Point], path: Path, peers: Peers) -> None:
     """Write an SVG, 900 pixels wide."""
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(900 / 96, 400 / 96), layout="constrained", facecolor="white")
@@ -88,7 +96,7 @@ def draw(points: list[Point], path: Path) -> None:
             sequences, [point.output_tokens_per_s for point in counts],
             "o-", color=COLOURS[OUTPUT], label=OUTPUT,
         )  # fmt: skip
-        for (name, rates), colour in zip(PEERS.items(), PEER_COLOURS, strict=True):
+        for (name, rates), colour in zip(peers.items(), PEER_COLOURS, strict=True):
             wide.plot(
                 *zip(*rates, strict=True), "s:", color=colour, label=name
             )  # between them nothing is known

@@ -97,8 +97,10 @@ def test_plot_names_its_series_and_is_the_same_every_time(
     plot.main([str(results), "-o", str(second)])
     assert first.read_bytes() == second.read_bytes()
     drawn = first.read_text()
-    for words in (plot.DECODE, plot.OUTPUT, plot.LIMIT, *plot.PEERS, "tokens/s", "sequences at once"):
+    for words in (plot.DECODE, plot.OUTPUT, plot.LIMIT, *plot.PEERS["0.5b"], "tokens/s", "sequences at once"):
         assert f">{words}<" in drawn
+    plot.main([str(results), "-o", str(second), "--peers", "7b"])
+    assert all(f">{name}<" in second.read_text() for name in plot.PEERS["7b"])
     limit = scaling.decode_limit(QWEN, 256, 640)
     assert f"| 256 | {limit / 2:,.0f} | {limit:,.0f} | 50% | {limit / 4:,.0f} |" in printed.splitlines()
     assert len(printed.splitlines()) == len(scaling.SEQUENCES) + len(scaling.CONTEXTS) + 5
