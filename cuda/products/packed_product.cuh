@@ -9,10 +9,11 @@
 // `hopper_product.cuh` over elements: float, through K in order, 16 elements at a time, from one accumulator (or two).
 //
 // A tile is BR rows by BN columns; wgmma takes 64 rows, what it makes of those that do not exist is not kept, and BR 16
-// computes no more than 16. A step is BOXES times 64 elements of K. Five roles: one warp copies packets, PACKETS of the ring deep, as soon
-// as the kernel starts; one copies x, when the kernel ahead has ended; WARPS warps dequantise, a lane 32 elements of a row at a time;
-// warpgroups multiply, 64 rows each. Elements and x share a ring of STAGES. In a warp that dequantises, eight lanes have the rows of a
-// panel, and write 16 bytes each to eight different banks of the swizzled tile.
+// computes no more than 16. A step is BOXES times 64 elements of K. Four roles: one warp copies packets, to a ring of PACKETS
+// stages, as soon as the kernel starts; one copies x, when the kernel ahead has ended; WARPS warps dequantise, a lane 32
+// elements of a row at a time; warpgroups multiply, 64 rows each. Elements and x share a ring of STAGES. In a warp that
+// dequantises, eight lanes have the rows of a panel, and write 16 bytes each to eight different banks of the swizzled tile.
+// Where it has fewer tasks in a step than there are warps, teams of them take the steps in turns.
 //
 // FLOPs 2 rows outputs K; bytes from memory: W as it is in the file, x once; from L2: x for each tile of columns.
 #pragma once
@@ -32,18 +33,20 @@ struct PackedLoop {
     static constexpr int PAIRS = BN / 16, TASKS = PAIRS * BOXES;  // of a warp in a step: two panels by 64 elements of K
     static constexpr int TEAM = TASKS < WARPS ? TASKS : WARPS, TEAMS = WARPS / TEAM;
     static constexpr int MINE = TASKS / TEAM, AT_ONCE = MINE < 2 ? MINE : 2;  // tasks of a warp
-    static constexpr int USERS = TEAMS <= PER_RAW ? WARPS : TEAM;  // of a raw stage
+    static constexpr int USERS = TEAMS <= PER_RAW ? WARPS : TEAM;             // of a raw stage
     // Where warps that dequantise are as many as can be, registers go from them to those that multiply.
     static constexpr bool SHARES = GROUPS * BN > 128 && WARPS % 4 == 0;
     static constexpr int THREADS = 128 * GROUPS + 32 * WARPS + (SHARES ? 128 : 64);
     static constexpr int AT_FIRST = 65536 / THREADS / 8 * 8, COPIERS = 24, DEQUANTISERS = 64;
     static constexpr int MULTIPLIERS =
         (AT_FIRST * THREADS - COPIERS * 128 - DEQUANTISERS * 32 * WARPS) / (128 * GROUPS) / 8 * 8;
-    static constexpr int PARTS = SHARES && BN > 128 && WARPS > 4 ? 2 : 1;  // an instruction has to do with the registers of the start
-    static_assert(TASKS % TEAM == 0 && WARPS % TEAM == 0 && (TEAMS <= PER_RAW ? PER_RAW % TEAMS == 0 : PER_RAW == 1), "teams take turns");
+    // Of a wgmma: ptxas takes none with more results than a thread has registers at first.
+    static constexpr int PARTS = SHARES && BN > 128 && WARPS > 4 ? 2 : 1;
+    static_assert(TASKS % TEAM == 0 && WARPS % TEAM == 0, "all warps have as many tasks");
+    static_assert(TEAMS <= PER_RAW ? PER_RAW % TEAMS == 0 : PER_RAW == 1, "teams take turns");
 
-    // `prepare`, `keep`, `finish` as in `hopper_product.cuh`. SIDES 2: BN / 2 columns and those `outputs` further on, or in runs of
-    // 2 FOLD columns, of which the first half is counted, FOLD further on.
+    // `prepare`, `keep`, `finish` as in `hopper_product.cuh`. SIDES 2: BN / 2 columns and those `outputs` further on, or in
+    // runs of 2 FOLD columns, of which the first half is counted, FOLD further on.
     template <int SIDES, int BUFFERS, int SUMS, int FOLD = 0, typename Prepare, typename Keep, typename Finish>
     static __device__ __forceinline__ void run(const TensorMap* x_map, const TensorMap* w_map, int rows, int outputs,
                                                int inputs, int first, int box_rows, Prepare prepare, Keep keep,
@@ -86,46 +89,46 @@ struct PackedLoop {
 
         if (warp >= 4 * GROUPS + WARPS) {
             if (SHARES) give_registers<COPIERS>();
-        if (warp == 4 * GROUPS + WARPS) {  // copies packets
-            if (elected()) {
-                prefetch_map(w_map);
-                int stage = 0, parity = 1, row, column;
-                for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
-                    place(tile, row, column);
-                    for (int raw = 0; raw < raw_steps; ++raw) {
-                        barrier_wait(raw_empty + 8 * stage, parity);
-                        barrier_expect(raw_full + 8 * stage, RAW / SIDE * SIDE_PANELS * Packed::PACKET);
+            if (warp == 4 * GROUPS + WARPS) {  // copies packets
+                if (elected()) {
+                    prefetch_map(w_map);
+                    int stage = 0, parity = 1, row, column;
+                    for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
+                        place(tile, row, column);
+                        for (int raw = 0; raw < raw_steps; ++raw) {
+                            barrier_wait(raw_empty + 8 * stage, parity);
+                            barrier_expect(raw_full + 8 * stage, RAW / SIDE * SIDE_PANELS * Packed::PACKET);
 #pragma unroll
-                        for (int i = 0; i < IN_RAW; ++i)
+                            for (int i = 0; i < IN_RAW; ++i)
 #pragma unroll
-                            for (int side = 0; side < SIDES; ++side)
-                                load_box(base + RAW_AT + stage * RAW + i * PACKET_SET + side * SIDE, w_map,
-                                         raw_full + 8 * stage, (raw * IN_RAW + i) * (Packed::PACKET / 8),
-                                         (column + side * side_rows) / 8);
-                        if (++stage == PACKETS) stage = 0, parity ^= 1;
+                                for (int side = 0; side < SIDES; ++side)
+                                    load_box(base + RAW_AT + stage * RAW + i * PACKET_SET + side * SIDE, w_map,
+                                             raw_full + 8 * stage, (raw * IN_RAW + i) * (Packed::PACKET / 8),
+                                             (column + side * side_rows) / 8);
+                            if (++stage == PACKETS) stage = 0, parity ^= 1;
+                        }
                     }
                 }
-            }
-        } else if (warp == 4 * GROUPS + WARPS + 1) {  // copies x
-            if (elected()) {
-                prefetch_map(x_map);
-                wait_for_previous();
-                int stage = 0, parity = 1, row, column;
-                for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
-                    place(tile, row, column);
-                    for (int step = 0; step < steps; ++step) {
-                        barrier_wait(empty + 8 * stage, parity);
-                        barrier_expect(full + 8 * stage, BOXES * box_rows * 128);
+            } else if (warp == 4 * GROUPS + WARPS + 1) {  // copies x
+                if (elected()) {
+                    prefetch_map(x_map);
+                    wait_for_previous();
+                    int stage = 0, parity = 1, row, column;
+                    for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
+                        place(tile, row, column);
+                        for (int step = 0; step < steps; ++step) {
+                            barrier_wait(empty + 8 * stage, parity);
+                            barrier_expect(full + 8 * stage, BOXES * box_rows * 128);
 #pragma unroll
-                        for (int i = 0; i < BOXES; ++i)
-                            load_box(base + stage * STAGE + i * X_BYTES, x_map, full + 8 * stage,
-                                     (step * BOXES + i) * 64, row);
-                        if (++stage == STAGES) stage = 0, parity ^= 1;
+                            for (int i = 0; i < BOXES; ++i)
+                                load_box(base + stage * STAGE + i * X_BYTES, x_map, full + 8 * stage,
+                                         (step * BOXES + i) * 64, row);
+                            if (++stage == STAGES) stage = 0, parity ^= 1;
+                        }
                     }
+                    launch_next();
                 }
-                launch_next();
             }
-        }
         } else if (warp >= 4 * GROUPS) {  // dequantises
             if (SHARES) give_registers<DEQUANTISERS>();
             const int mine = (warp - 4 * GROUPS) % TEAM, team = (warp - 4 * GROUPS) / TEAM;
@@ -182,57 +185,58 @@ struct PackedLoop {
                     if (++raw_stage == PACKETS) raw_stage = 0, raw_parity ^= 1;
                 }
         } else {
-        if (SHARES) take_registers<(MULTIPLIERS > 240 ? 240 : MULTIPLIERS)>();
-        const int group = warp / 4;
-        const Outbox outbox{base + OUTBOX + group * BUFFERS * PIECE_BYTES, group};
-        const uint64_t start = tile_descriptor(base);
-        int stage = 0, parity = 0, before = 0;
-        for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
-            float acc[BN / 2];
-            int row, column;
-            place(tile, row, column);
-            row += group * 64 + warp % 4 * 16 + lane / 4;
-            const auto ready = prepare(row, column);
-            const auto sum = [&](int begin, int end) {
-                int step = begin;
+            if (SHARES) take_registers<(MULTIPLIERS > 240 ? 240 : MULTIPLIERS)>();
+            const int group = warp / 4;
+            const Outbox outbox{base + OUTBOX + group * BUFFERS * PIECE_BYTES, group};
+            const uint64_t start = tile_descriptor(base);
+            int stage = 0, parity = 0, before = 0;
+            for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
+                float acc[BN / 2];
+                int row, column;
+                place(tile, row, column);
+                row += group * 64 + warp % 4 * 16 + lane / 4;
+                const auto ready = prepare(row, column);
+                const auto sum = [&](int begin, int end) {
+                    int step = begin;
 #pragma unroll 1
-                do {
-                    barrier_wait(full + 8 * stage, parity);
-                    const uint64_t a = start + stage * (STAGE / 16) + group * (64 * 128 / 16);
-                    const uint64_t b = start + stage * (STAGE / 16) + BOXES * X_BYTES / 16;
-                    wgmma_begin();
+                    do {
+                        barrier_wait(full + 8 * stage, parity);
+                        const uint64_t a = start + stage * (STAGE / 16) + group * (64 * 128 / 16);
+                        const uint64_t b = start + stage * (STAGE / 16) + BOXES * X_BYTES / 16;
+                        wgmma_begin();
 #pragma unroll
-                    for (int i = 0; i < BOXES; ++i)
+                        for (int i = 0; i < BOXES; ++i)
 #pragma unroll
-                        for (int k = 0; k < 4; ++k)
+                            for (int k = 0; k < 4; ++k)
 #pragma unroll
-                            for (int part = 0; part < PARTS; ++part)
-                                wgmma(reinterpret_cast<float(&)[BN / 2 / PARTS]>(acc[part * BN / 2 / PARTS]),
-                                      a + i * (X_BYTES / 16) + 2 * k,
-                                      b + (i * W_BYTES + part * W_BYTES / PARTS) / 16 + 2 * k, step - begin + i + k > 0);
-                    wgmma_commit();
-                    if (step + 1 < end)
-                        wgmma_wait<1>();
-                    else
-                        wgmma_wait<0>();
-                    if (step > begin && threadIdx.x % 128 == 0) barrier_arrive(empty + 8 * before);
-                    before = stage;
-                    if (++stage == STAGES) stage = 0, parity ^= 1;
-                } while (++step < end);
-                wgmma_wait<0>();
-                wgmma_keep(acc);
-                if (threadIdx.x % 128 == 0) barrier_arrive(empty + 8 * before);
-            };
-            int begin = 0;
-            if (SUMS > 1 && first < inputs) {
-                begin = first / (BOXES * 64);
-                sum(0, begin);
-                keep(acc, row, column, outbox);
+                                for (int part = 0; part < PARTS; ++part)
+                                    wgmma(reinterpret_cast<float(&)[BN / 2 / PARTS]>(acc[part * BN / 2 / PARTS]),
+                                          a + i * (X_BYTES / 16) + 2 * k,
+                                          b + (i * W_BYTES + part * W_BYTES / PARTS) / 16 + 2 * k, step - begin + i + k > 0);
+                        wgmma_commit();
+                        // With one kind of wait in the loop ptxas puts every wgmma behind the one before it (C7514).
+                        if (step + 1 < end)
+                            wgmma_wait<1>();
+                        else
+                            wgmma_wait<0>();
+                        if (step > begin && threadIdx.x % 128 == 0) barrier_arrive(empty + 8 * before);
+                        before = stage;
+                        if (++stage == STAGES) stage = 0, parity ^= 1;
+                    } while (++step < end);
+                    wgmma_wait<0>();
+                    wgmma_keep(acc);
+                    if (threadIdx.x % 128 == 0) barrier_arrive(empty + 8 * before);
+                };
+                int begin = 0;
+                if (SUMS > 1 && first < inputs) {
+                    begin = first / (BOXES * 64);
+                    sum(0, begin);
+                    keep(acc, row, column, outbox);
+                }
+                sum(begin, steps);
+                finish(acc, row, column, ready, outbox);
             }
-            sum(begin, steps);
-            finish(acc, row, column, ready, outbox);
-        }
-        if (BUFFERS > 0 && threadIdx.x % 128 == 0) wait_for_reads();
+            if (BUFFERS > 0 && threadIdx.x % 128 == 0) wait_for_reads();
         }
     }
 };
