@@ -258,8 +258,8 @@ def main() -> None:
     )  # fmt: skip
     rates = options.bytes_per_s, options.flops
     report: dict[str, Any] = {
-        "gpu": runner.device.name, "model": spec.name, "weights": numbers.weights_name,
-        "kv": numbers.kv_name, "context": options.context,
+        "gpu": runner.device.name, "model": spec.name, "weights": numbers.weights.value,
+        "kv": numbers.kv.value, "context": options.context,
     }  # fmt: skip
     try:
         steps = Steps(runner, longest)

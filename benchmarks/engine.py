@@ -198,8 +198,9 @@ def measure(name: str, file: GgufFile, spec: ModelSpec, options: argparse.Namesp
             "workload": name,
             "model": spec.name,
             "gpu": runner.device.name,
-            "weights": numbers.weights_name,
-            "kv": numbers.kv_name,
+            "dtype": numbers.element.value,
+            "weights": numbers.weights.value,
+            "kv": numbers.kv.value,
             "prompt_tokens_per_s" if workload.counts_prompts else "output_tokens_per_s": round(
                 statistics.median(turn.rate for turn in counted)
             ),
