@@ -8,11 +8,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from nightmill.worker.runners.gpu.device.compiler import compile_all
 from nightmill.worker.runners.gpu.device.device import Device
 from nightmill.worker.runners.gpu.device.operands import ELEMENT, FLOAT, FP8, Buffer, Format, Matrix
+from nightmill.worker.runners.gpu.device.sources import for_element
 from nightmill.worker.runners.gpu.kv_cache import PAGE, LayerCache
 from nightmill.worker.runners.gpu.products.chooser import Products
 from nightmill.worker.runners.gpu.products.library import LibraryProducts
+from nightmill.worker.runners.gpu.products.packed_tiles import PackedTiles
 from nightmill.worker.runners.gpu.products.shapes import Kind, Shape, Way, padded_rows
 from nightmill.worker.runners.gpu.rows.activate import Activate
 from nightmill.worker.runners.gpu.steps import StepInputs, StepShape
@@ -114,9 +117,11 @@ def shape_of(**sizes: Any) -> StepShape:
 def all_products(device: Device, *packed: Format) -> Iterator[Products]:
     """Products of up to MOST_ROWS rows, with SwiGLU of up to MOST_FFN, also of packed weights."""
     gate_up = room(device, (MOST_ROWS, 2 * MOST_FFN), ELEMENT)
-    products = Products(
-        device, Activate(device), gate_up, unpacked=MOST_UNPACKED, packed=list(product(Kind, packed))
-    )
+    pairs = list(product(Kind, packed))
+    if device.hopper:  # all at once, as a runner does
+        sources = (for_element(source, device.element, device.kv) for source in PackedTiles.files(pairs))
+        compile_all(sources, device.architecture)
+    products = Products(device, Activate(device), gate_up, unpacked=MOST_UNPACKED, packed=pairs)
     yield products
     products.close()
 

@@ -170,9 +170,13 @@ class PackedTiles:
 
     @staticmethod
     def sources(spec: ModelSpec, numbers: Numbers, *, hopper: bool) -> list[Source]:
-        """What it is compiled from: a file for each kind of product and format."""
-        products = sorted(packed_products(spec, numbers), key=str) if hopper else []
-        return [_source(kind, kept) for kind, kept in products]
+        """What it is compiled from."""
+        return PackedTiles.files(packed_products(spec, numbers)) if hopper else []
+
+    @staticmethod
+    def files(products: Collection[PackedProduct]) -> list[Source]:
+        """A file for each kind of product and format."""
+        return [_source(kind, kept) for kind, kept in sorted(products, key=str)]
 
     def candidates(self, shape: Shape) -> list[Candidate]:
         """The tiles that are worth timing for a shape."""
