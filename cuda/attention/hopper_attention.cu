@@ -52,9 +52,13 @@ static constexpr int WIDTH = 64 * SIDES;
 static constexpr int Q_BYTES = ROWS * WIDTH * 2, TILE_BYTES = KEYS * WIDTH * 2, STAGE_BYTES = 2 * TILE_BYTES;
 // Of results that one product adds to, of which SPANS make a row.
 static constexpr int SPAN = WIDTH % 128 == 0 ? 128 : 64, SPANS = WIDTH / SPAN;
-static constexpr int TILE_PAGES = KEYS / PAGE, BOX_BYTES = PAGE * 128;
+static constexpr int TILE_PAGES = KEYS / PAGE;
 static constexpr int LOADERS = KEPT_AS_FP8 ? 4 : 1;  // warps that say that keys or values are there
+#ifdef KV_FP8
 static constexpr int RAW = D == 64 ? 6 : D > 192 ? 2 : 4, RAW_BYTES = KEYS * (D + 1);  // tiles of keys or of values as E4M3
+#else
+static constexpr int BOX_BYTES = PAGE * 128;
+#endif
 static constexpr int FEW_REGISTERS = LARGE ? 40 : KEPT_AS_FP8 && D == 64 ? 56 : 32;
 static constexpr int MANY_REGISTERS = LARGE ? 232 : KEPT_AS_FP8 && D == 64 ? 152 : 160;
 static constexpr float LIMIT = 4096.0f;
