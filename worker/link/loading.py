@@ -333,8 +333,14 @@ def describe(settings: Settings, model: LoadedModel, stats: EngineStats) -> str:
     spec = model.spec
     pages = stats.pages
     gpu = gpu_index(settings)
-    runner = "reference runner (NumPy)"
-    if gpu is not None:
+    if gpu is None:
+        weights = WeightNumbers(settings.weights)
+        kept = Numbers(
+            weights=weights if weights is WeightNumbers.FP8 else WeightNumbers.ELEMENT,
+            kv=KvFormat(settings.kv),
+        ).words
+        runner = f"reference runner (NumPy){kept and f', {kept}'}"
+    else:
         kept = numbers_of(settings, model.file, spec).words
         runner = f"CUDA runner on GPU {gpu} in {element_of(settings, model)}{kept and f', {kept}'}"
     return (

@@ -79,3 +79,24 @@ def test_a_worker_gives_its_runner_the_element_and_says_which_and_why(
     assert f"CUDA runner on GPU 0 in {element.name} ({why}), up to" in loading.describe(
         settings, model, nothing
     )
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        (
+            {"weights": "fp8", "kv": "fp8"},
+            "reference runner (NumPy), weights in FP8, keys and values in FP8, up to",
+        ),
+        ({"weights": "file"}, "reference runner (NumPy), up to"),  # NumPy keeps floats, whatever the file has
+    ],
+)
+def test_a_worker_without_a_gpu_says_what_numpy_rounds(
+    asked: dict[str, str], said: str, tmp_path: Path
+) -> None:
+    path = write_model(tmp_path / "model.gguf")
+    settings = Settings.model_validate({"model": path, "reference": True, **asked})
+    model = loading.load_model(settings)
+    model.close()
+    nothing = EngineStats(**dict.fromkeys(EngineStats.__dataclass_fields__, 0))
+    assert said in loading.describe(settings, model, nothing)
