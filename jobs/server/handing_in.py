@@ -33,14 +33,14 @@ class HandingIn:
         """
         run = self.desk.run
         key = idempotency_key(request)
-        file_id = bare_id(batch.input_file, PREFIX) or ""
-        batch = replace(batch, input_file=file_id, owner=caller.name)
+        named = batch.input_file
+        batch = replace(batch, input_file=bare_id(named, PREFIX) or "", owner=caller.name)
         if key is not None:
             batch = replace(batch, idempotency_key=f"{caller.name or ''}/{key}")
             there = await run(self.store.with_key, str(batch.idempotency_key))
             if there is not None:
                 return _same(batch, there)
-        file = await self._files.find(caller, PREFIX + file_id)
+        file = await self._files.find(caller, named)
         if file.purpose != UPLOADED:
             raise invalid(field, "names a file of results; name one that was uploaded")
         if await run(self.store.count_open, caller.name) >= self.desk.limits.batches:

@@ -168,6 +168,9 @@ def test_what_is_refused_leaves_nothing_and_limits_are_said(start: Callable[...,
                 more,
                 answer.text,
             )
+        for wrong in ("../../x", "x", "file-x"):  # the answer names what was asked for, as it was
+            answer = http.post("/v1/batches", json=asked | {"input_file_id": wrong})
+            assert answer.json()["error"]["message"] == f"there is no file '{wrong}'"
         assert http.get("/v1/batches").json()["data"] == []
         for status in (200, 200, 429):
             answer = http.post("/v1/batches", json=asked)
