@@ -53,6 +53,8 @@ def serve(settings: Settings, host: str, port: int, limits: Limits) -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     for handler in logging.getLogger().handlers:
         handler.addFilter(PrintableRecords(settings.scrubbed))
+    # Which of its own plugins Alembic sets up is of no use to whoever runs a server.
+    logging.getLogger("alembic.runtime.plugins").setLevel(logging.WARNING)
     # The thread that reads files and writes results would keep the event loop waiting for 5 ms at each of the
     # many times that this needs the interpreter. While rows were entered, a list of jobs came after 14 ms in
     # the median and 79 ms at the 99th percentile, in place of 20 and 300 (2 cores with other work besides).
