@@ -186,7 +186,7 @@ def test_results_and_errors_come_back_as_columns(sqlite_client: Client) -> None:
     table = batch.to_arrow()
     assert table.schema.names == [
         *("custom_id", "id", "text", "stop_reason"),
-        *("prompt_tokens", "completion_tokens", "seed"),
+        *("prompt_tokens", "completion_tokens", "seed", "answers"),
     ]
     assert table.to_pylist() == [
         {
@@ -197,6 +197,7 @@ def test_results_and_errors_come_back_as_columns(sqlite_client: Client) -> None:
             "prompt_tokens": 3,
             "completion_tokens": 5,
             "seed": 2**62 + 1,
+            "answers": None,
         }
     ]
     assert batch.to_arrow(errors=True).column("code").to_pylist() == ["deadline", "invalid_value"]
@@ -204,7 +205,7 @@ def test_results_and_errors_come_back_as_columns(sqlite_client: Client) -> None:
 
 def test_no_results_are_columns_without_rows(sqlite_client: Client) -> None:
     table = sqlite_client.submit_batch(["one"]).to_arrow()
-    assert (table.num_rows, table.num_columns) == (0, 7)
+    assert (table.num_rows, table.num_columns) == (0, 8)
 
 
 def test_what_is_not_installed_is_named_with_its_extra(

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from nightmill.worker.runners.gpu.attention import decode
 from nightmill.worker.runners.gpu.attention.decode import DecodeAttention
 from nightmill.worker.runners.gpu.attention.pieces import Planner, decode_pieces
+from nightmill.worker.runners.kv_format import KvFormat
 from tests.specs import dense_spec
 
 SEGMENT = 256
@@ -112,7 +113,8 @@ class OneOf:
 
     hopper = True
 
-    def __init__(self, multiprocessors: int, held: int) -> None:
+    def __init__(self, multiprocessors: int, held: int, kv: KvFormat) -> None:
+        self.kv = kv
         self.multiprocessors = multiprocessors
         self.many = SimpleNamespace(blocks_at_once=lambda threads, shared: held)
 
@@ -128,6 +130,7 @@ class OneOf:
 
 @given(
     st.sampled_from([(14, 2, 64), (28, 4, 128), (32, 32, 128), (2, 1, 64), (4, 2, 80), (16, 1, 256)]),
+    st.sampled_from(KvFormat),
     st.sampled_from([40, 132]),
     st.integers(1, 7),
     st.sampled_from([300, 1025, 32_768]),
@@ -135,10 +138,11 @@ class OneOf:
     st.integers(1, 20),
 )
 def test_whatever_contexts_a_step_has_it_is_padded_to_a_size_that_is_known_at_the_start(
-    heads: tuple[int, int, int], multiprocessors: int, held: int, most: int, lengths: list[int], times: int
-) -> None:
+    heads: tuple[int, int, int], kv: KvFormat, multiprocessors: int, held: int, most: int, lengths: list[int],
+    times: int,
+) -> None:  # fmt: skip
     """One that is not would have no graph."""
-    gpu: Any = OneOf(multiprocessors, held)
+    gpu: Any = OneOf(multiprocessors, held, kv)
     layer = dense_spec(heads=heads[0], kv_heads=heads[1], head_dim=heads[2]).layers[0]
     with patch.object(decode, "KernelPairs", lambda device, source: gpu):
         attention = DecodeAttention(gpu, layer.attention, max_context=most)
