@@ -18,7 +18,7 @@ import numpy as np
 
 from benchmarks.formats import add_formats, numbers_from
 from benchmarks.held import WHICH, Held
-from nightmill.jobs.contract import GenerationParams
+from nightmill.jobs.parameters import GenerationParams
 from nightmill.worker.engine.engine import Engine, EngineStats
 from nightmill.worker.engine.request import Request
 from nightmill.worker.link.garbage import QuietCollector

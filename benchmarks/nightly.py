@@ -29,7 +29,7 @@ from benchmarks.end_to_end import PeakMemory
 from benchmarks.servers import durable_client
 from benchmarks.timed_worker import StepTimes, difference
 from nightmill.jobs.client import Client
-from nightmill.jobs.contract import GenerationParams
+from nightmill.jobs.parameters import GenerationParams
 from nightmill.jobs.settings import Settings
 from nightmill.worker.commands.process import running_worker
 from nightmill.worker.engine.request import Request

@@ -21,7 +21,7 @@ from pydantic import BaseModel, ConfigDict, PositiveFloat, PositiveInt
 
 from benchmarks.budget import BYTES_PER_S, FLOPS
 from benchmarks.formats import add_formats, numbers_from
-from nightmill.jobs.contract import GenerationParams
+from nightmill.jobs.parameters import GenerationParams
 from nightmill.worker.engine.engine import Engine
 from nightmill.worker.engine.request import Request
 from nightmill.worker.link.garbage import QuietCollector

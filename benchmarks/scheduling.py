@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from nightmill.jobs.arithmetic import Arithmetic
-from nightmill.jobs.contract import GenerationParams
+from nightmill.jobs.parameters import GenerationParams
 from nightmill.worker.engine.engine import Engine
 from nightmill.worker.engine.request import Request
 from nightmill.worker.runners.base import Drawn, IntArray, StepBatch

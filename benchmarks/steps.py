@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from nightmill.jobs.contract import GenerationParams
+from nightmill.jobs.parameters import GenerationParams
 from nightmill.worker.runners.base import Admission, Runner, StepBatch, make_draws
 
 __all__ = ["FILL", "Steps"]

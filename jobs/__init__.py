@@ -29,15 +29,11 @@ if TYPE_CHECKING:
     from nightmill.jobs.client import Client
     from nightmill.jobs.contract import (
         FINAL_STATES,
-        Answer,
         Constrained,
         ConstraintKind,
-        GenerationParams,
-        Job,
         JobState,
         Prompt,
         StopReason,
-        Worker,
         WorkerState,
     )
     from nightmill.jobs.errors import (
@@ -60,11 +56,13 @@ if TYPE_CHECKING:
         UnknownModelError,
         WaitTimeoutError,
     )
+    from nightmill.jobs.fields import BatchSettings, JobSettings
     from nightmill.jobs.formats.frames import Prompts
     from nightmill.jobs.ids import JobIds
+    from nightmill.jobs.job import Answer, Job, Worker
+    from nightmill.jobs.parameters import GenerationParams
     from nightmill.jobs.pieces import Piece, Place
     from nightmill.jobs.settings import Settings
-    from nightmill.jobs.spec import BatchSettings, JobSettings
     from nightmill.jobs.waiting import Order
 
 __all__ = [
@@ -144,21 +142,19 @@ _HOMES = {
     "client": ("Client",),
     "contract": (
         "FINAL_STATES",
-        "Answer",
         "Constrained",
         "ConstraintKind",
-        "GenerationParams",
-        "Job",
         "JobState",
         "StopReason",
-        "Worker",
         "WorkerState",
     ),
     "errors": tuple(name for name in __all__ if name.endswith(("Error", "Warning"))),
+    "fields": ("BatchSettings", "JobSettings"),
     "ids": ("JobIds",),
+    "job": ("Answer", "Job", "Worker"),
+    "parameters": ("GenerationParams",),
     "pieces": ("Piece",),
     "settings": ("Settings",),
-    "spec": ("BatchSettings", "JobSettings"),
 }
 _HOME = {name: f"{__name__}.{module}" for module, names in _HOMES.items() for name in names}
 

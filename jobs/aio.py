@@ -25,8 +25,8 @@ from functools import wraps
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from nightmill import jobs as _jobs
-from nightmill.jobs.contract import Job
 from nightmill.jobs.errors import InvalidParameterError
+from nightmill.jobs.job import Job
 
 if TYPE_CHECKING:
     from nightmill.jobs.pieces import Piece, Place

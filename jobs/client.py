@@ -7,17 +7,19 @@ from typing import TYPE_CHECKING, Any, Self, Unpack
 from nightmill.jobs.batches.batch import Batch, Batches, BatchSource
 from nightmill.jobs.batches.submission import OnRows
 from nightmill.jobs.batches.verifying import Verification, Verifier
-from nightmill.jobs.contract import Job, JobState, Prompt, Worker
+from nightmill.jobs.contract import JobState, Prompt
 from nightmill.jobs.enqueueing import Enqueueing
 from nightmill.jobs.errors import InvalidParameterError
+from nightmill.jobs.fields import FIELDS, BatchSettings, JobSettings, deadline_moment
 from nightmill.jobs.following import Following
 from nightmill.jobs.formats.frames import Prompts, items_of
 from nightmill.jobs.ids import JobIds
+from nightmill.jobs.job import Job, Worker
 from nightmill.jobs.messages.announcing import Announcer
 from nightmill.jobs.messages.broker import Broker
 from nightmill.jobs.pieces import START, Piece, Place
 from nightmill.jobs.settings import Settings
-from nightmill.jobs.spec import FIELDS, BatchSettings, JobSettings, JobSpec, deadline_moment
+from nightmill.jobs.spec import JobSpec
 from nightmill.jobs.sql.batches import BatchStore
 from nightmill.jobs.sql.database import Clock, Database
 from nightmill.jobs.sql.jobs import Selection, Store

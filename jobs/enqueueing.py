@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 from nightmill.jobs.batches.grouping import characters, grouped
 from nightmill.jobs.contract import Prompt
 from nightmill.jobs.errors import InvalidParameterError, InvalidRequestError, UnknownModelError
+from nightmill.jobs.fields import deadline_moment
 from nightmill.jobs.ids import IdSource, JobIds
 from nightmill.jobs.messages.announcing import Announcer
 from nightmill.jobs.messages.broker import Broker
-from nightmill.jobs.spec import JobSpec, deadline_moment
+from nightmill.jobs.spec import JobSpec
 from nightmill.jobs.sql import inserting
 from nightmill.jobs.sql.jobs import Store, by_queue
 from nightmill.jobs.sql.outbox import after_commit

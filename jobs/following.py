@@ -14,7 +14,6 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 
 from nightmill.jobs.answers import answer_id
-from nightmill.jobs.contract import MAX_ANSWERS, Job
 from nightmill.jobs.errors import (
     BrokerError,
     DatabaseError,
@@ -26,8 +25,10 @@ from nightmill.jobs.errors import (
 )
 from nightmill.jobs.forking import Forkable
 from nightmill.jobs.ids import is_job_id
+from nightmill.jobs.job import Job
 from nightmill.jobs.messages.broker import Broker
 from nightmill.jobs.messages.streams import Inbox, Part
+from nightmill.jobs.parameters import MAX_ANSWERS
 from nightmill.jobs.pieces import START, Cursor, GapError, Piece, Place
 from nightmill.jobs.sql.jobs import Store, chunked
 

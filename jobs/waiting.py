@@ -9,9 +9,9 @@ from collections.abc import Generator, Iterable, Iterator, Sequence
 from datetime import datetime, timedelta
 from typing import Literal
 
-from nightmill.jobs.contract import Job
 from nightmill.jobs.errors import InvalidParameterError, JobNotFoundError, WaitTimeoutError
 from nightmill.jobs.ids import JobIds
+from nightmill.jobs.job import Job
 from nightmill.jobs.sql.jobs import CHUNK, Selection, Store, chunked
 
 Order = Literal["enqueued", "finished"]

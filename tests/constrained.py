@@ -4,7 +4,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from nightmill.jobs.contract import GenerationParams
+from nightmill.jobs.parameters import GenerationParams
 from nightmill.jobs.spec import JobSpec
 from nightmill.worker.engine.engine import Engine
 from nightmill.worker.engine.request import Completion, Request

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nightmill.jobs.contract import GenerationParams
+from nightmill.jobs.parameters import GenerationParams
 from nightmill.worker.engine.request import Request
 from nightmill.worker.engine.scheduler import Scheduler
 from tests.ggufs import byte_vocabulary

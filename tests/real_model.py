@@ -12,7 +12,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from nightmill.jobs.contract import GenerationParams
+from nightmill.jobs.parameters import GenerationParams
 from nightmill.worker.commands.demo import DISTRIBUTION, installed_model
 from nightmill.worker.engine.engine import Engine
 from nightmill.worker.engine.request import Request

@@ -19,21 +19,23 @@ from typing import Any
 from nightmill.jobs.batch_status import BatchRecord, BatchStatus, make_status
 from nightmill.jobs.batches.result_files import output_row, source_of, vet, write_in_order
 from nightmill.jobs.batches.submission import OnRows, Submission
-from nightmill.jobs.contract import Job, JobState, JsonObject
+from nightmill.jobs.contract import JobState, JsonObject
 from nightmill.jobs.errors import (
     BatchConflictError,
     BatchNotFoundError,
     InvalidParameterError,
     WaitTimeoutError,
 )
+from nightmill.jobs.fields import OF_A_BATCH, deadline_moment, moment
 from nightmill.jobs.formats import Destination, FileFormat, InputFile
 from nightmill.jobs.formats.frames import Prompts, arrow_table, items_of, pandas_frame
 from nightmill.jobs.formats.plain import ROW_KEYS
 from nightmill.jobs.formats.results import ERROR_COLUMNS, RESULT_COLUMNS
 from nightmill.jobs.ids import IdSource
+from nightmill.jobs.job import Job
 from nightmill.jobs.messages.announcing import Announcer
 from nightmill.jobs.settings import Settings
-from nightmill.jobs.spec import OF_A_BATCH, JobSpec, deadline_moment, moment
+from nightmill.jobs.spec import JobSpec
 from nightmill.jobs.sql.batches import BatchStore
 from nightmill.jobs.sql.deletion import Deletion
 from nightmill.jobs.sql.workers import WorkerStore

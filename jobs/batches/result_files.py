@@ -4,8 +4,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from nightmill.jobs.contract import Job, JsonObject
+from nightmill.jobs.contract import JsonObject
 from nightmill.jobs.formats import Destination, FileFormat, InputFile, error_row, result_row
+from nightmill.jobs.job import Job
 from nightmill.jobs.sql.batches import BatchStore
 from nightmill.jobs.sql.jobs import Selection, Store
 

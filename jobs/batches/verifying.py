@@ -13,16 +13,17 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from nightmill.jobs.arithmetic import difference
-from nightmill.jobs.contract import Job, JobState
+from nightmill.jobs.contract import JobState
 from nightmill.jobs.errors import (
     InvalidParameterError,
     InvalidTransitionError,
     NotServedError,
     WaitTimeoutError,
 )
+from nightmill.jobs.fields import check_option
 from nightmill.jobs.ids import IdSource
+from nightmill.jobs.job import Job
 from nightmill.jobs.messages.announcing import Announcer
-from nightmill.jobs.spec import check_option
 from nightmill.jobs.sql.batches import BatchStore
 from nightmill.jobs.sql.copying import COPIED_FROM, copy_jobs, models_of
 from nightmill.jobs.sql.deletion import Deletion

@@ -7,8 +7,8 @@ from typing import Any, TypeVar
 import click
 
 from nightmill.jobs.errors import InvalidRequestError
+from nightmill.jobs.fields import FIELDS, OF_A_BATCH, PARAMETERS, Kind
 from nightmill.jobs.formats.jsonlines import parse_value
-from nightmill.jobs.spec import FIELDS, OF_A_BATCH, PARAMETERS, Kind
 from nightmill.jobs.when import parse_moment
 
 Command = TypeVar("Command", bound=Callable[..., Any])

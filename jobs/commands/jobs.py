@@ -20,11 +20,12 @@ from nightmill.jobs.commands.printing import (
     prompt_line,
 )
 from nightmill.jobs.commands.terminal import echo, echo_json, table
-from nightmill.jobs.contract import Job, JobState
+from nightmill.jobs.contract import JobState
+from nightmill.jobs.fields import FIELDS
+from nightmill.jobs.job import Job
 from nightmill.jobs.messages.embedded import EmbeddedRedis
 from nightmill.jobs.printable import printable
 from nightmill.jobs.settings import Settings
-from nightmill.jobs.spec import FIELDS
 from nightmill.jobs.when import describe_moment
 
 

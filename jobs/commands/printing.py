@@ -11,7 +11,8 @@ from nightmill.jobs.batch_status import BatchState, BatchStatus
 from nightmill.jobs.client import Client
 from nightmill.jobs.commands.progress import duration
 from nightmill.jobs.commands.terminal import Line, LiveLine, echo, echo_text, to_json, type_text
-from nightmill.jobs.contract import Job, JobState
+from nightmill.jobs.contract import JobState
+from nightmill.jobs.job import Job
 from nightmill.jobs.printable import printable
 from nightmill.jobs.when import describe_moment
 

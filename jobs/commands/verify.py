@@ -11,8 +11,8 @@ from nightmill.jobs.client import Client
 from nightmill.jobs.commands.options import json_option
 from nightmill.jobs.commands.printing import counted
 from nightmill.jobs.commands.terminal import Line, LiveLine, echo, echo_json
+from nightmill.jobs.fields import HIGHEST_PRIORITY
 from nightmill.jobs.printable import printable
-from nightmill.jobs.spec import HIGHEST_PRIORITY
 from nightmill.jobs.when import parse_span
 
 # The first of these that a row has.

@@ -11,10 +11,10 @@ from typing import Any, TextIO
 
 from nightmill.jobs.contract import JsonObject
 from nightmill.jobs.errors import BatchFileError, RowCode
+from nightmill.jobs.fields import FIELDS, Kind
 from nightmill.jobs.formats.jsonlines import LINE_LIMIT, parse_value
 from nightmill.jobs.formats.plain import ROW_KEYS
 from nightmill.jobs.formats.rows import RowError
-from nightmill.jobs.spec import FIELDS, Kind
 
 DELIMITERS = ",;\t"
 KINDS = {name: field.kind for name, field in FIELDS.items()} | {"messages": Kind.OBJECT}

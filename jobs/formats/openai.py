@@ -12,10 +12,11 @@ from typing import Any
 from nightmill.jobs.constrained import FORMS
 from nightmill.jobs.contract import JsonObject
 from nightmill.jobs.errors import InvalidRequestError, RowCode
+from nightmill.jobs.fields import PARAMETERS, unknown_field
 from nightmill.jobs.formats.jsonlines import parse_value
 from nightmill.jobs.formats.rows import invalid, missing
 from nightmill.jobs.prompts import is_id, json_type
-from nightmill.jobs.spec import PARAMETERS, JobSpec, unknown_field
+from nightmill.jobs.spec import JobSpec
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"

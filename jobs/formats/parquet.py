@@ -8,10 +8,10 @@ from typing import Any
 
 from nightmill.jobs.contract import JsonObject
 from nightmill.jobs.errors import BatchFileError, InvalidRequestError, MissingExtraError, RowCode
+from nightmill.jobs.fields import Kind
 from nightmill.jobs.formats.csvfile import KINDS, check_columns, whole
 from nightmill.jobs.formats.jsonlines import parse_value
 from nightmill.jobs.formats.rows import RowError
-from nightmill.jobs.spec import Kind
 
 _ROWS = 256  # read at once
 _ROW_GROUP = 4096  # written at once

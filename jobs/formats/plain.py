@@ -1,7 +1,8 @@
 """Plain rows: `prompt` or `messages`, with the keywords of enqueue beside them."""
 
 from nightmill.jobs.contract import JsonObject
-from nightmill.jobs.spec import FIELDS, JobSpec, unknown_field
+from nightmill.jobs.fields import FIELDS, unknown_field
+from nightmill.jobs.spec import JobSpec
 
 # What concerns the batch as a whole, and what a row cannot say for itself.
 _OF_THE_BATCH = {

@@ -8,8 +8,9 @@ choices there, a list in plain rows, and a text with JSON in tables, which have 
 import json
 from datetime import datetime
 
-from nightmill.jobs.contract import Answer, Job, JsonObject, StopReason
+from nightmill.jobs.contract import JsonObject, StopReason
 from nightmill.jobs.formats.rows import FileFormat
+from nightmill.jobs.job import Answer, Job
 
 RESULT_COLUMNS = {
     "custom_id": "string",

@@ -7,7 +7,8 @@ from typing import Any
 
 from nightmill.jobs.contract import JsonObject, Prompt
 from nightmill.jobs.errors import InvalidRequestError, RowCode
-from nightmill.jobs.spec import JobSpec, check_option
+from nightmill.jobs.fields import check_option
+from nightmill.jobs.spec import JobSpec
 
 _LONGEST_MESSAGE = 300  # characters; what a row holds is quoted, and a row may hold megabytes
 

@@ -12,11 +12,11 @@ from celery import Celery
 from kombu import Queue
 
 from nightmill.jobs.errors import BrokerError, BrokerUnreachableError, MessageError
+from nightmill.jobs.fields import HIGHEST_PRIORITY
 from nightmill.jobs.forking import Forkable
 from nightmill.jobs.messages.embedded import EmbeddedRedis
 from nightmill.jobs.messages.shards import TASK, read_shard
 from nightmill.jobs.settings import Settings
-from nightmill.jobs.spec import HIGHEST_PRIORITY
 
 DEFAULT_QUEUE = "nightmill"
 _DAY = 24 * 60 * 60

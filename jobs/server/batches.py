@@ -9,6 +9,7 @@ from starlette.responses import JSONResponse, Response
 
 from nightmill.jobs.batch_status import RowCount
 from nightmill.jobs.contract import JobState, JsonObject
+from nightmill.jobs.fields import check_option, unknown_field
 from nightmill.jobs.formats.openai import CHAT, COMPLETIONS
 from nightmill.jobs.ids import IdSource
 from nightmill.jobs.prompts import json_type
@@ -17,7 +18,6 @@ from nightmill.jobs.server.errors import invalid
 from nightmill.jobs.server.files import PREFIX
 from nightmill.jobs.server.handing_in import HandingIn
 from nightmill.jobs.server.listing import Page
-from nightmill.jobs.spec import check_option, unknown_field
 from nightmill.jobs.sql.http_batches import BATCH_PREFIX, HttpBatch, HttpStatus
 from nightmill.jobs.when import parse_span
 

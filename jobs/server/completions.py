@@ -12,10 +12,11 @@ from typing import Any, Self
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from nightmill.jobs.contract import Job, JsonObject
+from nightmill.jobs.contract import JsonObject
 from nightmill.jobs.errors import NightmillError
 from nightmill.jobs.formats.openai import CHAT, COMPLETIONS, body_job
 from nightmill.jobs.formats.results import completion_body, completion_id, finish_reason, usage
+from nightmill.jobs.job import Job
 from nightmill.jobs.prompts import json_type
 from nightmill.jobs.server.bodies import read_object
 from nightmill.jobs.server.desk import Desk, idempotency_key

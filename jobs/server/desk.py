@@ -15,10 +15,11 @@ from typing import ParamSpec, TypeVar
 from starlette.requests import Request
 
 from nightmill.jobs.client import Client
-from nightmill.jobs.contract import Job, JobState
+from nightmill.jobs.contract import JobState
 from nightmill.jobs.enqueueing import owned_key
 from nightmill.jobs.errors import JobNotFoundError, NightmillError, WaitTimeoutError
 from nightmill.jobs.ids import is_job_id
+from nightmill.jobs.job import Job
 from nightmill.jobs.pieces import START, Piece, Place
 from nightmill.jobs.server.errors import HttpError, invalid
 from nightmill.jobs.server.keys import Caller, Keys

@@ -12,7 +12,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from nightmill.jobs.contract import Job, JsonObject, StopReason
+from nightmill.jobs.contract import JsonObject, StopReason
 from nightmill.jobs.errors import (
     BrokerError,
     DatabaseError,
@@ -26,6 +26,7 @@ from nightmill.jobs.errors import (
     UnknownModelError,
     WaitTimeoutError,
 )
+from nightmill.jobs.job import Job
 from nightmill.jobs.printable import printable
 
 log = logging.getLogger("nightmill.server")

@@ -11,6 +11,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from nightmill.jobs.contract import JsonObject
 from nightmill.jobs.errors import InvalidRequestError
+from nightmill.jobs.fields import unknown_field
 from nightmill.jobs.ids import IdSource
 from nightmill.jobs.printable import printable
 from nightmill.jobs.server.desk import Desk
@@ -19,7 +20,6 @@ from nightmill.jobs.server.folder import Folder
 from nightmill.jobs.server.keys import Caller
 from nightmill.jobs.server.listing import Page, bare_id
 from nightmill.jobs.server.uploads import Uploads, over_quota
-from nightmill.jobs.spec import unknown_field
 from nightmill.jobs.sql.files import UPLOADED, FileStore, StoredFile
 
 PREFIX = "file-"

@@ -15,7 +15,7 @@ from functools import partial
 
 from nightmill.jobs.batches.result_files import output_row
 from nightmill.jobs.client import Client
-from nightmill.jobs.contract import Job, JobState, StopReason
+from nightmill.jobs.contract import JobState, StopReason
 from nightmill.jobs.errors import (
     BatchFileError,
     BatchNotFoundError,
@@ -26,6 +26,7 @@ from nightmill.jobs.errors import (
 )
 from nightmill.jobs.formats import FileFormat, ResultFile
 from nightmill.jobs.ids import IdSource
+from nightmill.jobs.job import Job
 from nightmill.jobs.server.folder import Folder
 from nightmill.jobs.server.inputs import EndpointFile, file_error, row_error
 from nightmill.jobs.sql.files import WRITTEN, FileStore, StoredFile

@@ -10,9 +10,11 @@ from datetime import UTC, datetime
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from nightmill.jobs.contract import Job, JobState, JsonObject
+from nightmill.jobs.contract import JobState, JsonObject
 from nightmill.jobs.errors import NightmillError
+from nightmill.jobs.fields import FIELDS, unknown_field
 from nightmill.jobs.formats.results import answer_values
+from nightmill.jobs.job import Job
 from nightmill.jobs.pieces import START, Place
 from nightmill.jobs.prompts import json_type
 from nightmill.jobs.server.bodies import read_object, read_times
@@ -20,7 +22,7 @@ from nightmill.jobs.server.desk import Desk
 from nightmill.jobs.server.errors import HttpError, http_error_of, invalid
 from nightmill.jobs.server.events import COMMENT, EventStream, event, with_pauses
 from nightmill.jobs.server.listing import Page
-from nightmill.jobs.spec import FIELDS, JobSpec, unknown_field
+from nightmill.jobs.spec import JobSpec
 from nightmill.jobs.sql.jobs import Selection
 
 _NOT_HERE = {

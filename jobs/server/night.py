@@ -9,6 +9,7 @@ from starlette.responses import JSONResponse, Response
 from nightmill.jobs.batch_status import BatchStatus
 from nightmill.jobs.contract import JsonObject
 from nightmill.jobs.errors import BatchNotFoundError, InvalidParameterError
+from nightmill.jobs.fields import OF_A_BATCH, check_option, deadline_moment, unknown_field
 from nightmill.jobs.ids import IdSource
 from nightmill.jobs.server.batches import text_of
 from nightmill.jobs.server.bodies import TIMES, read_object, read_times
@@ -16,7 +17,7 @@ from nightmill.jobs.server.errors import invalid
 from nightmill.jobs.server.files import PREFIX
 from nightmill.jobs.server.handing_in import HandingIn
 from nightmill.jobs.server.listing import Page
-from nightmill.jobs.spec import OF_A_BATCH, JobSpec, check_option, deadline_moment, unknown_field
+from nightmill.jobs.spec import JobSpec
 from nightmill.jobs.sql.http_batches import BATCH_PREFIX, HttpBatch
 
 BODY = OF_A_BATCH | {"file", "name"}

@@ -7,10 +7,11 @@ from typing import Any
 
 from nightmill.jobs.batch_status import BatchState
 from nightmill.jobs.constrained import FORMS
-from nightmill.jobs.contract import GenerationParams, JobState, JsonObject, StopReason
+from nightmill.jobs.contract import JobState, JsonObject, StopReason
+from nightmill.jobs.fields import FIELDS, OF_A_BATCH, Kind
 from nightmill.jobs.formats.openai import CHAT, COMPLETIONS, body_keys
+from nightmill.jobs.parameters import GenerationParams
 from nightmill.jobs.server.native import DELIVERY, JOB_FIELDS
-from nightmill.jobs.spec import FIELDS, OF_A_BATCH, Kind
 from nightmill.jobs.sql.files import UPLOADED, WRITTEN
 from nightmill.jobs.sql.http_batches import HttpStatus
 

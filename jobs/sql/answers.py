@@ -9,7 +9,8 @@ from typing import cast
 
 from sqlalchemy import Connection, Table, bindparam, delete, insert, select
 
-from nightmill.jobs.contract import Answer, JobState, StopReason
+from nightmill.jobs.contract import JobState, StopReason
+from nightmill.jobs.job import Answer
 from nightmill.jobs.sql.tables import AnswerRow, JobRow
 
 ANSWERS = cast(Table, AnswerRow.__table__)

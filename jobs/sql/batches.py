@@ -12,8 +12,9 @@ from sqlalchemy import Connection, Table, func, or_, select, text, update
 from sqlalchemy.orm import InstrumentedAttribute
 
 from nightmill.jobs.batch_status import BatchRecord, ErrorGroup, Pace, RowCount, group_errors
-from nightmill.jobs.contract import Job, JobState, StopReason
+from nightmill.jobs.contract import JobState, StopReason
 from nightmill.jobs.errors import BatchNotFoundError
+from nightmill.jobs.job import Job
 from nightmill.jobs.sql import answers, partials
 from nightmill.jobs.sql.database import Database
 from nightmill.jobs.sql.jobs import (

@@ -7,15 +7,9 @@ from datetime import datetime
 from typing import Any
 
 from nightmill.jobs.checks import template_variables
-from nightmill.jobs.contract import (
-    Constrained,
-    ConstraintKind,
-    GenerationParams,
-    JsonObject,
-    Rendering,
-    is_token_ids,
-)
+from nightmill.jobs.contract import Constrained, ConstraintKind, JsonObject, Rendering, is_token_ids
 from nightmill.jobs.errors import InvalidParameterError
+from nightmill.jobs.parameters import GenerationParams
 from nightmill.jobs.sql.partials import SavedTokens
 
 __all__ = ["Claim", "read_claim"]

@@ -14,11 +14,8 @@ from typing import Any
 
 from sqlalchemy import Connection, Text, bindparam, cast, select, update
 
-from nightmill.jobs.contract import (
-    Answer,
-    JobState,
-    StopReason,
-)
+from nightmill.jobs.contract import JobState, StopReason
+from nightmill.jobs.job import Answer
 from nightmill.jobs.sql import answers, partials, suspects
 from nightmill.jobs.sql.claimed import Claim, read_claim
 from nightmill.jobs.sql.jobs import chunked, mark_unsent

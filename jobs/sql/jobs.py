@@ -26,17 +26,10 @@ from sqlalchemy.dialects.postgresql import insert as postgresql_insert
 from sqlalchemy.dialects.sqlite import insert as sqlite_insert
 from sqlalchemy.orm import InstrumentedAttribute
 
-from nightmill.jobs.contract import (
-    FINAL_STATES,
-    Answer,
-    Constrained,
-    GenerationParams,
-    Job,
-    JobState,
-    Rendering,
-    StopReason,
-)
+from nightmill.jobs.contract import FINAL_STATES, Constrained, JobState, Rendering, StopReason
 from nightmill.jobs.errors import InvalidTransitionError, JobNotFoundError
+from nightmill.jobs.job import Answer, Job
+from nightmill.jobs.parameters import GenerationParams
 from nightmill.jobs.sql import answers, partials
 from nightmill.jobs.sql.database import Database
 from nightmill.jobs.sql.locks import hold_batches, lock_ids, refuse_deleting

@@ -13,7 +13,7 @@ from typing import Any
 from sqlalchemy import Connection, exists, func, or_, select, update
 
 from nightmill.jobs.contract import JobState, StopReason, WorkerState
-from nightmill.jobs.spec import HIGHEST_PRIORITY
+from nightmill.jobs.fields import HIGHEST_PRIORITY
 from nightmill.jobs.sql import partials, suspects
 from nightmill.jobs.sql.claims import hand_back
 from nightmill.jobs.sql.database import Database

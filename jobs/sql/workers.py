@@ -6,7 +6,8 @@ from typing import Any
 
 from sqlalchemy import delete, insert, select, update
 
-from nightmill.jobs.contract import Worker, WorkerState
+from nightmill.jobs.contract import WorkerState
+from nightmill.jobs.job import Worker
 from nightmill.jobs.sql.database import Database
 from nightmill.jobs.sql.retrying import retried
 from nightmill.jobs.sql.tables import WorkerRow

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from nightmill.jobs.contract import GenerationParams
+from nightmill.jobs.parameters import GenerationParams
 from nightmill.worker.engine.engine import Engine, EngineStats
 from nightmill.worker.engine.request import Completion, Request
 from nightmill.worker.link.loading import BLOCK_SIZE, demo_model

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import pytest
 from gguf import GGMLQuantizationType
 
-from nightmill.jobs.contract import GenerationParams
+from nightmill.jobs.parameters import GenerationParams
 from nightmill.worker.engine.engine import Engine
 from nightmill.worker.engine.request import Request
 from nightmill.worker.model.gguf.file import GgufFile

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nightmill.jobs.contract import GenerationParams, StopReason
+from nightmill.jobs.contract import StopReason
+from nightmill.jobs.parameters import GenerationParams
 from nightmill.worker.engine.engine import Engine
 from nightmill.worker.engine.request import Completion, Request
 from nightmill.worker.model.families import read_spec

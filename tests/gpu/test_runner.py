@@ -10,8 +10,8 @@ import numpy.typing as npt
 import psutil
 import pytest
 
-from nightmill.jobs.contract import GenerationParams
 from nightmill.jobs.errors import RunnerError
+from nightmill.jobs.parameters import GenerationParams
 from nightmill.worker.engine.request import Request
 from nightmill.worker.link.loading import demo_model
 from nightmill.worker.model.chat import ChatTemplate

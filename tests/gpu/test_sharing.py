@@ -4,7 +4,7 @@ from contextlib import closing
 
 import pytest
 
-from nightmill.jobs.contract import GenerationParams
+from nightmill.jobs.parameters import GenerationParams
 from nightmill.worker.engine.engine import Engine, EngineStats
 from nightmill.worker.engine.request import Request
 from nightmill.worker.link.loading import demo_model

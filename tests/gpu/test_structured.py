@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from jsonschema import Draft202012Validator, FormatChecker
 
-from nightmill.jobs.contract import GenerationParams, StopReason
+from nightmill.jobs.contract import StopReason
+from nightmill.jobs.parameters import GenerationParams
 from nightmill.jobs.spec import JobSpec
 from nightmill.worker.engine.engine import Engine
 from nightmill.worker.engine.request import Completion, Request

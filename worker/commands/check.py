@@ -11,8 +11,8 @@ import click
 from nightmill.jobs.client import Client
 from nightmill.jobs.commands.options import json_option
 from nightmill.jobs.commands.terminal import echo, echo_json
-from nightmill.jobs.contract import Worker
 from nightmill.jobs.errors import NightmillError, RunnerError
+from nightmill.jobs.job import Worker
 from nightmill.jobs.printable import printable
 from nightmill.jobs.settings import Settings
 from nightmill.worker.fetching import with_model_file

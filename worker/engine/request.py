@@ -4,7 +4,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
-from nightmill.jobs.contract import Constrained, GenerationParams, StopReason
+from nightmill.jobs.contract import Constrained, StopReason
+from nightmill.jobs.parameters import GenerationParams
 from nightmill.worker.engine.prefix_tree import PrefixNode
 from nightmill.worker.engine.stops import TextWatch
 

@@ -7,7 +7,8 @@ length, context. Deadline and cancellation are looked at between steps.
 from collections.abc import Callable
 from typing import Protocol
 
-from nightmill.jobs.contract import GenerationParams, StopReason
+from nightmill.jobs.contract import StopReason
+from nightmill.jobs.parameters import GenerationParams
 
 
 class TextStream(Protocol):

@@ -31,7 +31,7 @@ import numpy as np
 import numpy.typing as npt
 
 from nightmill.jobs.arithmetic import Arithmetic
-from nightmill.jobs.contract import GenerationParams
+from nightmill.jobs.parameters import GenerationParams
 
 IntArray = npt.NDArray[np.int32]
 DrawArray = npt.NDArray[np.void]

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from nightmill.jobs.answers import answer_id, answer_seed, split_answer_id
-from nightmill.jobs.contract import Answer, JobState, StopReason
+from nightmill.jobs.contract import JobState, StopReason
+from nightmill.jobs.job import Answer
 from nightmill.jobs.sql.claims import Outcome
 from nightmill.worker.engine.request import Completion, Partial, Progress, Request
 from nightmill.worker.service.in_flight import InFlight, JobKey

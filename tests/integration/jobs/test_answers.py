@@ -6,7 +6,8 @@ import pytest
 from sqlalchemy import func, select
 
 from nightmill.jobs.client import Client
-from nightmill.jobs.contract import Answer, JobState, StopReason
+from nightmill.jobs.contract import JobState, StopReason
+from nightmill.jobs.job import Answer
 from nightmill.jobs.sql.claims import Claims, Outcome
 from nightmill.jobs.sql.tables import AnswerRow
 from tests.servers import Clock

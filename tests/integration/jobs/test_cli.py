@@ -14,7 +14,8 @@ from click.testing import CliRunner, Result
 from nightmill.jobs.client import Client
 from nightmill.jobs.commands.batches import batch
 from nightmill.jobs.commands.main import main
-from nightmill.jobs.contract import Answer, StopReason
+from nightmill.jobs.contract import StopReason
+from nightmill.jobs.job import Answer
 from nightmill.jobs.settings import Settings
 from nightmill.jobs.sql.claims import Claims, Outcome
 from nightmill.jobs.sql.tables import SCHEMA_REVISION

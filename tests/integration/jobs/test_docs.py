@@ -11,7 +11,8 @@ import pytest
 from sqlalchemy import text
 
 from nightmill.jobs.client import Client
-from nightmill.jobs.contract import Answer, StopReason
+from nightmill.jobs.contract import StopReason
+from nightmill.jobs.job import Answer
 from nightmill.jobs.settings import Settings
 from nightmill.jobs.sql.claims import Claims, Outcome
 from tests.servers import worker_env

@@ -21,9 +21,9 @@ from nightmill.jobs.client import Client
 from nightmill.jobs.commands.main import main
 from nightmill.jobs.constrained import FORMS
 from nightmill.jobs.errors import InvalidRequestError
+from nightmill.jobs.fields import FIELDS, OF_A_BATCH, PARAMETERS, BatchSettings, JobSettings
 from nightmill.jobs.formats.rows import printable
 from nightmill.jobs.settings import Settings
-from nightmill.jobs.spec import FIELDS, OF_A_BATCH, PARAMETERS, BatchSettings, JobSettings
 from nightmill.jobs.sql.jobs import JOBS
 from nightmill.jobs.sql.tables import JobRow
 from tests.servers import worker_env

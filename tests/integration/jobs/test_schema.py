@@ -15,8 +15,9 @@ from alembic.script import ScriptDirectory
 from sqlalchemy import inspect, text
 
 from nightmill.jobs.client import Client
-from nightmill.jobs.contract import Answer, StopReason
+from nightmill.jobs.contract import StopReason
 from nightmill.jobs.errors import DatabaseError, SchemaError
+from nightmill.jobs.job import Answer
 from nightmill.jobs.settings import Settings
 from nightmill.jobs.sql.claims import Claims, Outcome
 from nightmill.jobs.sql.database import Database, migrations_dir

@@ -5,7 +5,8 @@ from datetime import timedelta
 import pytest
 
 from nightmill.jobs.client import Client
-from nightmill.jobs.contract import Worker, WorkerState
+from nightmill.jobs.contract import WorkerState
+from nightmill.jobs.job import Worker
 from nightmill.jobs.sql.claims import Claims
 from tests.servers import Clock
 

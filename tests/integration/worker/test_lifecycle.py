@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from nightmill.jobs.client import Client
-from nightmill.jobs.contract import Job, JobState, StopReason
+from nightmill.jobs.contract import JobState, StopReason
+from nightmill.jobs.job import Job
 from tests.integration.worker.conftest import StartWorker, on_postgresql, on_sqlite
 from tests.servers import ENDLESS_TOKENS, LONG_TOKENS, wait_until
 

@@ -11,8 +11,9 @@ from hashlib import blake2b
 import numpy as np
 
 from nightmill.jobs.arithmetic import Arithmetic
-from nightmill.jobs.contract import GenerationParams, StopReason
+from nightmill.jobs.contract import StopReason
 from nightmill.jobs.errors import RunnerError
+from nightmill.jobs.parameters import GenerationParams
 from nightmill.worker.engine.engine import Engine
 from nightmill.worker.engine.request import Completion, Request
 from nightmill.worker.runners.base import FROM_SLOT, NOT_A_NUMBER, UNMASKED, Drawn, IntArray, StepBatch

@@ -2,7 +2,7 @@
 
 import pytest
 
-from nightmill.jobs.contract import GenerationParams
+from nightmill.jobs.parameters import GenerationParams
 from nightmill.worker.engine.limits import Limits
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from nightmill.jobs.contract import GenerationParams
+from nightmill.jobs.parameters import GenerationParams
 from nightmill.worker.engine.kv_cache import BlockPool
 from nightmill.worker.engine.request import Request, Sequence, SequenceState
 from nightmill.worker.engine.scheduler import Scheduler, StepPlan

@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nightmill.jobs.contract import GenerationParams, StopReason
+from nightmill.jobs.contract import StopReason
+from nightmill.jobs.parameters import GenerationParams
 from nightmill.worker.engine.stops import TextWatch, reason_to_stop, streamed
 from tests.unit.engine.scripted import PIECES, PieceStream, first_stop, stable_prefix, text_of
 

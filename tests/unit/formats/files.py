@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from nightmill.jobs.constrained import FORMS
-from nightmill.jobs.contract import GenerationParams, Job, JobState, StopReason
+from nightmill.jobs.contract import JobState, StopReason
+from nightmill.jobs.fields import FIELDS
 from nightmill.jobs.formats import FileFormat, InputFile, InputRow
-from nightmill.jobs.spec import FIELDS
+from nightmill.jobs.job import Job
+from nightmill.jobs.parameters import GenerationParams
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"

@@ -10,12 +10,13 @@ from openai.types.chat import ChatCompletion
 
 from nightmill.jobs.answers import answer_seed
 from nightmill.jobs.constrained import FORMS, MAX_BYTES, MAX_CHOICES, MAX_REGEX
-from nightmill.jobs.contract import Answer, JobState, StopReason
+from nightmill.jobs.contract import JobState, StopReason
 from nightmill.jobs.errors import RowCode
 from nightmill.jobs.formats import FileFormat, InputFile, error_row, result_row
 from nightmill.jobs.formats.openai import GUIDED, IGNORED, NEUTRAL
 from nightmill.jobs.formats.plain import ROW_KEYS
 from nightmill.jobs.formats.results import ERROR_COLUMNS, RESULT_COLUMNS
+from nightmill.jobs.job import Answer
 from nightmill.jobs.schemas import MAX_DEPTH, REFUSED
 from tests.unit.formats.files import job
 

@@ -11,9 +11,11 @@ from hypothesis import strategies as st
 from openai.types import Completion
 from openai.types.chat import ChatCompletion
 
-from nightmill.jobs.contract import Answer, GenerationParams, Job, JobState, StopReason
+from nightmill.jobs.contract import JobState, StopReason
 from nightmill.jobs.formats import FileFormat, InputFile, ResultFile, RowError, error_row, result_row
 from nightmill.jobs.formats.ours import job_ids
+from nightmill.jobs.job import Answer, Job
+from nightmill.jobs.parameters import GenerationParams
 from tests.unit.formats.files import FINISHED, chat, completion, job, write_lines
 
 FAILED = {

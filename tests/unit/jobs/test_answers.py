@@ -5,16 +5,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nightmill.jobs.answers import answer_id, answer_seed, split_answer_id
-from nightmill.jobs.contract import (
-    MAX_ANSWERS,
-    MAX_SEED,
-    Answer,
-    Constrained,
-    ConstraintKind,
-    GenerationParams,
-    StopReason,
-)
+from nightmill.jobs.contract import Constrained, ConstraintKind, StopReason
 from nightmill.jobs.errors import InvalidParameterError
+from nightmill.jobs.job import Answer
+from nightmill.jobs.parameters import MAX_ANSWERS, MAX_SEED, GenerationParams
 from tests.unit.formats.files import job
 
 SEEDS = st.integers(0, MAX_SEED)

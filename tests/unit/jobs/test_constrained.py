@@ -8,8 +8,10 @@ import pytest
 from pydantic import BaseModel
 
 from nightmill.jobs.constrained import MAX_BYTES, MAX_CHOICES, MAX_REGEX
-from nightmill.jobs.contract import Constrained, ConstraintKind, GenerationParams, Job, JobState, StopReason
+from nightmill.jobs.contract import Constrained, ConstraintKind, JobState, StopReason
 from nightmill.jobs.errors import InvalidParameterError
+from nightmill.jobs.job import Job
+from nightmill.jobs.parameters import GenerationParams
 from nightmill.jobs.schemas import MAX_DEPTH, REFUSED
 from nightmill.jobs.spec import JobSpec
 

@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nightmill.jobs.contract import FINAL_STATES, MAX_SEED, GenerationParams, JobState, StopReason, unstorable
+from nightmill.jobs.contract import FINAL_STATES, JobState, StopReason, unstorable
 from nightmill.jobs.errors import InvalidParameterError, InvalidPromptError, InvalidRequestError
+from nightmill.jobs.parameters import MAX_SEED, GenerationParams
 from nightmill.jobs.spec import JobSpec
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from nightmill.jobs.contract import GenerationParams
 from nightmill.jobs.errors import InvalidParameterError, SettingsError
+from nightmill.jobs.parameters import GenerationParams
 from nightmill.jobs.sentences import _SENTENCES, sentence
 from nightmill.jobs.settings import Settings
 from nightmill.worker.options import merge_options

@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nightmill.jobs.batches.verifying import Parting, Verdict, choose, compare, part
-from nightmill.jobs.contract import Answer, StopReason
+from nightmill.jobs.contract import StopReason
+from nightmill.jobs.job import Answer
 from tests.unit.formats.files import job
 
 IDS = [f"{number:032x}" for number in range(200)]

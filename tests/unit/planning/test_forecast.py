@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nightmill.jobs.contract import GenerationParams
+from nightmill.jobs.parameters import GenerationParams
 from nightmill.worker.commands.planning.forecast import (
     draw_lengths,
     expected_lengths,

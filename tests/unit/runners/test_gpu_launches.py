@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 from annotated_types import Le
 
-from nightmill.jobs.contract import GenerationParams
 from nightmill.jobs.errors import RunnerError
+from nightmill.jobs.parameters import GenerationParams
 from nightmill.jobs.settings import Settings
 from nightmill.worker.engine.engine import Engine
 from nightmill.worker.engine.request import Request

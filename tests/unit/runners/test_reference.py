@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from nightmill.jobs.contract import GenerationParams
 from nightmill.jobs.errors import RunnerError
+from nightmill.jobs.parameters import GenerationParams
 from nightmill.worker.engine.engine import Engine
 from nightmill.worker.engine.request import Completion, Request
 from nightmill.worker.model.families import read_spec

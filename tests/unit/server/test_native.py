@@ -9,9 +9,9 @@ import pytest
 
 from nightmill.jobs.constrained import FORMS
 from nightmill.jobs.contract import JobState
+from nightmill.jobs.fields import FIELDS, PARAMETERS
 from nightmill.jobs.pieces import START
 from nightmill.jobs.server.desk import PRIORITY, Limits
-from nightmill.jobs.spec import FIELDS, PARAMETERS
 from tests.servers import wait_until
 from tests.unit.server.conftest import ALICE, BOB, EVE, KEYS, OPS, Server, listening, text_of
 

@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 
 from nightmill.jobs.answers import answer_id, answer_seed
-from nightmill.jobs.contract import GenerationParams, Job, JobState, StopReason
+from nightmill.jobs.contract import JobState, StopReason
 from nightmill.jobs.errors import InvalidParameterError
+from nightmill.jobs.job import Job
+from nightmill.jobs.parameters import GenerationParams
 from nightmill.worker.engine.request import Completion, Progress, Request
 from nightmill.worker.service.answering import Answering, pack, unpack
 from nightmill.worker.service.in_flight import InFlight

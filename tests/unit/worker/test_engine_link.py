@@ -5,8 +5,8 @@ from multiprocessing import Pipe
 
 import pytest
 
-from nightmill.jobs.contract import GenerationParams
 from nightmill.jobs.errors import ModelFileError, RunnerError
+from nightmill.jobs.parameters import GenerationParams
 from nightmill.worker.engine.engine import Engine
 from nightmill.worker.engine.request import Completion, Growth, Request
 from nightmill.worker.link import link as engine_link

@@ -10,8 +10,9 @@ from sqlalchemy import text, update
 
 import nightmill.worker.service.shards
 from nightmill.jobs.client import Client
-from nightmill.jobs.contract import GenerationParams, JobState
+from nightmill.jobs.contract import JobState
 from nightmill.jobs.errors import DatabaseRefusedError, NightmillError
+from nightmill.jobs.parameters import GenerationParams
 from nightmill.jobs.settings import Settings
 from nightmill.jobs.sql.claims import Claim, Outcome
 from nightmill.jobs.sql.sweep import Sweep

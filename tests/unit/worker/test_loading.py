@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from nightmill.jobs.contract import GenerationParams
 from nightmill.jobs.errors import ChatTemplateError, InvalidPromptError
+from nightmill.jobs.parameters import GenerationParams
 from nightmill.jobs.settings import Settings
 from nightmill.jobs.sql.claims import Claim
 from nightmill.worker.link.loading import LoadedModel, load_model

@@ -6,9 +6,10 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from nightmill.jobs.contract import MAX_SEED, Prompt, Rendering
+from nightmill.jobs.contract import Prompt, Rendering
 from nightmill.jobs.errors import NightmillError, RowCode
 from nightmill.jobs.formats import InputFile, InputRow
+from nightmill.jobs.parameters import MAX_SEED
 from nightmill.jobs.spec import JobSpec
 from nightmill.worker.engine.limits import Limits
 from nightmill.worker.engine.request import Request

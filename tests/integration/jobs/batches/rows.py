@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from nightmill.jobs.batches.batch import Batch
-from nightmill.jobs.contract import Job, JobState, StopReason
+from nightmill.jobs.contract import JobState, StopReason
+from nightmill.jobs.job import Job
 from nightmill.jobs.sql.claims import Claims, Outcome
 
 

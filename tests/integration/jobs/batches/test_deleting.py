@@ -9,7 +9,7 @@ import pytest
 from sqlalchemy.orm import Session
 
 from nightmill.jobs.client import Client
-from nightmill.jobs.contract import Job, JobState
+from nightmill.jobs.contract import JobState
 from nightmill.jobs.errors import (
     BatchConflictError,
     BatchNotFoundError,
@@ -17,6 +17,7 @@ from nightmill.jobs.errors import (
     InvalidTransitionError,
     JobNotFoundError,
 )
+from nightmill.jobs.job import Job
 from nightmill.jobs.settings import Settings
 from nightmill.jobs.sql.claims import Claims
 from nightmill.jobs.sql.deletion import Deletion

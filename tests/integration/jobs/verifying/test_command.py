@@ -9,7 +9,8 @@ from click.testing import CliRunner, Result
 
 from nightmill.jobs.client import Client
 from nightmill.jobs.commands.main import main
-from nightmill.jobs.contract import Job, StopReason
+from nightmill.jobs.contract import StopReason
+from nightmill.jobs.job import Job
 from nightmill.jobs.sql.claims import Claims
 from tests.integration.jobs.verifying.worked import (
     H100,

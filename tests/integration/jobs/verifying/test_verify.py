@@ -8,7 +8,7 @@ import pytest
 
 from nightmill.jobs.batches.verifying import Verdict, Verification
 from nightmill.jobs.client import Client
-from nightmill.jobs.contract import StopReason, Worker
+from nightmill.jobs.contract import StopReason
 from nightmill.jobs.errors import (
     BatchNotFoundError,
     InvalidParameterError,
@@ -16,6 +16,7 @@ from nightmill.jobs.errors import (
     NotServedError,
     WaitTimeoutError,
 )
+from nightmill.jobs.job import Worker
 from nightmill.jobs.sql.claims import Claims, Outcome
 from nightmill.jobs.sql.workers import WorkerStore
 from tests.integration.jobs.verifying.worked import H100, H200, everything, outcome, run_all, tamper, working

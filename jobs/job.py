@@ -1,0 +1,119 @@
+"""Snapshots of rows: a job with its answers, and a worker."""
+
+import json
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any
+
+from nightmill.jobs.contract import (
+    Constrained,
+    ConstraintKind,
+    JobState,
+    JsonObject,
+    Rendering,
+    StopReason,
+    WorkerState,
+)
+from nightmill.jobs.parameters import GenerationParams
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One of the answers of a job."""
+
+    text: str
+    stop_reason: StopReason
+    completion_tokens: int
+    seed: int  # a job of its own with this seed has the same text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One prompt and what became of it: a snapshot of its row."""
+
+    id: str
+    state: JobState
+    prompt: str | None  # a plain prompt, or
+    messages: list[JsonObject] | None  # a chat, or
+    prompt_ids: list[int] | None = None  # a plain prompt as the model's token ids
+    params: GenerationParams  # with its seed
+    rendering: Rendering | None = None  # how the messages become a prompt; None: as usual
+    constrained: Constrained | None = None  # what the answer must be; None: anything
+    model: str | None = None  # None: whatever model the worker serves
+    batch: str | None = None
+    custom_id: str | None = None
+    row: int | None = None  # place in the batch's file, from 1
+    stop_reason: StopReason | None = None
+    text: str | None = None  # of the first answer
+    several: tuple[Answer, ...] = ()  # all answers in order, where more than one was asked for: see `answers`
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None  # of all answers together
+    arithmetic: str | None = None  # that computed the text (`jobs.arithmetic`); older rows have none
+    error: str | None = None
+    errors: list[JsonObject] = field(default_factory=list)  # one entry per attempt that failed or was charged
+    attempt: int = 0  # times claimed; the fencing token
+    failures: int = 0  # attempts that died with this job alone in its worker; others are nobody's
+    max_attempts: int = 3  # so many of them, and the job is failed
+    priority: int = 5
+    worker: str | None = None
+    owner: str | None = None  # the name of the key that it came with over HTTP
+    idempotency_key: str | None = None
+    metadata: JsonObject = field(default_factory=dict)
+    cancel_requested_at: datetime | None = None
+    created_at: datetime
+    scheduled_at: datetime | None = None
+    deadline_at: datetime | None = None
+    started_at: datetime | None = None
+    finished_at: datetime | None = None
+
+    @property
+    def seed(self) -> int | None:
+        """The seed that repeats this job's text on the same model and runner."""
+        return self.params.seed
+
+    @property
+    def answers(self) -> tuple[Answer, ...]:
+        """Its answers in order, once it has ended. One that had not begun to write has none."""
+        if self.several or self.text is None or self.stop_reason is None:
+            return self.several
+        return (Answer(self.text, self.stop_reason, self.completion_tokens or 0, self.seed or 0),)
+
+    @property
+    def parsed(self) -> Any:
+        """The value of an answer that had to be JSON. None if it had not, or is not whole.
+
+        It is whole if it ended by itself (`stop_reason` is eos): then it obeys its schema.
+        """
+        return self.parsed_answers[0] if self.answers else None
+
+    @property
+    def parsed_answers(self) -> list[Any]:
+        """As `parsed`, of each answer."""
+        asked = self.constrained
+        if asked is None or asked.kind is not ConstraintKind.JSON_SCHEMA:
+            return [None] * len(self.answers)
+        return [
+            json.loads(answer.text) if answer.stop_reason is StopReason.EOS else None
+            for answer in self.answers
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """A process that generates, and its last sign of life: a snapshot of its row."""
+
+    id: str
+    host: str
+    pid: int
+    gpu: str | None
+    model: str
+    state: WorkerState
+    started_at: datetime
+    heartbeat_at: datetime
+    detail: str | None  # what it is doing, as while it loads
+
+    @property
+    def has_served(self) -> bool:
+        """True once it takes jobs, also if it has ended since."""
+        # One that is lost had not come to serve if it says what it was loading.
+        return self.state is not WorkerState.STARTING and not (self.state is WorkerState.LOST and self.detail)
