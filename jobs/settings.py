@@ -6,6 +6,7 @@ import math
 import os
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from nightmill.jobs.errors import SettingsError
+from nightmill.jobs.logs import LogFormat
 from nightmill.jobs.sentences import sentence
 from nightmill.jobs.urls import check_broker_url, check_database_url, scrubbed, shown_url
 
@@ -20,8 +22,10 @@ if TYPE_CHECKING:
     from sqlalchemy.engine import URL
 
 PREFIX = "NIGHTMILL_"
-# Variables that the test-suite and container images read; they are no settings of a client or a worker.
-FOREIGN_PREFIXES = ("NIGHTMILL_TEST_",)
+END_PREFIX = "NIGHTMILL_END_"
+"""Of what the command of --on-end is told; it may call `nightmill`, to which these are no settings."""
+# Of variables that are no settings of a client or a worker.
+FOREIGN_PREFIXES = ("NIGHTMILL_TEST_", END_PREFIX)
 MODEL_SCHEMES = ("hf:", "https://", "http://")
 """How the name of a model starts that is fetched first; anything else is a path."""
 
@@ -79,6 +83,11 @@ class Settings(BaseModel):
     max_attempts: int = Field(default=3, ge=1, le=100)
     """Deaths of a worker that ran a job alone, after which the job is failed."""
 
+    spool_bytes: int = 64 << 30
+    """What an input may have that is not on this disk, and is copied to one: standard input, or a URL."""
+    log_format: LogFormat = "text"
+    """How workers and servers write their logs: lines for people, or an object of JSON on each line."""
+
     api_keys: str | None = Field(default=None, repr=False)
     """Who may use `nightmill serve`: NAME=KEY or NAME:RIGHT=KEY, separated by commas."""
     files_dir: Path | None = None
@@ -128,6 +137,14 @@ class Settings(BaseModel):
     @classmethod
     def _memory_is_a_share_or_a_size(cls, value: Any) -> float | int:
         return _memory(value)
+
+    @field_validator("spool_bytes", mode="before")
+    @classmethod
+    def _spool_is_a_size(cls, value: Any) -> int:
+        with suppress(ValueError):
+            if isinstance(size := _memory(value), int):
+                return size
+        raise ValueError("must be a size of at least 1MiB, such as 8GiB")
 
     @field_validator("database_url")
     @classmethod

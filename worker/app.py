@@ -20,9 +20,9 @@ from celery.worker import state as celery_state
 
 from nightmill.jobs.commands.terminal import echo
 from nightmill.jobs.errors import NightmillError
+from nightmill.jobs.logs import fit
 from nightmill.jobs.messages.broker import Broker, make_app, queue_name, resolve_broker_url
 from nightmill.jobs.messages.streams import Followers
-from nightmill.jobs.printable import PrintableRecords
 from nightmill.jobs.settings import Settings
 from nightmill.jobs.sql.claims import Claims
 from nightmill.jobs.sql.database import Database
@@ -247,5 +247,4 @@ def _find_broker(conf: Any = None, **_: Any) -> None:
 def _keep_the_log_readable(logger: Any = None, **_: Any) -> None:
     """Errors quote prompts, templates, names and URLs, which may hold anything."""
     settings = Settings.from_env()
-    for handler in logger.handlers:
-        handler.addFilter(PrintableRecords(settings.scrubbed))
+    fit(logger.handlers, settings.log_format, settings.scrubbed)

@@ -259,7 +259,7 @@ class Batches:
         if isinstance(source, InputFile):
             fingerprint: str | None = source.fingerprint()
             name = defaults.batch or _file_name(source, str(fingerprint), defaults.model, kept)
-            format, path = source.format, str(source.path)
+            format, path = source.format, source.label
         else:
             fingerprint, path = None, ""
             name = defaults.batch or f"batch-{IdSource().draw()}"

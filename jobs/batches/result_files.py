@@ -6,6 +6,7 @@ from pathlib import Path
 
 from nightmill.jobs.contract import JsonObject
 from nightmill.jobs.formats import Destination, FileFormat, InputFile, error_row, result_row
+from nightmill.jobs.formats.places import Place
 from nightmill.jobs.job import Job
 from nightmill.jobs.sql.batches import BatchStore
 from nightmill.jobs.sql.jobs import Selection, Store
@@ -20,18 +21,21 @@ def output_row(job: Job, format: FileFormat, *, errors: bool) -> JsonObject:
 
 @contextmanager
 def destinations(
-    source: InputFile, results: Path, errors: Path, *, overwrite: bool
+    source: InputFile, results: Place, errors: Place, *, overwrite: bool
 ) -> Iterator[tuple[Destination, Destination]]:
     """The result file and the error file of an input: three different files. Raises BatchFileError."""
     apart = {"the input": source.path}
     with (
-        Destination(results, source.format, overwrite=overwrite, apart_from=apart) as first,
         Destination(
-            errors,
+            results.path, source.format, overwrite=overwrite, apart_from=apart, label=results.label
+        ) as first,
+        Destination(
+            errors.path,
             source.format,
             errors=True,
             overwrite=overwrite,
-            apart_from=apart | {"the file of results": results},
+            apart_from=apart | {"the file of results": results.path},
+            label=errors.label,
         ) as second,
     ):
         yield first, second
@@ -76,8 +80,3 @@ def write_in_order(
 def source_of(path: str | None) -> Mapping[str, Path]:
     """What a destination must be apart from: the input of a batch, if that is a file."""
     return {"the input": Path(path)} if path else {}
-
-
-def errors_path(path: Path) -> Path:
-    """Where errors go unless something else is said: results.jsonl has its errors in results.errors.jsonl."""
-    return path.with_name(f"{path.stem}.errors{path.suffix}")

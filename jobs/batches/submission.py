@@ -102,8 +102,8 @@ class Submission:
     def _changed(self, source: InputFile) -> BatchFileError:
         name = self._record.name
         return BatchFileError(
-            f"{source.path}: changed while it was submitted, so batch {name!r} is not complete; its rows are "
-            "of the file as it was: submit that once more, or delete the batch "
+            f"{source.label}: changed while it was submitted, so batch {name!r} is not complete; its rows "
+            "are of the file as it was: submit that once more, or delete the batch "
             f"(nightmill batch cancel {name}, nightmill batch delete {name}) and submit the file as it is now"
         )
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import click
@@ -10,11 +9,13 @@ import click
 from nightmill.jobs.batch_status import BatchState, BatchStatus
 from nightmill.jobs.client import Client
 from nightmill.jobs.commands.job_options import AT, BATCH_OPTIONS, given, job_options
+from nightmill.jobs.commands.on_end import on_end_options, run_on_end, words_of
 from nightmill.jobs.commands.options import Group, json_option
 from nightmill.jobs.commands.printing import counted, describe_status, status_json
 from nightmill.jobs.commands.progress import BatchProgress
-from nightmill.jobs.commands.terminal import Line, LiveLine, confirm, echo, echo_json, table
-from nightmill.jobs.formats import InputFile
+from nightmill.jobs.commands.terminal import Line, LiveLine, confirm, echo, echo_err, echo_json, table
+from nightmill.jobs.formats import FileFormat, InputFile
+from nightmill.jobs.formats.places import STANDARD, brought_to, taken_from
 from nightmill.jobs.printable import printable
 from nightmill.jobs.sql.prune import Pruned
 from nightmill.jobs.when import describe_moment, parse_span
@@ -27,6 +28,12 @@ EXIT_CODES = {
     BatchState.CANCELLED: 6,
 }
 """How commands that follow a batch to its end exit; 1 is an error of the command, 2 wrong usage."""
+
+FORMAT_OPTION = click.option(
+    "--format",
+    type=click.Choice([str(one) for one in FileFormat]),
+    help="The format of FILE; by default found from its name and first rows. CSV on standard input needs it.",
+)
 
 
 @click.group(cls=Group)
@@ -47,31 +54,56 @@ def batch() -> None:
 
 
 @batch.command()
-@click.argument("file", type=click.Path(path_type=Path))
+@click.argument("file")
+@FORMAT_OPTION
 @click.option("--name", help="Name of the batch; by default made of the file, the model and the parameters.")
 @click.option("--model", help="Name of the model that must serve every row, whatever the rows say.")
+@on_end_options
 @job_options(*BATCH_OPTIONS)
 @json_option
-def submit(file: Path, name: str | None, as_json: bool, **options: Any) -> None:
+def submit(
+    file: str,
+    format: str | None,
+    name: str | None,
+    on_end: str | None,
+    on_end_seconds: float,
+    as_json: bool,
+    **options: Any,
+) -> None:
     """Queue every row of FILE as a batch.
 
     FILE holds OpenAI batch rows, plain JSONL rows, CSV or Parquet; docs/file-formats.md says what a row may
     hold. Parameters given here hold for rows that do not say otherwise. A bad row becomes a failed row and
     stops nothing. Broken off? The same command again goes on where it stood, and keeps the times of the
-    first one. FILE must not change meanwhile.
+    first one. FILE must not change meanwhile. With - for FILE the rows are those of standard input.
+
+    With --on-end the command stays until the batch has ended, as watch does, and then runs COMMAND, which
+    reads the status as JSON. Started again after it was broken off, it follows the same batch.
+
+    \b
+      nightmill batch submit prompts.jsonl --name tonight --on-end "mail -s done me@example.org"
 
     \b
     Exits 0 while there are rows to run. A batch that is done already (or whose rows are all bad) exits as
-    watch does: 0 if every row succeeded, 3 to 6 otherwise.
+    watch does: 0 if every row succeeded, 3 to 6 otherwise. So does one that --on-end has followed.
     """
+    at_end = None if on_end is None else words_of(on_end)
     settings = given(options)
-    source = InputFile(file)
-    with Client() as client, submitting(source) as on_rows:
-        made = client.submit_batch(source, name=name, on_rows=on_rows, **settings)
+    with Client() as client:
+        wanted = None if format is None else FileFormat(format)
+        spool_bytes = client.settings.spool_bytes
+        with taken_from(file, wanted, most=spool_bytes) as source, submitting(source) as on_rows:
+            made = client.submit_batch(source, name=name, on_rows=on_rows, **settings)
         status = made.status()
-    say_times(status, settings)
+        say_times(status, settings)
+        if at_end is not None and not status.state.final:
+            with BatchProgress(made.name) as line:
+                status = made.wait(on_status=line.show)
+    summary = status_json(status)
+    if at_end is not None:
+        summary["on_end"] = {"exit_code": run_on_end(at_end, status, on_end_seconds, echo_err)}
     if as_json:
-        echo_json(status_json(status))
+        echo_json(summary)
     else:
         echo(describe_status(status))
         if not status.state.final:
@@ -82,8 +114,10 @@ def submit(file: Path, name: str | None, as_json: bool, **options: Any) -> None:
         raise SystemExit(EXIT_CODES[status.state])
 
 
-def say_times(status: BatchStatus, settings: Mapping[str, Any]) -> None:
-    """Say on stderr which times hold, if some were asked for: a batch keeps its first ones."""
+def say_times(
+    status: BatchStatus, settings: Mapping[str, Any], say: Callable[[str], object] = echo_err
+) -> None:
+    """Say which times hold, if some were asked for: a batch keeps its first ones."""
     for label, asked, kept in (
         ("begins", settings.get(AT), status.scheduled_at),
         ("deadline", settings.get("deadline"), status.deadline_at),
@@ -92,13 +126,13 @@ def say_times(status: BatchStatus, settings: Mapping[str, Any]) -> None:
             continue
         said = "none" if kept is None else describe_moment(kept)
         first = "" if kept == asked else ", as it was submitted at first"
-        echo(f"{label} {said}{first}", err=True)
+        say(f"{label} {said}{first}")
 
 
 @contextmanager
-def submitting(source: InputFile) -> Iterator[Callable[[int], None]]:
-    """A progress bar for a file; yields what submit_batch calls as `on_rows`."""
-    with _progress("submitting", source.size, megabytes=True) as update:
+def submitting(source: InputFile, *, show: bool = True) -> Iterator[Callable[[int], None]]:
+    """A progress bar for a file, if `show`; yields what submit_batch calls as `on_rows`."""
+    with _progress("submitting", source.size, megabytes=True, show=show) as update:
         yield lambda _: update(source.position)
 
 
@@ -159,29 +193,26 @@ def _write_command(kind: str, help_text: str) -> click.Command:
     errors = kind == "errors"
 
     @click.argument("name")
-    @click.option(
-        "-o",
-        "--output",
-        type=click.Path(path_type=Path, dir_okay=False),
-        required=True,
-        help="File to write.",
-    )
+    @click.option("-o", "--output", metavar="FILE", required=True, help="File to write, or -.")
     @click.option("--overwrite", is_flag=True, help="Replace FILE even if it holds something else.")
     @json_option
-    def write(name: str, output: Path, overwrite: bool, as_json: bool) -> None:
+    def write(name: str, output: str, overwrite: bool, as_json: bool) -> None:
         with Client() as client:
             found = client.get_batch(name)
             now = found.status(errors=False)
             total = now.unsuccessful if errors else now.succeeded
-            with _progress(f"writing {kind}", total) as update:
-                put = found.write_errors if errors else found.write_results
-                rows = put(output, overwrite=overwrite, on_rows=update)
+            with brought_to(output, found.format) as place:
+                with _progress(f"writing {kind}", total) as update:
+                    put = found.write_errors if errors else found.write_results
+                    rows = put(place.path, overwrite=overwrite, on_rows=update)
+                place.deliver()
         left = now.rows - now.done
+        piped = output == STANDARD
         if as_json:
-            echo_json({"path": str(output), "rows": rows, "unfinished": left})
+            echo_json({"path": output, "rows": rows, "unfinished": left}, err=piped)
             return
         more = f"; not done yet: {counted(left, 'row')}" if left else ""
-        echo(f"{printable(output)}: {counted(rows, 'row')}{more}")
+        echo(f"{printable(output)}: {counted(rows, 'row')}{more}", err=piped)
 
     return click.command(kind, help=help_text)(write)
 
@@ -283,9 +314,11 @@ def _say_pruned(done: Pruned, dry_run: bool, as_json: bool) -> None:
 
 
 @contextmanager
-def _progress(label: str, total: int, *, megabytes: bool = False) -> Iterator[Callable[[int], None]]:
+def _progress(
+    label: str, total: int, *, megabytes: bool = False, show: bool = True
+) -> Iterator[Callable[[int], None]]:
     """A bar on stderr, if that is a terminal; yields what moves it to a number."""
-    with LiveLine(Line(name=label, total=total), estimate=True) as live:
+    with LiveLine(Line(name=label, total=total), show=show, estimate=True) as live:
 
         def update(done: int) -> None:
             count = f"{done / 1e6:,.1f}/{total / 1e6:,.1f} MB" if megabytes else ""

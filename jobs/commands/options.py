@@ -1,9 +1,17 @@
 """What commands share, and is quickly loaded: the option --json, and groups with whole sentences."""
 
+from typing import Any, get_args
+
 import click
+
+from nightmill.jobs.logs import LogFormat
 
 _SENTENCE = 1000  # characters; the first sentence is shorter
 
+LOG_FORMAT: dict[str, Any] = {
+    "type": click.Choice(get_args(LogFormat)),
+    "help": "How to log: lines for people, or an object of JSON on each line [NIGHTMILL_LOG_FORMAT].",
+}
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON for programs.")
 
 

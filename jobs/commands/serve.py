@@ -2,7 +2,9 @@
 
 import click
 
+from nightmill.jobs.commands.options import LOG_FORMAT
 from nightmill.jobs.errors import MissingExtraError
+from nightmill.jobs.logs import LogFormat
 from nightmill.jobs.settings import Settings
 from nightmill.jobs.when import parse_span
 
@@ -53,6 +55,7 @@ from nightmill.jobs.when import parse_span
     help="MiB that the files of one key may have together, results among them.",
 )
 @click.option("--keep-files", help="How long files and ended batches stay: 30d, 12h; else until deleted.")
+@click.option("--log-format", **LOG_FORMAT)
 def serve(
     host: str,
     port: int,
@@ -63,6 +66,7 @@ def serve(
     max_file_mib: int,
     max_stored_mib: int,
     keep_files: str | None,
+    log_format: LogFormat | None,
 ) -> None:
     """Answer HTTP requests with OpenAI's endpoints; every request is a job.
 
@@ -84,4 +88,7 @@ def serve(
         stored_bytes=max_stored_mib << 20,
         keep_files=None if keep_files is None else parse_span("--keep-files", keep_files),
     )
-    run(Settings.from_env(), host, port, limits)
+    settings = Settings.from_env()
+    if log_format is not None:
+        settings = settings.model_copy(update={"log_format": log_format})
+    run(settings, host, port, limits)

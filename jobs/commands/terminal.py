@@ -37,6 +37,11 @@ def echo(text: object = "", *, err: bool = False, mark: tuple[str, str] | None =
     click.echo(before + _encodable(printable(text, keep=_LINES), stream), err=err)
 
 
+def echo_err(text: object) -> None:
+    """Print lines on standard error."""
+    echo(text, err=True)
+
+
 def echo_text(text: str) -> None:
     """Print a generated text: exactly as it is into a file or another program, escaped on a terminal."""
     if sys.stdout.isatty():
@@ -51,12 +56,12 @@ def type_text(piece: str) -> None:
     click.echo(_encodable(shown, sys.stdout), nl=False, color=True)
 
 
-def echo_json(value: object) -> None:
+def echo_json(value: object, *, err: bool = False) -> None:
     """Print a value as one line of JSON."""
     line = to_json(value)
-    if _encodable(line, sys.stdout) != line:  # Python's escapes are not those of JSON
+    if _encodable(line, sys.stderr if err else sys.stdout) != line:  # Python's escapes are not those of JSON
         line = json.dumps(value, default=plain)
-    click.echo(line, color=True)
+    click.echo(line, color=True, err=err)
 
 
 def to_json(value: object) -> str:

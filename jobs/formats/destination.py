@@ -55,8 +55,9 @@ _NO_LOCKS = (errno.ENOTSUP, errno.ENOLCK, errno.ENOSYS)  # of some network file 
 class Destination:
     """A file for the results or (`errors`) the errors of a batch, reserved until it is closed.
 
-    `apart_from` names the files that it must not be, by what they are: the input, the other output. First
-    `vet` says whose file it may be; then it is either grown, row by row, or replaced as a whole.
+    `apart_from` names the files that it must not be, by what they are: the input, the other output. `label`
+    is its name for people, if that is not its path. First `vet` says whose file it may be; then it is either
+    grown, row by row, or replaced as a whole.
 
     Raises BatchFileError, here and in every method, if it cannot or must not be written.
     """
@@ -69,8 +70,10 @@ class Destination:
         errors: bool = False,
         overwrite: bool = False,
         apart_from: Mapping[str, Path] | None = None,
+        label: str | None = None,
     ) -> None:
         self.path = Path(path)
+        self._label = str(path) if label is None else label
         self._format = format
         self._kind = "errors" if errors else "results"
         self._overwrite = overwrite
@@ -126,7 +129,7 @@ class Destination:
                 self._format,
                 errors=self._kind == "errors",
                 append=_inode(self._target) is not None,
-                label=self.path,
+                label=self._label,
             )
             self._known = _inode(self._target)
         return file
@@ -134,7 +137,7 @@ class Destination:
     @contextmanager
     def replace(self) -> Iterator[ResultFile]:
         """Rows written here take the name at the end, at one stroke; an exception changes nothing."""
-        file = ResultFile(self._partial, self._format, errors=self._kind == "errors", label=self.path)
+        file = ResultFile(self._partial, self._format, errors=self._kind == "errors", label=self._label)
         try:
             yield file
             file.close()
@@ -235,7 +238,7 @@ class Destination:
             self._vetted()
 
     def _refusal(self, why: str) -> BatchFileError:
-        return BatchFileError(f"{self.path}: {why}")
+        return BatchFileError(f"{self._label}: {why}")
 
     @contextmanager
     def _errors(self) -> Iterator[None]:

@@ -26,6 +26,7 @@ _JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
 _CSV_SUFFIXES = (".csv", ".tsv")
 _PARQUET_SUFFIXES = (".parquet", ".pq")
 _ROWS_TO_LOOK_AT = 100  # for the first that is whole, to tell the two JSON formats apart
+_NAME_IT = "name it .jsonl, .csv, .tsv or .parquet, or say which it has (--format)"
 _OPENAI_KEYS = frozenset({"method", "url", "body"})
 
 NOTHING_SAID = JobSpec()
@@ -37,20 +38,23 @@ class InputFile:
     """A batch file. Every call of `rows` reads it from the beginning.
 
     The format is found from the name's ending (`.gz` before it is undone; not for Parquet) and the first
-    rows, unless it is given. Raises BatchFileError if there is no such file or its format is not known,
-    MissingExtraError for Parquet without pyarrow.
+    rows, unless it is given. `label` is its name for people, if that is not its path. Raises BatchFileError
+    if there is no such file or its format is not known, MissingExtraError for Parquet without pyarrow.
     """
 
-    def __init__(self, path: str | Path, format: FileFormat | None = None) -> None:
+    def __init__(
+        self, path: str | Path, format: FileFormat | None = None, *, label: str | None = None
+    ) -> None:
         self.path = Path(path)
+        self.label = str(path) if label is None else label
         self._stream: BinaryIO | None = None
         self._position = 0
         self._stamp: tuple[int, ...] | None = None  # when the fingerprint was taken
         with self._errors():
             if not self.path.is_file():
-                raise BatchFileError(f"{self.path}: is not a file" if self.path.exists() else self._absent())
+                raise BatchFileError(f"{self.label}: is not a file" if self.path.exists() else self._absent())
             if not self.size:
-                raise BatchFileError(f"{self.path}: is empty; write one row on each line")
+                raise BatchFileError(f"{self.label}: is empty; write one row on each line")
             self.format = format or self._find_format()
 
     def rows(self, defaults: JobSpec = NOTHING_SAID) -> Iterator[InputRow]:
@@ -70,7 +74,7 @@ class InputFile:
             else:
                 yield _unless_duplicate(read_row(number, record, read, defaults, id_required=openai), seen)
         if empty:
-            raise BatchFileError(f"{self.path}: holds no rows; write one row on each line")
+            raise BatchFileError(f"{self.label}: holds no rows; write one row on each line")
 
     def fingerprint(self) -> str:
         """The SHA-256 of the file's bytes, as hexadecimal digits."""
@@ -105,12 +109,12 @@ class InputFile:
 
     def _records(self) -> Iterator[Record]:
         if self.format is FileFormat.PARQUET:
-            yield from read_parquet(self.path, self._note_share)
+            yield from read_parquet(self.path, self.label, self._note_share)
             return
         with self._errors(), self._open() as stream:
             if self.format is FileFormat.CSV:
                 text = io.TextIOWrapper(stream, "utf-8-sig", errors="surrogateescape", newline="")
-                yield from read_csv(text, str(self.path))
+                yield from read_csv(text, self.label)
             else:
                 yield from read_objects(stream)
 
@@ -137,9 +141,9 @@ class InputFile:
         try:
             yield
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-            raise BatchFileError(f"{self.path}: is a broken gzip file: {error}") from error
+            raise BatchFileError(f"{self.label}: is a broken gzip file: {error}") from error
         except OSError as error:
-            raise BatchFileError(f"{self.path}: cannot be read: {error.strerror or error}") from error
+            raise BatchFileError(f"{self.label}: cannot be read: {error.strerror or error}") from error
 
     def _find_format(self) -> FileFormat:
         name = self.path.name.lower().removesuffix(".gz")
@@ -150,21 +154,21 @@ class InputFile:
         if name.endswith(_PARQUET_SUFFIXES) or start.startswith(b"PAR1"):
             return FileFormat.PARQUET
         if start.startswith((b"\xff\xfe", b"\xfe\xff")):
-            raise BatchFileError(f"{self.path}: is UTF-16; save it as UTF-8")
+            raise BatchFileError(f"{self.label}: is UTF-16; save it as UTF-8")
         if start.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"["):
             raise BatchFileError(
-                f"{self.path}: is one JSON list; write one object on each line, e.g. with "
+                f"{self.label}: is one JSON list; write one object on each line, e.g. with "
                 f"`jq -c '.[]' {self.path.name} > rows.jsonl`"
             )
         if not name.endswith(_JSON_SUFFIXES) and b"{" not in start:
-            raise BatchFileError(f"{self.path}: has no known format; name it .jsonl, .csv, .tsv or .parquet")
+            raise BatchFileError(f"{self.label}: has no known format; {_NAME_IT}")
         with self._open() as stream:
             objects = (record for _, record in islice(read_objects(stream), _ROWS_TO_LOOK_AT))
             first = next((record for record in objects if isinstance(record, dict)), {})
         return FileFormat.OPENAI if _OPENAI_KEYS & first.keys() else FileFormat.JSONL
 
     def _absent(self) -> str:
-        return f"{self.path}: there is no such file"
+        return f"{self.label}: there is no such file"
 
 
 def _stamp(found: os.stat_result) -> tuple[int, ...]:

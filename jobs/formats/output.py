@@ -38,10 +38,10 @@ class ResultFile:
         *,
         errors: bool = False,
         append: bool = False,
-        label: Path | None = None,
+        label: str | None = None,
     ) -> None:
         self.path = Path(path)
-        self._label = label or self.path
+        self._label = label or str(path)
         self.format = format
         self._columns = ERROR_COLUMNS if errors else RESULT_COLUMNS
         self._rows: list[JsonObject] = []

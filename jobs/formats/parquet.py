@@ -18,16 +18,18 @@ _ROW_GROUP = 4096  # written at once
 
 
 def read_parquet(
-    path: Path, progress: Callable[[float], None]
+    path: Path, label: str, progress: Callable[[float], None]
 ) -> Iterator[tuple[int, JsonObject | RowError]]:
-    """(1-based record number, its values by column; nulls left out). `progress` is told the share read.
+    """(1-based record number, its values by column; nulls left out).
+
+    `label` is the file's name in errors, `progress` is told the share read.
 
     Columns are the keys of plain rows: `messages` a list of structs or JSON, `metadata` a struct or JSON.
     Raises BatchFileError for a broken file or other columns, MissingExtraError without pyarrow.
     """
     arrow, parquet = _pyarrow()
-    with _errors(arrow, path), parquet.ParquetFile(path) as file:
-        check_columns(file.schema_arrow.names, str(path))
+    with _errors(arrow, label), parquet.ParquetFile(path) as file:
+        check_columns(file.schema_arrow.names, label)
         number, total = 0, max(file.metadata.num_rows, 1)
         for batch in file.iter_batches(batch_size=_ROWS):
             for record in _records(batch):
@@ -92,7 +94,7 @@ class ParquetWriter:
     `columns` names them and their pyarrow types ("string", "int64"); `label` is the file's name in errors.
     """
 
-    def __init__(self, path: Path, columns: Mapping[str, str], label: Path) -> None:
+    def __init__(self, path: Path, columns: Mapping[str, str], label: str) -> None:
         self._arrow, parquet = _pyarrow()
         self._label = label
         self._schema = _schema(self._arrow, columns)
@@ -138,10 +140,10 @@ def _pyarrow() -> tuple[Any, Any]:
 
 
 @contextmanager
-def _errors(arrow: Any, path: Path) -> Iterator[None]:
+def _errors(arrow: Any, label: str) -> Iterator[None]:
     try:
         yield
     except (arrow.ArrowException, OSError) as error:
         known = error.errno if isinstance(error, OSError) else None  # a full disk is told with many words
         said = os.strerror(known) if known else str(error).partition("\n")[0]
-        raise BatchFileError(f"{path}: cannot be read or written as Parquet: {said}") from error
+        raise BatchFileError(f"{label}: cannot be read or written as Parquet: {said}") from error

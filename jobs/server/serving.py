@@ -12,7 +12,7 @@ import uvicorn
 
 from nightmill.jobs.client import Client
 from nightmill.jobs.errors import DeliveryDelayedWarning, SettingsError
-from nightmill.jobs.printable import PrintableRecords
+from nightmill.jobs.logs import fit
 from nightmill.jobs.server.app import make_app
 from nightmill.jobs.server.desk import Limits
 from nightmill.jobs.server.guards import is_loopback
@@ -51,8 +51,7 @@ def serve(settings: Settings, host: str, port: int, limits: Limits) -> None:
             "NIGHTMILL_API_KEYS=NAME=KEY, or listen on 127.0.0.1"
         )
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
-    for handler in logging.getLogger().handlers:
-        handler.addFilter(PrintableRecords(settings.scrubbed))
+    fit(logging.getLogger().handlers, settings.log_format, settings.scrubbed)
     # Which of its own plugins Alembic sets up is of no use to whoever runs a server.
     logging.getLogger("alembic.runtime.plugins").setLevel(logging.WARNING)
     # The thread that reads files and writes results would keep the event loop waiting for 5 ms at each of the

@@ -1,9 +1,9 @@
 """`nightmill run`: a file of prompts into a file of results, whatever happens in between."""
 
+import logging
 import signal
 import time
 from contextlib import ExitStack
-from pathlib import Path
 from types import FrameType
 from typing import Any, Self
 
@@ -11,17 +11,20 @@ import click
 
 from nightmill.jobs.batch_status import BatchStatus
 from nightmill.jobs.batches.batch import Batch
-from nightmill.jobs.batches.result_files import destinations, errors_path
+from nightmill.jobs.batches.result_files import destinations
 from nightmill.jobs.batches.streaming import ResultStream
 from nightmill.jobs.client import Client
-from nightmill.jobs.commands.batches import EXIT_CODES, say_times, submitting
+from nightmill.jobs.commands.batches import EXIT_CODES, FORMAT_OPTION, say_times, submitting
 from nightmill.jobs.commands.job_options import AT, BATCH_OPTIONS, given, job_options
-from nightmill.jobs.commands.options import json_option
+from nightmill.jobs.commands.on_end import on_end_options, run_on_end, words_of
+from nightmill.jobs.commands.options import LOG_FORMAT, json_option
 from nightmill.jobs.commands.printing import describe_status, status_json
-from nightmill.jobs.commands.progress import BatchProgress
-from nightmill.jobs.commands.terminal import echo, echo_json
+from nightmill.jobs.commands.progress import BatchProgress, log_of_command, logged_errors
+from nightmill.jobs.commands.terminal import echo, echo_err, echo_json
 from nightmill.jobs.errors import DatabaseUnreachableError, SettingsError
-from nightmill.jobs.formats import InputFile
+from nightmill.jobs.formats import FileFormat
+from nightmill.jobs.formats.places import STANDARD, brought_to, errors_name, taken_from
+from nightmill.jobs.logs import LogFormat
 from nightmill.jobs.printable import printable
 from nightmill.jobs.settings import Settings
 from nightmill.worker.commands.keeper import WorkerKeeper
@@ -34,32 +37,34 @@ INTERRUPTED = 130
 
 
 @click.command()
-@click.argument("file", type=click.Path(path_type=Path))
+@click.argument("file")
 @click.option(
-    "-o",
-    "--output",
-    type=click.Path(path_type=Path, dir_okay=False),
-    required=True,
-    help="File for the results, in the format of FILE.",
+    "-o", "--output", metavar="FILE", required=True, help="File for the results, in the format of FILE, or -."
 )
 @click.option(
     "--errors",
-    "errors",
-    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE",
     help="File for the rows that failed; by default OUTPUT with .errors before its ending.",
 )
+@FORMAT_OPTION
 @click.option("--name", help="Name of the batch; by default made of the file, the model and the parameters.")
 @click.option("--retry-failed", is_flag=True, help="Try rows again that failed in an earlier run.")
 @click.option("--overwrite", is_flag=True, help="Replace OUTPUT even if it holds something else.")
+@on_end_options
+@click.option("--log-format", **LOG_FORMAT)
 @job_options(*(name for name in BATCH_OPTIONS if name != AT))
 @json_option
 def run(
-    file: Path,
-    output: Path,
-    errors: Path | None,
+    file: str,
+    output: str,
+    errors: str | None,
+    format: str | None,
     name: str | None,
     retry_failed: bool,
     overwrite: bool,
+    on_end: str | None,
+    on_end_seconds: float,
+    log_format: LogFormat | None,
     as_json: bool,
     **options: Any,
 ) -> None:
@@ -72,6 +77,15 @@ def run(
     answers every row, also one that names another. A worker is started unless one serves the model already.
     Results are appended to OUTPUT as they finish, and put in the order of FILE at the end. Killed at any
     moment and run again, the same command goes on where it stood: rows that are done are not done again.
+
+    \b
+      cat prompts.jsonl | nightmill run - -o - --model model.gguf | jq -r .text
+      nightmill run prompts.jsonl -o results.jsonl --on-end "mail -s done me@example.org"
+
+    With - for FILE the rows are those of standard input. The same rows again go on as those of the same file
+    would. With - for OUTPUT the results come at the end, in the order of FILE, and all else goes to standard
+    error, with no file of errors unless --errors names one. The command of --on-end reads the status as JSON;
+    whatever becomes of it, the results and the exit code stay as they are.
 
     Ctrl-C once drains: running rows may finish, or go back to the queue. Twice hands them back at once.
 
@@ -92,42 +106,57 @@ def run(
     from nightmill.worker.link.loading import model_path, served_name
     from nightmill.worker.model.gguf.file import GgufFile
 
+    at_end = None if on_end is None else words_of(on_end)
     worker_settings = {key: options.pop(key, None) for key in WORKER_SETTINGS}
     settings = merge_options(Settings.from_env(), worker_settings)
-    if settings.model is None:
-        raise SettingsError("no model file is named: give --model FILE or set NIGHTMILL_MODEL")
-    settings = with_model_file(settings)
-    GgufFile.open(model_path(settings))  # refuses a bad file before anything is queued
-    model = served_name(settings)
-    rows = given(options) | {"model": model}
-    source = InputFile(file)
-    errors = errors or errors_path(output)
-    with Client(settings) as client, ExitStack() as stack:
-        outputs = stack.enter_context(destinations(source, output, errors, overwrite=overwrite))
-
-        with submitting(source) as on_rows:
-            batch = client.batches.submit(
-                source,
-                rows,
-                name=name,
-                check_model=lambda _: None,  # a worker for it is about to be started
-                outputs=outputs,
-                on_rows=on_rows,
-            )
-        if retry_failed:
-            batch.retry_failed(deadline=rows.get("deadline"))
-        say_times(batch.status(errors=False), rows)
-        keeper = WorkerKeeper(client, model)
-        stack.callback(keeper.close)
-        stream = stack.enter_context(ResultStream(batch, *outputs))
-        status = _follow(batch, stream, keeper)
-        if status.state.final:
-            stream.finish()
+    if log_format is not None:
+        settings = settings.model_copy(update={"log_format": log_format})
+    log = log_of_command(settings)
+    with logged_errors(log):
+        if settings.model is None:
+            raise SettingsError("no model file is named: give --model FILE or set NIGHTMILL_MODEL")
+        settings = with_model_file(settings, show=log is None)
+        GgufFile.open(model_path(settings))  # refuses a bad file before anything is queued
+        model = served_name(settings)
+        rows = given(options) | {"model": model}
+        errors = errors or errors_name(output)
+        with Client(settings) as client, ExitStack() as stack:
+            wanted = None if format is None else FileFormat(format)
+            source = stack.enter_context(taken_from(file, wanted, most=settings.spool_bytes))
+            places = [stack.enter_context(brought_to(place, source.format)) for place in (output, errors)]
+            outputs = stack.enter_context(destinations(source, *places, overwrite=overwrite))
+            with submitting(source, show=log is None) as on_rows:
+                batch = client.batches.submit(
+                    source,
+                    rows,
+                    name=name,
+                    check_model=lambda _: None,  # a worker for it is about to be started
+                    outputs=outputs,
+                    on_rows=on_rows,
+                )
+            if retry_failed:
+                batch.retry_failed(deadline=rows.get("deadline"))
+            say = echo_err if log is None else log.info
+            say_times(batch.status(errors=False), rows, say)
+            keeper = WorkerKeeper(client, model)
+            stack.callback(keeper.close)
+            stream = stack.enter_context(ResultStream(batch, *outputs))
+            status = _follow(batch, stream, keeper, log)
+            if status.state.final:
+                stream.finish()
+                for place in places:
+                    place.deliver()
+        summary = status_json(status)
+        if status.state.final and at_end is not None:
+            code = run_on_end(at_end, status, on_end_seconds, say, results=output, errors=errors)
+            summary["on_end"] = {"exit_code": code}
+    piped = output == STANDARD
     if as_json:
-        echo_json(status_json(status))
+        echo_json(summary, err=piped)
     else:
-        echo(describe_status(status))
-        echo(f"Results: {printable(output)}; errors: {printable(errors)}")
+        echo(describe_status(status), err=piped)
+        where = printable(errors) if errors else f"nightmill batch errors {printable(batch.name)} -o FILE"
+        echo(f"Results: {printable(output)}; errors: {where}", err=piped)
     raise SystemExit(EXIT_CODES[status.state] if status.state.final else INTERRUPTED)
 
 
@@ -138,11 +167,13 @@ _MODEL_NAME = click.Option(
 run.params += [_MODEL_NAME if option.name == "model_name" else option for option in worker_options()]
 
 
-def _follow(batch: Batch, stream: ResultStream, keeper: WorkerKeeper) -> BatchStatus:
+def _follow(
+    batch: Batch, stream: ResultStream, keeper: WorkerKeeper, log: logging.Logger | None
+) -> BatchStatus:
     """Keep the model served and the results flowing until the batch has ended, or a person has enough."""
     note = complaint = ""
     asked = 0
-    with _Interrupts() as interrupts, BatchProgress(batch.name) as bar:
+    with _Interrupts() as interrupts, BatchProgress(batch.name, log=log) as bar:
         while True:
             began = time.monotonic()
             if interrupts.count > asked:

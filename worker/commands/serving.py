@@ -4,11 +4,13 @@ What it needs is imported when it runs, so that the other commands stay quick.
 """
 
 import os
+import sys
 from typing import Any
 
 import click
 
-from nightmill.jobs.settings import Settings
+from nightmill.jobs.commands.options import LOG_FORMAT
+from nightmill.jobs.settings import PREFIX, Settings
 from nightmill.worker.commands.process import END_WITH_STDIN, end_with_stdin
 from nightmill.worker.fetching import with_model_file
 from nightmill.worker.options import (
@@ -20,7 +22,9 @@ from nightmill.worker.options import (
 )
 
 
-def _worker(log_level: str, end_with_parent: bool, worker_id: str | None, **options: Any) -> None:
+def _worker(
+    log_level: str, log_format: str | None, end_with_parent: bool, worker_id: str | None, **options: Any
+) -> None:
     """Serve a model: take jobs from the queue, generate, write the results.
 
     Runs until SIGTERM or Ctrl-C; then it finishes what it can within --drain-seconds, and hands the rest
@@ -34,7 +38,11 @@ def _worker(log_level: str, end_with_parent: bool, worker_id: str | None, **opti
     It is the same worker as `celery -A nightmill.worker.app worker --pool=threads --model FILE`.
     """
     require_worker_extra("worker")
+    if log_format is not None:  # Celery's logs are set up by what the environment says
+        os.environ[f"{PREFIX}LOG_FORMAT"] = log_format
     settings = merge_options(Settings.from_env(), options)  # refuses bad settings before anything is loaded
+    if settings.log_format == "json":  # Celery greets and takes its leave on standard output, in plain words
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     if end_with_parent:
         end_with_stdin()
     if isinstance(settings.model, str):  # a name: fetched here, where there is a terminal for the progress
@@ -68,6 +76,7 @@ worker = click.Command(
             show_default=True,
             help="How much to log.",
         ),
+        click.Option(["--log-format"], **LOG_FORMAT),
         worker_id_option(),
         click.Option(
             [END_WITH_STDIN, "end_with_parent"],

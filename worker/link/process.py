@@ -16,7 +16,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 
 from nightmill.jobs.errors import NightmillError
-from nightmill.jobs.printable import PrintableRecords
+from nightmill.jobs.logs import fit
 from nightmill.worker.engine.engine import Engine
 from nightmill.worker.engine.request import Completion, Progress
 from nightmill.worker.link.garbage import QuietCollector
@@ -178,8 +178,7 @@ def main() -> int:
         multiprocessing.current_process().name = "Engine"
         style = "[%(asctime)s: %(levelname)s/%(processName)s] %(message)s"
         logging.basicConfig(level=begin.log_level, format=style)
-        for handler in logging.getLogger().handlers:
-            handler.addFilter(PrintableRecords(begin.settings.scrubbed))
+        fit(logging.getLogger().handlers, begin.settings.log_format, begin.settings.scrubbed)
 
         def build() -> Engine:
             model = open_model(begin.settings, report=lambda what: connection.send(Loading(what)))

@@ -185,6 +185,8 @@ def test_results_and_errors_are_written_whole_in_the_order_of_the_file(
         "unfinished": 0,
     }
     assert [json.loads(line)["text"] for line in output.open()] == ["text of one", "text of three"]
+    piped = run("batch", "results", "night", "-o", "-")
+    assert (piped.stdout, piped.stderr) == (output.read_text(), "-: 2 rows\n")
     errors = tmp_path / "errors.jsonl"
     assert run("batch", "errors", "night", "-o", errors).stdout == f"{errors}: 1 row\n"
     assert json.loads(errors.read_text())["line"] == 2
@@ -302,3 +304,49 @@ def test_no_end_is_foretold_where_no_worker_is_left(run: Run, cli_client: Client
     claims.sign_off()
     said = run("batch", "status", "night").stdout
     assert "ends" not in said and "2 queued" in said
+
+
+def test_rows_of_standard_input_are_the_same_batch_as_long_as_they_are_the_same(
+    run: Run, cli_client: Client, file: Path
+) -> None:
+    submit = ("batch", "submit", "-", "--json")
+    first, again = (json.loads(run(*submit, stdin=file.read_text()).stdout) for _ in range(2))
+    assert first["name"] == again["name"] and first["name"].startswith("stdin-")
+    assert (first["source"], first["rows"], first["states"]["failed"]) == ("standard input", 3, 1)
+    other = json.loads(run(*submit, stdin=file.read_text() + '{"prompt": "4"}\n').stdout)
+    assert (other["rows"], len(cli_client.list_batches())) == (4, 2)
+    for options, said in (
+        ((), "standard input: has no known format; name it .jsonl, .csv, .tsv or .parquet, or say which"),
+        (("--format", "parquet"), "standard input: cannot be read or written as Parquet"),
+    ):
+        refused = run("batch", "submit", "-", *options, stdin="prompt\none\n")
+        assert refused.exit_code == 1 and said in refused.stderr and "/" not in refused.stderr
+    wide = run("batch", "submit", "-", "--format", "csv", "--json", stdin="prompt\none\n")
+    assert json.loads(wide.stdout)["rows"] == 1
+
+
+@pytest.mark.parametrize(
+    ("command", "seconds", "complaint", "code"),
+    [
+        ("sh -c 'cat > told'", 60, "", 0),
+        ("sh -c 'exit 3'", 60, "--on-end: sh exited with 3", 3),
+        ("no-such-program --now", 60, "--on-end: no-such-program cannot be run: No such file", None),
+        ("sh -c 'sleep 60 & wait'", 0.1, "--on-end: sh took longer than 0.1 s, and was killed", None),
+    ],
+)
+def test_a_command_at_the_end_changes_nothing_of_the_batch(
+    run: Run, cli_client: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    command: str, seconds: float, complaint: str, code: int | None,
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text('{"prompt": 1}\n')  # has ended as soon as it is there
+    done = run("batch", "submit", bad, "--on-end", command, "--on-end-seconds", seconds, "--json")
+    status = json.loads(done.stdout)
+    assert (done.exit_code, status["state"], status.pop("on_end")) == (4, "failed", {"exit_code": code})
+    assert complaint in done.stderr and (complaint != "" or done.stderr == "")
+    if code == 0:
+        assert json.loads((tmp_path / "told").read_text()) == status
+    refused = run("batch", "submit", bad, "--name", "never", "--on-end", "echo 'x")
+    assert refused.exit_code == 1 and "--on-end: cannot be split into words" in refused.stderr
+    assert [batch.name for batch in cli_client.list_batches()] == [status["name"]]

@@ -14,6 +14,7 @@ from nightmill.jobs.client import Client
 from nightmill.jobs.commands.main import main
 from nightmill.jobs.errors import BatchFileError
 from nightmill.jobs.formats import Destination, FileFormat, InputFile
+from nightmill.jobs.formats.places import OnThisDisk
 from nightmill.jobs.settings import Settings
 from nightmill.jobs.sql.claims import Claims
 from nightmill.worker.link.loading import demo_model
@@ -201,7 +202,7 @@ def test_a_run_that_was_killed_goes_on_with_its_files_and_ends_in_order(
     for done in ([second], [first], []):
         finish(worker, done)
         with (
-            destinations(InputFile(input), out, failed, overwrite=False) as files,
+            destinations(InputFile(input), OnThisDisk(out), OnThisDisk(failed), overwrite=False) as files,
             ResultStream(batch, *(vetted(file, batch) for file in files)) as stream,
         ):
             assert stream.update() == (0 if batch.format is FileFormat.PARQUET else 1 + len(done))

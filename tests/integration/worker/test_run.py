@@ -1,5 +1,7 @@
 """`nightmill run` with real workers: killed at any moment, interrupted, beside others, without Redis."""
 
+import csv
+import io
 import json
 import os
 import signal
@@ -9,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import psutil
 import pytest
@@ -66,11 +68,18 @@ def run(quick: Settings, tmp_path: Path) -> Iterator[Run]:
     """Start `nightmill run` as a process; whatever it started is gone at the end of the test."""
     started: list[subprocess.Popen[str]] = []
 
-    def start(prompts: Path, *arguments: str, settings: Settings = quick) -> "subprocess.Popen[str]":
+    def start(
+        prompts: Path | str, *arguments: str, settings: Settings = quick, stdin: IO[str] | None = None
+    ) -> "subprocess.Popen[str]":
         command = [sys.executable, "-m", "nightmill", "run", str(prompts), "-o", str(tmp_path / "out.jsonl")]
         chosen = worker_env(settings) | {"NIGHTMILL_MAX_SEQUENCES": "8"}
         process = subprocess.Popen(
-            [*command, *arguments], env=chosen, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+            [*command, *arguments],
+            env=chosen,
+            text=True,
+            stdin=stdin,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
         )
         started.append(process)
         return process
@@ -87,6 +96,11 @@ def run(quick: Settings, tmp_path: Path) -> Iterator[Run]:
 
 def rows(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def as_json(line: str) -> Any:
+    """The value of a line; one that is not JSON stays as it is."""
+    return json.loads(line) if line.startswith("{") else line
 
 
 def worker_pids(client: Client) -> list[int]:
@@ -129,17 +143,30 @@ def test_a_file_becomes_results_and_errors_in_its_order(
 def test_a_second_run_does_nothing_twice_and_says_the_same(
     jobs_client: Client, run: Run, tmp_path: Path
 ) -> None:
-    path = tmp_path / "p.jsonl"
-    path.write_text('{"prompt": "Count from 1 to 3", "max_tokens": 3}\n' * 3)
-    first = run(path)
-    first.communicate(timeout=PATIENCE)
-    assert first.returncode == 0
-    before = (tmp_path / "out.jsonl").read_bytes()
-    again = run(path, "--json")
-    said, _ = again.communicate(timeout=PATIENCE)
-    assert (again.returncode, (tmp_path / "out.jsonl").read_bytes()) == (0, before)
-    status = json.loads(said)
+    path = tmp_path / "p.csv"
+    path.write_text("prompt,max_tokens\n" + "Count from 1 to 3,3\n" * 3)
+    piped = ("-", "-o", "-", "--format", "csv")
+    with path.open() as stdin:
+        first = run(*piped, stdin=stdin)
+        results, said = first.communicate(timeout=PATIENCE)
+    assert first.returncode == 0, said
+    assert [row["custom_id"] for row in csv.DictReader(io.StringIO(results))] == ["row-1", "row-2", "row-3"]
+    assert "3 succeeded" in said and "Results: -; errors: nightmill batch errors stdin-" in said
+    told = tmp_path / "told.json"
+    told_by = f"{sys.executable} -c \"import os, sys; open(sys.argv[1], 'w').write(sys.stdin.read()); "
+    at_end = f"{told_by} print('end of', os.environ['NIGHTMILL_END_BATCH']); sys.exit(7)\" '{told}'"
+    with path.open() as stdin:
+        again = run(*piped, "--json", "--log-format", "json", "--on-end", at_end, stdin=stdin)
+        same, said = again.communicate(timeout=PATIENCE)
+    assert (again.returncode, same) == (0, results), said
+    *logged, printed, complaint, summary = map(as_json, said.splitlines())
+    status = json.loads(told.read_text())
     assert (status["state"], status["succeeded"], status["row_count"]) == ("completed", 3, 3)
+    assert summary == status | {"on_end": {"exit_code": 7}}
+    assert printed == f"end of {status['name']}"
+    assert complaint["message"] == f"--on-end: {sys.executable} exited with 7"
+    assert [(line["level"], line["done"], line["state"]) for line in logged] == [("info", 3, "completed")]
+    assert not list(tmp_path.glob("out*"))
     assert [job.attempt for job in jobs_client.list_jobs()] == [1, 1, 1]
     assert len(jobs_client.workers()) == 1  # nothing was left to do, so no second one was started
 

@@ -1,5 +1,6 @@
 """Ways to start a worker, and what is said where it cannot start: one line, never a traceback."""
 
+import json
 import signal
 import subprocess
 import sys
@@ -41,15 +42,21 @@ def refused(command: list[str], settings: Settings, **more: object) -> str:
 @pytest.mark.parametrize(
     "command",
     [
-        [*NIGHTMILL, "--model", str(demo_model()), "--reference"],
+        [*NIGHTMILL, "--model", str(demo_model()), "--reference", "--log-format", "json"],
         [*CELERY, "--pool=threads", "--model", str(demo_model()), "--reference", "--loglevel=INFO"],
     ],
     ids=["nightmill", "celery"],
 )
-def test_both_commands_start_the_same_worker(command: list[str], sqlite_settings: Settings) -> None:
-    with Client(sqlite_settings) as client:
+def test_both_commands_start_the_same_worker(
+    command: list[str], sqlite_settings: Settings, tmp_path: Path
+) -> None:
+    log = tmp_path / "worker.log"
+    with Client(sqlite_settings) as client, log.open("w") as output:
         job_id = client.enqueue("Count from 1 to 3", max_tokens=4, temperature=0)
-        with subprocess.Popen(command, env=worker_env(sqlite_settings), cwd=ROOT) as process:
+        environment = worker_env(sqlite_settings)
+        with subprocess.Popen(
+            command, env=environment, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT
+        ) as process:
             try:
                 client.wait(job_id, timeout=120)
                 job = client.get(job_id)
@@ -61,6 +68,13 @@ def test_both_commands_start_the_same_worker(command: list[str], sqlite_settings
                 process.send_signal(signal.SIGTERM)
             assert process.wait(60) == 0
         assert client.workers()[0].state == "stopped"
+    lines = log.read_text().splitlines()
+    if "json" in command:
+        messages = [json.loads(line)["message"] for line in lines]
+        assert any(said.startswith("ready: ") for said in messages)
+        assert any(said.startswith("stopped; 4 tokens drawn") for said in messages)
+    else:
+        assert any("] ready: " in line for line in lines)
 
 
 def test_pool_without_threads_is_refused(sqlite_settings: Settings) -> None:

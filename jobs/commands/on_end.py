@@ -1,0 +1,103 @@
+"""`--on-end COMMAND`: what a person wants done once a batch has ended."""
+
+import os
+import shlex
+import signal
+import subprocess
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any, TypeVar
+
+import click
+
+from nightmill.jobs.batch_status import BatchStatus
+from nightmill.jobs.commands.printing import status_json
+from nightmill.jobs.commands.terminal import to_json
+from nightmill.jobs.errors import InvalidRequestError
+from nightmill.jobs.settings import END_PREFIX
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+ON_END_SECONDS = 600.0
+
+
+def on_end_options(command: Command) -> Command:
+    """Add --on-end and --on-end-seconds."""
+    for option in (
+        click.option(
+            "--on-end-seconds",
+            type=click.FloatRange(0, min_open=True),
+            default=ON_END_SECONDS,
+            show_default=True,
+            help="How long that command may take.",
+        ),
+        click.option(
+            "--on-end",
+            metavar="COMMAND",
+            help="Run this once the batch has ended, with its status as JSON on standard input. Split into "
+            "words as a shell does, but run without one.",
+        ),
+    ):
+        command = option(command)
+    return command
+
+
+def words_of(command: str) -> list[str]:
+    """The program and its arguments. Raises InvalidRequestError."""
+    try:
+        words = shlex.split(command)
+    except ValueError as error:
+        raise InvalidRequestError(f"--on-end: cannot be split into words: {error}", field="on_end") from None
+    if not words:
+        raise InvalidRequestError("--on-end: names no command", field="on_end")
+    return words
+
+
+def run_on_end(
+    words: list[str],
+    status: BatchStatus,
+    seconds: float,
+    say: Callable[[str], object],
+    *,
+    results: str | None = None,
+    errors: str | None = None,
+) -> int | None:
+    """Run the command of `words_of`; returns its exit code, None if it could not be run or took too long.
+
+    It reads the status (as of `batch status --json`) and writes to our standard error. Whatever becomes of it
+    is said, and changes nothing of the batch.
+    """
+    named = {"BATCH": status.name, "STATE": str(status.state), "RESULTS": results, "ERRORS": errors}
+    numbers = {"ROWS": status.rows, "SUCCEEDED": status.succeeded, "UNSUCCESSFUL": status.unsuccessful}
+    environment = {f"{END_PREFIX}{name}": str(value) for name, value in named.items() if value is not None}
+    environment |= {f"{END_PREFIX}{name}": str(value) for name, value in numbers.items()}
+    try:
+        code = _run(words, to_json(status_json(status)).encode(), os.environ | environment, seconds)
+    except OSError as error:
+        say(f"--on-end: {words[0]} cannot be run: {error.strerror or error}")
+        return None
+    except subprocess.TimeoutExpired:
+        say(f"--on-end: {words[0]} took longer than {seconds:g} s, and was killed (--on-end-seconds)")
+        return None
+    if code:
+        how = f"exited with {code}" if code > 0 else f"was killed by signal {-code}"
+        say(f"--on-end: {words[0]} {how}")
+    return code
+
+
+def _run(words: list[str], said: bytes, environment: Mapping[str, str], seconds: float) -> int:
+    process = subprocess.Popen(
+        words,
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=2,  # what we print on standard output is for the next program
+        start_new_session=True,  # so that what it has started can be killed with it
+    )
+    try:
+        process.communicate(said, timeout=seconds)
+    except BaseException:  # Ctrl-C too must not leave it behind
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        raise
+    return process.returncode
