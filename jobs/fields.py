@@ -16,7 +16,7 @@ from pydantic import BaseModel
 from nightmill.jobs import checks
 from nightmill.jobs.constrained import FORMS
 from nightmill.jobs.errors import InvalidParameterError, RowCode
-from nightmill.jobs.parameters import GenerationParams, TokenId
+from nightmill.jobs.parameters import DEFAULTS, GenerationParams, TokenId
 
 HIGHEST_PRIORITY = 9
 
@@ -30,11 +30,15 @@ class BatchSettings(TypedDict, total=False):
     top_p: float | None
     min_p: float | None
     repetition_penalty: float | None
+    presence_penalty: float | None
+    frequency_penalty: float | None
     seed: int | None
     stop: str | Sequence[str] | None
     ignore_eos: bool | None
     stop_token_ids: int | Sequence[int] | None
     min_tokens: int | None
+    logit_bias: Mapping[int, float] | Mapping[str, float] | None
+    bad_words: str | Sequence[str] | None
     n: int | None
     response_format: Mapping[str, Any] | type[BaseModel] | None
     json_schema: Mapping[str, Any] | type[BaseModel] | None
@@ -136,6 +140,8 @@ class Field(NamedTuple):
 
 
 def _kind(hint: Any) -> Kind:
+    if get_origin(hint) is dict:
+        return Kind.OBJECT
     return _KINDS[get_args(hint)[0] if isinstance(hint, types.UnionType) else hint]
 
 
@@ -148,7 +154,7 @@ _OPTIONS = {
 _CHECKS: dict[str, checks.Check] = {name: check for name, (_, check, _, _) in _OPTIONS.items()}
 FIELDS = (
     {
-        name: Field(_kind(field.annotation), field.description or "", field.default)
+        name: Field(_kind(field.annotation), field.description or "", getattr(DEFAULTS, name))
         for name, field in GenerationParams.model_fields.items()
     }
     | {name: Field(_kind(form.type), form.says, None) for name, form in FORMS.items()}

@@ -1,5 +1,6 @@
 """The parameters of generation: their types, ranges, defaults and sentences of help, in one table."""
 
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Self
 
@@ -13,6 +14,11 @@ MAX_SEED = 2**63 - 1  # seeds live in a signed 64-bit SQL column
 
 MAX_ANSWERS = 128  # of one job
 MAX_ANSWER_TOKENS = 1 << 20  # of all answers of a job together, where there are several: they are one row
+
+MAX_BIASES = 1_024  # tokens of a job that have a bias
+MAX_BAD_WORDS = 256  # of a job, each of at most
+MAX_BAD_WORD = 256  # characters;
+MAX_BANNED_TOKENS = 1_024  # and the tokens of all their spellings
 
 TokenId = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]
 
@@ -40,6 +46,12 @@ class GenerationParams(BaseModel):
     repetition_penalty: float = Field(
         default=1.0, ge=0.01, le=100.0, description="Above 1, tokens already there get less likely."
     )
+    presence_penalty: float = Field(
+        default=0.0, ge=-2.0, le=2.0, description="Above 0, tokens that the answer has get less likely."
+    )
+    frequency_penalty: float = Field(
+        default=0.0, ge=-2.0, le=2.0, description="The same for each time that the answer has the token."
+    )
     seed: int | None = Field(
         default=None,
         ge=0,
@@ -54,11 +66,19 @@ class GenerationParams(BaseModel):
     min_tokens: int = Field(
         default=0, ge=0, le=1_000_000, description="Nothing ends the text before so many tokens."
     )
+    logit_bias: dict[TokenId, Annotated[float, Field(ge=-100.0, le=100.0)]] = Field(
+        default_factory=dict,
+        max_length=MAX_BIASES,
+        description="Make tokens likelier, or less, by -100 to 100, such as '{\"50256\": -100}'.",
+    )
+    bad_words: tuple[str, ...] = Field(
+        default=(), max_length=MAX_BAD_WORDS, description="The answer never has this text."
+    )
     n: int = Field(
         default=1, ge=1, le=MAX_ANSWERS, description="So many answers, each with a seed of its own."
     )
 
-    @field_validator("stop", mode="before")
+    @field_validator("stop", "bad_words", mode="before")
     @classmethod
     def _accept_one_or_many(cls, value: Any) -> Any:
         if isinstance(value, str):
@@ -71,6 +91,16 @@ class GenerationParams(BaseModel):
         if type(value) is int:
             return (value,)
         return tuple(value) if isinstance(value, list) else value
+
+    @field_validator("logit_bias", mode="before")
+    @classmethod
+    def _ids_are_texts_in_json(cls, value: Any) -> Any:
+        if not isinstance(value, Mapping):
+            return value
+        biases = {_token_id(key): bias for key, bias in value.items()}
+        if len(biases) < len(value):
+            raise ValueError("names a token twice")
+        return biases
 
     @field_validator("min_tokens")
     @classmethod
@@ -101,6 +131,20 @@ class GenerationParams(BaseModel):
                 raise ValueError(f"a stop string {problem}")
         return value
 
+    @field_validator("bad_words")
+    @classmethod
+    def _bad_words_are_words(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for text in value:
+            if not text.strip():
+                raise ValueError("a bad word must have more than spaces")
+            if len(text) > MAX_BAD_WORD:
+                raise ValueError(
+                    f"a bad word must have at most {MAX_BAD_WORD} characters (got {len(text):,})"
+                )
+            if problem := unstorable(text):
+                raise ValueError(f"a bad word {problem}")
+        return value
+
     @classmethod
     def parse(cls, values: Mapping[str, Any]) -> Self:
         """Check `values`; raises InvalidParameterError that names the first bad field."""
@@ -124,7 +168,7 @@ class GenerationParams(BaseModel):
         """
         values = self.model_dump(mode="json", exclude={"seed"})
         for name in _LATER:
-            if getattr(self, name) == type(self).model_fields[name].default:
+            if getattr(self, name) == getattr(DEFAULTS, name):
                 del values[name]
         return values
 
@@ -142,5 +186,14 @@ class GenerationParams(BaseModel):
             return cls.model_construct(**known)
 
 
-_LATER = ("stop_token_ids", "min_tokens", "n")
+def _token_id(key: Any) -> Any:
+    """A key of a JSON object as the number that it spells."""
+    return int(key) if isinstance(key, str) and _DIGITS.fullmatch(key) else key
+
+
+_DIGITS = re.compile("[0-9]{1,10}")
+DEFAULTS = GenerationParams()
+_LATER = (
+    "stop_token_ids", "min_tokens", "n", "presence_penalty", "frequency_penalty", "logit_bias", "bad_words"
+)  # fmt: skip
 """Parameters that were not there from the beginning."""

@@ -12,10 +12,8 @@ from nightmill.jobs.constrained import FORMS, constrained_by
 from nightmill.jobs.contract import AS_USUAL, Constrained, JobState, JsonObject, Prompt, Rendering
 from nightmill.jobs.errors import InvalidParameterError, InvalidPromptError, RowCode
 from nightmill.jobs.fields import FIELDS, PARAMETERS, Options, check_option, moment, unknown_field
-from nightmill.jobs.parameters import MAX_SEED, GenerationParams
+from nightmill.jobs.parameters import DEFAULTS, MAX_SEED, GenerationParams
 from nightmill.jobs.prompts import check_messages, check_text, check_token_ids, is_id, json_type
-
-_DEFAULTS = GenerationParams()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +23,7 @@ class JobSpec(Options):
     text: str | None = None
     messages: list[JsonObject] | None = None
     token_ids: list[int] | None = None
-    params: GenerationParams = _DEFAULTS
+    params: GenerationParams = DEFAULTS
     constrained: Constrained | None = None
     """What the answer must be, in whichever of FORMS it was said."""
 

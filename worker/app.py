@@ -170,6 +170,7 @@ class EngineStep(bootsteps.StartStopStep):
             self.claims,
             engine,
             model.tokenize_all,
+            model.spell,
             capacity=capacity(settings),
             drain_seconds=settings.drain_seconds,
             followers=Followers(self.broker),

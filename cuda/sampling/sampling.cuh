@@ -14,7 +14,8 @@ static constexpr float COLDEST_FAST = 0.01f;    // below it l / T is too coarse 
 // A row of logits has room for a multiple of 8: what is behind the vocabulary may be anything.
 struct Row {
     const float* logits;
-    const unsigned* seen;  // bit t % 32 of word t / 32 is set where the sequence has token t; null: no penalty
+    // Bit t % 32 of word t / 32 is set where the sequence has token t; null: there is no penalty, or `adjust` applied it.
+    const unsigned* seen;
     float penalty;
     int vocab;
     bool whole;  // the vocabulary ends with a group of four
@@ -22,7 +23,8 @@ struct Row {
 
 static __device__ __forceinline__ Row row_of(const float* logits, int row, int vocab, const Slot& slot) {
     return Row{logits + static_cast<int64_t>(row) * ((vocab + 7) / 8 * 8),
-               reinterpret_cast<const unsigned*>(slot.seen), slot.repetition_penalty, vocab, vocab % 4 == 0};
+               slot.adjusted ? nullptr : reinterpret_cast<const unsigned*>(slot.seen), slot.repetition_penalty,
+               vocab, vocab % 4 == 0};
 }
 
 // Logits of tokens 4 * block .. 4 * block + 3; -inf past the vocabulary.

@@ -65,7 +65,7 @@ _KINDS: dict[Kind, dict[str, Any]] = {
 
 def _job_option(name: str) -> Callable[[Command], Command]:
     field = FIELDS[name]
-    default = "" if field.default in (None, ()) or field.default is False else f" [{field.default:g}]"
+    default = "" if field.default in (None, (), {}) or field.default is False else f" [{field.default:g}]"
     again = " (may be given several times)" if field.kind in (Kind.TEXTS, Kind.INTEGERS) else ""
     says = f"{field.says.removesuffix('.')}{again}{default}."
     option = _NAMES.get(name, f"--{name.replace('_', '-')}")

@@ -35,9 +35,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "suffix": ("",),
     "logprobs": (False, 0),
     "top_logprobs": (0,),
-    "logit_bias": ({},),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
     "modalities": (["text"],),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
@@ -52,7 +49,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 """Keys of a body that may be null or have these values, with which they have no effect."""
 _NO_CALLS = "is not supported yet: models call no tools here; remove it"
 _NO_LOGPROBS = "is not supported yet: answers come without probabilities; remove it"
-_NO_PENALTY = "is not supported yet; remove it, or give repetition_penalty in its place"
 _REFUSALS = {
     "suffix": "is not supported: models here continue a prompt, and do not fill in what stands before a "
     "suffix; remove it, or describe it in the prompt",
@@ -60,8 +56,6 @@ _REFUSALS = {
     "stream": "is not supported; results are written as they finish",
     "logprobs": _NO_LOGPROBS,
     "top_logprobs": _NO_LOGPROBS,
-    "presence_penalty": _NO_PENALTY,
-    "frequency_penalty": _NO_PENALTY,
     "tools": _NO_CALLS,
     "tool_choice": _NO_CALLS,
     "functions": _NO_CALLS,

@@ -54,7 +54,7 @@ def draw(
     table = np.frombuffer(b"\xff" * slots * SLOT.itemsize, dtype=SLOT).copy()  # other slots hold NaN
     for name in PARAMETERS.names or ():
         table[name][order] = rows.parameters[name]
-    table["last_token"] = -9
+    table["last_token"], table["adjusted"][order] = -9, 0
     penalised = np.array([mask is not None for mask in rows.seen])
     table["seen"][order] = np.where(penalised, bitmaps + 4 * words * order.astype(np.uint64), 0)
     address = device.upload(table)
@@ -284,10 +284,16 @@ def test_unknown_tokens_come_from_their_slots(device: Device) -> None:
     for count in (1, 2, 255, 257, 3000):
         tokens = rng.integers(-1, 3, count, dtype=np.int32)
         slots = rng.integers(0, 50, count, dtype=np.int32)
-        out = buffer(device, np.full(count, -7, dtype=np.int32))
-        sampler.gather_tokens(device.upload(tokens), device.upload(slots), device.upload(table), out, count)
+        places = rng.permutation(4000)[:count].astype(np.int32)
+        places[::7] = -1  # not in the cache
+        out, history = (buffer(device, np.full(size, -7, dtype=np.int32)) for size in (count, 4000))
+        inputs = (device.upload(array) for array in (tokens, slots, table, places))
+        sampler.gather_tokens(*inputs, history, out, count)
         expected = np.where(tokens < 0, table["last_token"][slots], tokens)
         np.testing.assert_array_equal(fetched(device, out), expected)
+        kept = np.full(4000, -7, dtype=np.int32)
+        kept[places[places >= 0]] = expected[places >= 0]
+        np.testing.assert_array_equal(fetched(device, history), kept)
 
 
 @pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])

@@ -1,8 +1,10 @@
 """The CUDA runner on the bundled model: against the reference runner, and against itself in other company."""
 
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
+from itertools import chain, pairwise
 from typing import Any
 
 import numpy as np
@@ -174,8 +176,12 @@ def test_rows_that_draw_alone_and_beside_others(file: GgufFile, spec: ModelSpec)
             temperature=0.9, top_k=40, top_p=0.9, min_p=0.02, repetition_penalty=1.2, max_tokens=48,
             ignore_eos=True,
         ),
+        GenerationParams(
+            temperature=0.7, presence_penalty=0.5, frequency_penalty=0.3, repetition_penalty=1.1,
+            logit_bias={5: 3.0, 7: -100.0}, max_tokens=48, ignore_eos=True,
+        ),
     ],
-    ids=["greedy", "temperature", "filtered"],
+    ids=["greedy", "temperature", "filtered", "adjusted"],
 )  # fmt: skip
 def test_a_job_alone_and_in_a_batch_of_256(
     make: Make, prompts: list[tuple[int, ...]], params: GenerationParams
@@ -241,6 +247,36 @@ def test_preemption_changes_no_token(make: Make, prompts: list[tuple[int, ...]])
     roomy = generate(make(slots=12, kv_blocks=12 * 8), asked, context=CONTEXT, token_budget=256)
     tight = generate(make(slots=12, kv_blocks=30), asked, context=CONTEXT, token_budget=256)
     assert roomy == tight
+
+
+def test_an_answer_has_what_its_wishes_leave_it(make: Make, prompts: list[tuple[int, ...]]) -> None:
+    """Every second text has wishes; in steps of graphs, of kernels, ahead, and where sequences give way."""
+    plain = GenerationParams(temperature=0.8, max_tokens=60, ignore_eos=True)
+    free = requests(prompts[:24], plain)
+    clean = generate(make(slots=12, kv_blocks=12 * 8), free, context=CONTEXT, token_budget=256)
+    often = [token for token, _ in Counter(chain(*clean.values())).most_common(2)]
+    pairs = [pair for pair, _ in Counter(chain(*map(pairwise, clean.values()))).most_common(40)]
+    banned = (*pairs, (often[0],))
+    wishes = {"presence_penalty": 2.0, "frequency_penalty": 2.0, "logit_bias": {often[1]: -100.0}}
+    params = GenerationParams.parse(plain.model_dump() | wishes)
+    asked = [replace(one, params=params, banned=banned) if n % 2 else one for n, one in enumerate(free)]
+    results = [
+        generate(make(**options), asked, context=CONTEXT, token_budget=256)
+        for options in (
+            {"slots": 12, "kv_blocks": 12 * 8, "depth": 3},
+            {"slots": 12, "kv_blocks": 30},
+            {"slots": 24, "kv_blocks": 24 * 8, "graphs": False},
+        )
+    ]
+    assert results[0] == results[1] == results[2]
+    for one in asked:
+        text = results[0][one.job_id]
+        if not one.banned:
+            assert text == clean[one.job_id]
+            continue
+        assert not set(often) & set(text)
+        assert not set(pairwise(text)) & set(banned)
+        assert len(set(text)) > len(set(clean[one.job_id]))
 
 
 @pytest.mark.parametrize("change", [{"temperature": 0.0}, {"temperature": 0.8, "repetition_penalty": 1.1}])

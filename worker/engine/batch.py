@@ -112,4 +112,11 @@ def _prompt_tokens(chunks: list[Chunk]) -> list[int]:
 def _admission(sequence: Sequence) -> Admission:
     request = sequence.request
     assert sequence.slot is not None, "a sequence without a slot was planned"
-    return Admission(sequence.slot, tuple(sequence.tokens), request.params, request.seed)
+    return Admission(
+        sequence.slot,
+        tuple(sequence.tokens),
+        request.params,
+        request.seed,
+        answered=sequence.generated,
+        banned=request.banned,
+    )

@@ -38,6 +38,11 @@ class Limits:
                 f"stop_token_ids: holds {highest}, but this model's ids go from 0 to {self.vocab - 1}: take "
                 "them from this model's own vocabulary"
             )
+        if (highest := max(params.logit_bias, default=0)) >= self.vocab:
+            return "logit_bias", (
+                f"logit_bias: holds {highest}, but this model's ids go from 0 to {self.vocab - 1}: take "
+                "them from this model's own vocabulary"
+            )
         return None
 
     def fault(self, prompt: Sequence[int], params: GenerationParams, begun: Sequence[int] = ()) -> str | None:

@@ -20,7 +20,7 @@ class Request:
     submitted before it. `generated_ids`: what an earlier attempt had drawn, to go on from. `constrained`:
     what the answer must be, of which whoever submits makes the `constraint`: what may be drawn, as it stands
     before the first of `generated_ids`. It is this request's alone, and of the kind that the engine's
-    constraints take.
+    constraints take. `banned`: runs of tokens that the answer must not hold.
     """
 
     job_id: str
@@ -34,6 +34,7 @@ class Request:
     constraint: object | None = None
     constrained: Constrained | None = None
     behind: int = 0
+    banned: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,8 @@ from threadpoolctl import threadpool_limits
 
 from nightmill import package_directory
 from nightmill.jobs.contract import AS_USUAL, Prompt, Rendering, is_token_ids
-from nightmill.jobs.errors import ChatTemplateError, NightmillError, SettingsError
+from nightmill.jobs.errors import ChatTemplateError, InvalidParameterError, NightmillError, SettingsError
+from nightmill.jobs.parameters import MAX_BANNED_TOKENS
 from nightmill.jobs.settings import Settings
 from nightmill.worker.engine.engine import Engine, EngineStats
 from nightmill.worker.engine.probing import probe
@@ -72,6 +73,21 @@ class LoadedModel(OpenModel):
         Raises RunnerError where the process that renders chats cannot be started, which is no job's fault.
         """
         return self.encode_all([_prompt_of(claim) for claim in claims], [claim.rendering for claim in claims])
+
+    def spell(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """The runs of tokens that a text may hold these words as: each at its beginning, and after a space.
+
+        Raises InvalidParameterError if they have more than MAX_BANNED_TOKENS.
+        """
+        texts = [start + word.lstrip(" ") for word in words for start in ("", " ")]
+        runs = tuple(dict.fromkeys(tuple(ids) for ids in self.tokenizer.encode_batch(texts, add_bos=False)))
+        if (count := sum(map(len, runs))) > MAX_BANNED_TOKENS:
+            raise InvalidParameterError(
+                f"bad_words: have {count:,} tokens in all spellings, and at most {MAX_BANNED_TOKENS:,} are "
+                "taken: give fewer or shorter ones",
+                field="bad_words",
+            )
+        return runs
 
     def encode(self, prompt: Prompt, rendering: Rendering | None = None) -> tuple[int, ...]:
         """A prompt's token ids. Raises what `encode_all` would answer."""

@@ -54,12 +54,18 @@ NOT_A_NUMBER = -1  # instead of a drawn token: the row's logits were no numbers 
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """A sequence takes a slot, new or after preemption. `token_ids`: all its tokens so far, prompt first."""
+    """A sequence takes a slot, new or after preemption.
+
+    token_ids  all its tokens so far, prompt first; the last `answered` of them are of the answer
+    banned     runs of tokens that the answer must not hold
+    """
 
     slot: int
     token_ids: tuple[int, ...]
     params: GenerationParams
     seed: int
+    answered: int = 0
+    banned: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,11 +2,13 @@
 
 For one row of logits l over the vocabulary, in this order:
 
-   mask         a token that the row's mask does not allow has l = -inf
+   mask         a token that the row's mask does not allow has l = -inf, as has one that is banned
 0. numbers      NaN or +inf anywhere, or -inf everywhere: NOT_A_NUMBER, and nothing below applies. -inf
                 beside finite logits is a token that is never drawn. Finite logits are taken as within -1e30
                 and 1e30: then nothing below overflows, whatever the parameters are
-1. penalty      a token seen in prompt or answer: l / r where l > 0, else l * r (Keskar et al. 2019, CTRL)
+1. penalties    biases are added; a token seen in prompt or answer: l / r where l > 0, else l * r (Keskar
+                et al. 2019, CTRL); then what its count in the answer takes off. `adjusting` defines bans,
+                biases and counts; a row that has any of these is taken as within the bounds once more
 2. greedy       temperature 0: the largest l, the lowest id of equals; nothing below applies
 3. temperature  l = (l - max l) / T
 4. top-k        keep l >= the k-th largest l
@@ -28,12 +30,14 @@ whose l is more than that below the best l + g cannot win: both runners may skip
 Row r depends on its logits, mask, parameters, seed and position, and on nothing else.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from nightmill.worker.runners.adjusting import Adjustment, ban, bias, count_out
 from nightmill.worker.runners.base import NOT_A_NUMBER, Admission, DrawArray, masked_draws
 from nightmill.worker.runners.philox import token_words, uniform
 
@@ -52,6 +56,8 @@ PARAMETERS = np.dtype(
         ("top_p", np.float32),
         ("min_p", np.float32),
         ("repetition_penalty", np.float32),
+        ("presence_penalty", np.float32),
+        ("frequency_penalty", np.float32),
     ]
 )
 """What a sequence's draws depend on beside logits and tokens: its seed, and `GenerationParams` by name."""
@@ -72,15 +78,22 @@ class SamplingRows:
     parameters  (R,) PARAMETERS
     positions   (R,) int64, of the tokens that are drawn
     seen        one bool mask (V,) a row: the tokens of prompt and answer; None where the row has no penalty
+    adjusted    the rows that are adjusted, by number
     """
 
     parameters: ParameterArray
     positions: npt.NDArray[np.int64]
     seen: list[npt.NDArray[np.bool_] | None]
+    adjusted: Mapping[int, Adjustment] = field(default_factory=dict)
 
     def of(self, which: npt.NDArray[np.intp]) -> "SamplingRows":
         """Those of these rows."""
-        return SamplingRows(self.parameters[which], self.positions[which], [self.seen[row] for row in which])
+        return SamplingRows(
+            self.parameters[which],
+            self.positions[which],
+            [self.seen[row] for row in which],
+            {place: self.adjusted[row] for place, row in enumerate(which.tolist()) if row in self.adjusted},
+        )
 
 
 def apply_masks(logits: FloatArray, draws: DrawArray, masks: IntArray) -> FloatArray:
@@ -94,6 +107,10 @@ def apply_masks(logits: FloatArray, draws: DrawArray, masks: IntArray) -> FloatA
 
 def sample(logits: FloatArray, rows: SamplingRows) -> IntArray:
     """Draw one token id a row from logits (R, V), or NOT_A_NUMBER."""
+    if any(by.words for by in rows.adjusted.values()):
+        logits = logits.copy()
+        for row, by in rows.adjusted.items():
+            ban(logits[row], by)
     largest = logits.max(axis=1)  # with NaN it is NaN
     numbers = np.isfinite(largest)
     if not numbers.all():
@@ -103,8 +120,11 @@ def sample(logits: FloatArray, rows: SamplingRows) -> IntArray:
         return tokens
     if not logits.size or max(largest.max(), -logits.min()) <= _LARGEST_LOGIT:
         return _draw(logits, rows)
-    bounded = np.clip(logits, -_LARGEST_LOGIT, _LARGEST_LOGIT)
-    return _draw(np.where(logits == -np.inf, logits, bounded), rows)
+    return _draw(_bounded(logits), rows)
+
+
+def _bounded(logits: FloatArray) -> FloatArray:
+    return np.where(logits == -np.inf, logits, np.clip(logits, -_LARGEST_LOGIT, _LARGEST_LOGIT))
 
 
 def _draw(logits: FloatArray, rows: SamplingRows) -> IntArray:
@@ -123,15 +143,20 @@ def _draw(logits: FloatArray, rows: SamplingRows) -> IntArray:
 
 
 def penalise(logits: FloatArray, rows: SamplingRows) -> FloatArray:
-    """Apply the repetition penalty; returns `logits` itself where no row has one."""
-    if all(seen is None for seen in rows.seen):
+    """Apply biases and penalties to bounded logits; returns `logits` itself where no row has any."""
+    if all(seen is None for seen in rows.seen) and not rows.adjusted:
         return logits
     result = logits.copy()
+    for row, by in rows.adjusted.items():
+        bias(result[row], by)
     for row, seen in enumerate(rows.seen):
         if seen is not None:
             values = result[row, seen]
             penalty = rows.parameters["repetition_penalty"][row]
             result[row, seen] = np.where(values > 0, values / penalty, values * penalty)
+    for row, by in rows.adjusted.items():
+        count_out(result[row], by)
+        result[row] = _bounded(result[row])
     return result
 
 

@@ -13,7 +13,13 @@ from datetime import timedelta
 
 from nightmill.jobs.answers import split_answer_id
 from nightmill.jobs.contract import StopReason
-from nightmill.jobs.errors import DatabaseError, DatabaseRefusedError, NightmillError, RunnerError
+from nightmill.jobs.errors import (
+    DatabaseError,
+    DatabaseRefusedError,
+    InvalidParameterError,
+    NightmillError,
+    RunnerError,
+)
 from nightmill.jobs.messages.streams import Followers
 from nightmill.jobs.sql.claims import Claim, Claims, Outcome
 from nightmill.jobs.sql.jobs import chunked
@@ -40,6 +46,9 @@ Prompt = tuple[int, ...] | NightmillError  # its token ids, or why there are non
 Tokenize = Callable[[Sequence[Claim]], Sequence[Prompt]]
 """A shard at once: one answer for each claim, in their order."""
 
+Spell = Callable[[Sequence[str]], tuple[tuple[int, ...], ...]]
+"""The runs of tokens that a text may hold these words as."""
+
 
 class Service:
     """Runs shards of jobs on one engine, which it starts and stops; raises RunnerError where it does not."""
@@ -49,6 +58,7 @@ class Service:
         claims: Claims,
         engine: EngineLink,
         tokenize: Tokenize,
+        spell: Spell,
         *,
         capacity: int,
         drain_seconds: float,
@@ -62,6 +72,7 @@ class Service:
         self.drain_seconds = drain_seconds
         self.last_shard_at = time.monotonic()
         self._tokenize = tokenize
+        self._spell = spell
         self._on_fatal = on_fatal
         self._drain_until: float | None = None
         self._cancels_sent: set[JobKey] = set()
@@ -166,6 +177,8 @@ class Service:
                 continue
             try:
                 requests += self._answering.split(self._request(claim, prompt))
+            except InvalidParameterError as error:
+                self._fail_job(key, str(error))
             except Exception as error:
                 log.exception("job %s could not be submitted", claim.job_id)
                 self._fail_job(key, _not_submitted(error))
@@ -212,6 +225,7 @@ class Service:
             priority=claim.priority,
             generated_ids=tokens_to_resume(claim.saved, mark),
             constrained=claim.constrained,
+            banned=self._spell(claim.params.bad_words) if claim.params.bad_words else (),
         )
 
     def _submit(self, requests: Sequence[Request]) -> None:

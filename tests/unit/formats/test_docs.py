@@ -124,6 +124,7 @@ def test_every_key_of_an_openai_body_is_described() -> None:
     described = named_in_tables(section("## OpenAI's batch format").split("### Results")[0])
     frame = {"custom_id", "method", "url", "body"}
     ours = {"top_k", "min_p", "repetition_penalty", "ignore_eos", "stop_token_ids", "min_tokens", "best_of"}
+    ours |= {"presence_penalty", "frequency_penalty", "logit_bias", "bad_words"}
     ours |= {"chat_template_kwargs", "add_generation_prompt", "continue_final_message"}
     ours |= FORMS.keys() | GUIDED.keys() | {"structured_outputs"}
     parameters = {"max_tokens", "max_completion_tokens", "temperature", "top_p", "seed", "stop", "model", "n"}

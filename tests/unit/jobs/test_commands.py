@@ -36,7 +36,7 @@ def test_what_help_shows_as_json_is_json_that_the_option_takes() -> None:
         if isinstance(option, click.Option)
         for example in re.findall(r"'({.*})'", option.help or "")
     }
-    assert shown.keys() == {"--response-format", "--chat-template-kwargs"}
+    assert shown.keys() == {"--response-format", "--chat-template-kwargs", "--logit-bias"}
     for name, example in shown.items():
         JobSpec.defaults({name.strip("-").replace("-", "_"): example})
 

@@ -50,12 +50,23 @@ def test_the_defaults_of_generation_are_those_of_the_contract() -> None:
         "stop_token_ids": (),
         "min_tokens": 0,
         "n": 1,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "logit_bias": {},
+        "bad_words": (),
     }
 
 
 @pytest.mark.parametrize(
     ("settings", "field", "message"),
     [
+        ({"logit_bias": {"5": 1, 5: 2}}, "logit_bias", "names a token twice"),
+        ({"logit_bias": {"-5": 1}}, "logit_bias", "must be a"),
+        ({"logit_bias": {"5": 100.5}}, "logit_bias", "must be at most 100"),
+        ({"logit_bias": dict.fromkeys(range(1025), 1)}, "logit_bias", "must have at most 1024"),
+        ({"presence_penalty": 2.1}, "presence_penalty", "must be at most 2 (got 2.1)"),
+        ({"bad_words": ["a", " "]}, "bad_words", "a bad word must have more than spaces"),
+        ({"bad_words": ["a" * 300]}, "bad_words", "a bad word must have at most 256 characters (got 300)"),
         ({"min_tokens": 300}, "min_tokens", "must not be more than max_tokens, which is 256 (got 300)"),
         ({"min_tokens": 3, "max_tokens": 2}, "min_tokens", "must not be more than max_tokens, which is 2"),
         ({"min_tokens": 3, "max_tokens": 0}, "max_tokens", "must be at least 1 (got 0)"),
@@ -127,7 +138,7 @@ def test_the_defaults_of_generation_are_those_of_the_contract() -> None:
         (
             {"xyzzy": 1},
             "xyzzy",
-            "is not supported: remove it; known are add_generation_prompt, batch, chat_template_kwargs, ",
+            "is not supported: remove it; known are add_generation_prompt, bad_words, batch, ",
         ),
     ],
 )

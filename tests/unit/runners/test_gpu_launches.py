@@ -23,7 +23,7 @@ from nightmill.worker.engine.request import Request
 from nightmill.worker.model.families import read_spec
 from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.model.spec import ModelSpec
-from nightmill.worker.runners.base import FROM_SLOT, IntArray, StepBatch, make_draws, mask_words
+from nightmill.worker.runners.base import FROM_SLOT, Admission, IntArray, StepBatch, make_draws, mask_words
 from nightmill.worker.runners.gpu.activations import Activations
 from nightmill.worker.runners.gpu.attention.choice import decode_attention, prefill_attention
 from nightmill.worker.runners.gpu.catalogue import check_spec, sources_for
@@ -54,7 +54,7 @@ MODEL = ROOT / "models" / "nightmill-demo.gguf"
 HOPPER, AMPERE = (9, 0), (8, 0)
 SLOTS, CONTEXT = 48, 128
 FP8_WEIGHTS = Numbers(weights=WeightNumbers.FP8)
-SAMPLING = {"admit", "gather_tokens", "apply_masks", "sample", "sample_filtered"}
+SAMPLING = {"admit", "gather_tokens", "apply_masks", "adjust", "sample", "sample_filtered"}
 ANYWHERE = SAMPLING | {"embed", "gather_rows", "rms_norm_1", "library"}
 ATTENTION = {"decode_attention_8_2", "decode_attention_8_4", "split_attention_8"}
 PER_KIND = {
@@ -119,6 +119,7 @@ def test_steps_of_all_sizes_launch_kernels_as_they_were_compiled(driver: Recorde
         step = pages.batch([Chunk(slot, fed_back, 60, 1, 1, True) for slot in range(count)], admit=False)
         runner.launch(step)
         assert len(runner.collect().tokens) == count  # type: ignore[union-attr]
+    plain_draws = step.draws.copy()
     for masked in (step, pages.batch(mixed, admit=False)):
         masked.draws["mask"][1:3] = 0, 1
         runner.launch(masked)
@@ -129,6 +130,12 @@ def test_steps_of_all_sizes_launch_kernels_as_they_were_compiled(driver: Recorde
         assert len(runner.collect().tokens) == len(masked.draws)  # type: ignore[union-attr]
         with pytest.raises(RunnerError, match="no launch waits for masks"):
             runner.draw(np.zeros((0, 1), dtype=np.int32))
+    assert "adjust" not in driver.launches
+    wishes = GenerationParams(logit_bias={3: 1.0}, frequency_penalty=0.5)
+    admitted = tuple(Admission(slot, (1, 2), wishes, 0, 1, ((4, 5),)) for slot in (0, 1))
+    runner.launch(replace(step, draws=plain_draws, admissions=admitted))
+    runner.launch(pages.batch(mixed, admit=False))
+    assert [len(runner.collect().tokens) for _ in range(2)] == [SLOTS, 3]  # type: ignore[union-attr]
     expected = ANYWHERE | ATTENTION | PER_KIND[driver.capability]
     assert expected <= driver.launches.keys()
     assert driver.launches.keys() - {"library"} <= driver.checked

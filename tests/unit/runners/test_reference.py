@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -284,6 +285,25 @@ def test_the_penalty_sees_prompt_and_answer_and_is_forgotten_with_the_slot(make_
     assert len(set(answer)) == len(answer)
     assert not set(answer) & set(prompt)
     assert done["b"].token_ids == plain["b"].token_ids
+
+
+def test_bans_biases_and_counts_follow_the_answer_and_not_the_prompt(make_bench: MakeBench) -> None:
+    bench = make_bench()
+    prompt = random_prompt(9, 20)
+    greedy = {"temperature": 0.0, "max_tokens": 30, "ignore_eos": True}
+    plain = bench.generate([request("a", prompt, **greedy)])["a"].token_ids
+    first, second = plain[:2]
+    biased = request("b", prompt, **greedy, logit_bias={first: -100.0})
+    banned = replace(request("c", prompt, **greedy), banned=((first, second), (second, first, second)))
+    counted = request("d", prompt, **greedy, presence_penalty=2.0, frequency_penalty=2.0)
+    resumed = replace(counted, job_id="e", generated_ids=bench.generate([counted])["d"].token_ids[:7])
+    done = bench.generate([biased, banned, counted, resumed])
+    assert first not in done["b"].token_ids
+    assert done["c"].token_ids[0] == first
+    assert (first, second) not in pairwise(done["c"].token_ids)
+    assert done["d"].token_ids[0] == first  # nothing was counted yet, whatever the prompt has
+    assert len(set(done["d"].token_ids)) > len(set(plain))
+    assert done["e"].token_ids == done["d"].token_ids
 
 
 def test_the_seed_decides_and_repeats(make_bench: MakeBench) -> None:

@@ -27,6 +27,8 @@ NEUTRAL = {
     "top_p": 1.0,
     "min_p": 0.0,
     "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
     "seed": 0,
     "position": 5,
 }

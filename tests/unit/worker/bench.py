@@ -81,6 +81,7 @@ class Bench:
             self.claims,
             engine_in_thread(lambda: self.engine),
             self.tokenize,
+            lambda words: tuple(tuple(map(ord, word)) for word in words),
             capacity=capacity,
             drain_seconds=5.0,
             followers=Followers(client.broker),

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from nightmill.jobs.errors import ChatTemplateError, InvalidPromptError
+from nightmill.jobs.errors import ChatTemplateError, InvalidParameterError, InvalidPromptError
 from nightmill.jobs.parameters import GenerationParams
 from nightmill.jobs.settings import Settings
 from nightmill.jobs.sql.claims import Claim
@@ -44,6 +44,15 @@ def test_token_ids_stay_as_they_are(model: LoadedModel) -> None:
     assert model.tokenize_all([claim("hello"), ids, claim("hello")]) == [
         model.encode("hello"), (7, 7, 2, 10**9), model.encode("hello"),
     ]  # fmt: skip
+
+
+def test_a_word_is_spelt_as_it_stands_in_a_text(model: LoadedModel) -> None:
+    runs = model.spell(["mill", " mill", "mill"])
+    encode = model.tokenizer.encode
+    assert runs == (tuple(encode("mill", add_bos=False)), tuple(encode(" mill", add_bos=False)))
+    assert all(model.tokenizer.decode(run).strip() == "mill" for run in runs)
+    with pytest.raises(InvalidParameterError, match=r"^bad_words: have 5,\d{3} tokens in all spellings"):
+        model.spell([f"{number:09}" * 3 for number in range(100)])
 
 
 def test_claims_are_answered_in_order_and_each_for_itself(model: LoadedModel) -> None:

@@ -77,7 +77,7 @@ def test_a_model_fits_as_the_page_says(row: tuple[str, ...]) -> None:
 
 def test_the_arithmetic_is_that_of_the_memory_plan() -> None:
     specs = [qwen(size) for size in SIZES]
-    assert said("which is", "KiB") == [page_bytes(spec) / PAGE / 1024 for spec in specs]
+    assert said("which is", "KiB") == [round(page_bytes(spec) / PAGE / 1024, 1) for spec in specs]
     workspaces = [
         fit(in_q8_0(size), card, Settings(), AUTO).workspace for size, card in zip(SIZES, CARDS, strict=True)
     ]

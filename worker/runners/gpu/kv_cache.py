@@ -1,5 +1,7 @@
 """The KV cache on the GPU: how large a page is, what it takes, and where the pages of each layer are.
 
+It knows of which tokens its keys and values are, since they are kept beside them.
+
 `cuda/common/kv_cache.cuh` says where in them a token's key and value lie; nothing else knows.
 """
 
@@ -35,9 +37,10 @@ class LayerCache:
 
 @dataclass(frozen=True, slots=True)
 class KvCache:
-    """The pages of all layers."""
+    """The pages of all layers; `tokens` (pages, PAGE) int32: of what they are."""
 
     layers: tuple[LayerCache, ...]
+    tokens: Buffer
 
     @classmethod
     def allocate(cls, device: Device, spec: ModelSpec, pages: int) -> "KvCache":
@@ -54,12 +57,14 @@ class KvCache:
             for shape, size in zip(shapes, sizes, strict=True)
         )
         device.fill(layers[0].keys.address, 0, arena.size)
-        return cls(layers)
+        tokens = np.dtype(np.int32)
+        address = device.allocate(pages * PAGE * tokens.itemsize, "the tokens of the KV cache")
+        return cls(layers, Buffer(address, (pages, PAGE), tokens))
 
 
 def page_bytes(spec: ModelSpec, kv: KvFormat = KvFormat.ELEMENT) -> int:
-    """Bytes of a page: keys and values of all layers."""
-    return sum(2 * _part_bytes(layer.attention, kv) for layer in spec.layers)
+    """Bytes of a page: keys and values of all layers, and the tokens."""
+    return sum(2 * _part_bytes(layer.attention, kv) for layer in spec.layers) + 4 * PAGE
 
 
 def part_numbers(head_dim: int, kv: KvFormat) -> int:

@@ -44,17 +44,22 @@ class Shared:
 
 
 class Model:
-    """Queues whole steps; `slots`: the address of the table of slots."""
+    """Queues whole steps.
+
+    slots    the address of the table of slots
+    history  the tokens of the KV cache
+    """
 
     def __init__(
         self, spec: ModelSpec, weights: Weights, shared: Shared, layers: tuple[Layer, ...],
-        products: Products, slots: int, at: Activations,
+        products: Products, slots: int, history: Buffer, at: Activations,
     ) -> None:  # fmt: skip
         self.shared = shared
         self.layers = layers
         self.head = products.of(Kind.FLOAT, weights.head.rows, spec.width, weights.head.format)
         self._weights = weights
         self._slots = slots
+        self._history = history
         self._at = at
         self._has_few = all(layer.kernels.few is not None for layer in layers)
 
@@ -97,15 +102,30 @@ class Model:
     def forward(self, inputs: StepInputs, shape: StepShape) -> None:
         """Queue a step's layers, up to the norm of the rows that draw."""
         at, tokens = self._at, shape.tokens
-        self.shared.sampler.gather_tokens(inputs.tokens, inputs.token_slots, self._slots, at.tokens, tokens)
+        self.shared.sampler.gather_tokens(
+            inputs.tokens,
+            inputs.token_slots,
+            self._slots,
+            inputs.cache_rows,
+            self._history,
+            at.tokens,
+            tokens,
+        )
         self.shared.embedding.embed(at.tokens, self._weights.embedding, at.x, tokens)
         few = self._has_few and shape.decodes and tokens <= MAX_ROWS
         (self._few_rows if few else self._any_rows)(inputs, shape)
 
-    def draw(self, inputs: StepInputs, shape: StepShape, masks: StagedMasks | None = None) -> None:
+    def draw(
+        self,
+        inputs: StepInputs,
+        shape: StepShape,
+        masks: StagedMasks | None = None,
+        *,
+        adjusted: bool = False,
+    ) -> None:
         """Queue LM head and sampling of the step whose layers were queued last.
 
-        So many rows at a time that their logits fit.
+        So many rows at a time that their logits fit. `adjusted`: the logits of some draws are.
         """
         at, sampler = self._at, self.shared.sampler
         for first in range(0, shape.draws, LOGIT_ROWS):
@@ -117,6 +137,11 @@ class Model:
                 address, number, count = masks.send(first, rows)
                 if count:
                     sampler.apply_masks(at.logits, rows, draws, address, number)
+            if adjusted:
+                sampler.adjust(
+                    at.logits, rows, draws, self._slots, self._history, inputs.block_tables,
+                    inputs.table_width, inputs.sequence_starts, shape.sequences,
+                )  # fmt: skip
             sampler.sample(at.logits, rows, draws, self._slots, at.drawn.from_row(first))
 
     def _any_rows(self, inputs: StepInputs, shape: StepShape) -> None:

@@ -71,6 +71,7 @@ class _Launch:
     draws: DrawArray
     inputs: StepInputs
     shape: StepShape
+    adjusted: bool  # the logits of some draws are
 
 
 class CudaRunner:
@@ -116,7 +117,7 @@ class CudaRunner:
         self._graphs: dict[tuple[int, int], Graph] = {}
         """Whole decode steps, by sequences, and pieces of their contexts."""
         self._undrawn_graphs: dict[tuple[int, int], Graph] = {}
-        """The same up to the draws, where these wait for masks; captured when such a step first comes."""
+        """The same up to the draws, where these are launched apart; captured when such a step first comes."""
         self._waits_for_masks = False
         self._tune = tune
         self._turn = 0
@@ -202,7 +203,7 @@ class CudaRunner:
         self._steps = StepBuffers(device, padding_page=self.kv_blocks, depth=self.depth, **step)
         embedding = Embedding(device, spec.vocab, spec.embedding_scale)
         shared = Shared(embedding, norms, LogitScale(device, spec), sampler)
-        self._model = Model(spec, weights, shared, layers, products, self._slots.address, at)
+        self._model = Model(spec, weights, shared, layers, products, self._slots.address, cache.tokens, at)
         self._drawn = [device.pinned(self._max_draws, np.int32) for _ in range(self.depth)]
         self._done: list[Any] = [device.event() for _ in range(self.depth)]
         if self._tune:
@@ -239,7 +240,8 @@ class CudaRunner:
             raise RunnerError("no launch waits for masks")
         self._waits_for_masks = False
         launch = self._pending[-1]
-        self._model.draw(launch.inputs, launch.shape, self._masks.stage(launch.turn, launch.draws, masks))
+        staged = self._masks.stage(launch.turn, launch.draws, masks)
+        self._model.draw(launch.inputs, launch.shape, staged, adjusted=launch.adjusted)
         self._return_tokens(launch)
 
     def collect(self) -> Drawn | None:
@@ -301,7 +303,7 @@ class CudaRunner:
             if self._tune:
                 self._model.tune(size, size)
             for room in self._decode.rooms(size):
-                self._graphs[size, room] = self._capture(size, room)
+                self._graphs[size, room] = self._capture(size, room, draws=True)
         self.device.synchronize()
         self._report(
             f"captured {len(self._graphs)} decode graphs in {time.monotonic() - began:.1f} s; they take "
@@ -313,37 +315,41 @@ class CudaRunner:
         lengths = padded_lengths(batch, size)
         return self._decode.pieces(lengths, np.arange(size, dtype=np.int32))
 
-    def _capture(self, size: int, room: int) -> Graph:
+    def _capture(self, size: int, room: int, *, draws: bool) -> Graph:
         """Capture a decode step of `size` sequences, after one run in the open, which loads what it needs.
 
-        room  for pieces of contexts
+        room  for pieces of contexts; draws: with its draws
         """
         ones = np.ones(size if room else 0, dtype=np.int32)
         pieces = whole_pieces(ones, np.arange(len(ones), dtype=np.int32), segment=PAGE)
         self.device.synchronize()  # the host's copy of the inputs is still those of the run before
         inputs = self._steps.write_padded(self._turn, PADDING, size, pieces, room)
         shape = _decode_shape(size, room)
-        self._queue(inputs, shape)
-        return Graph(self.device, lambda: self._queue(inputs, shape))
+        self._queue(inputs, shape, draws=draws)
+        return Graph(self.device, lambda: self._queue(inputs, shape, draws=draws))
 
-    def _queue(self, inputs: StepInputs, shape: StepShape) -> None:
-        """A step, kernel by kernel; its draws too, unless they wait for masks."""
+    def _queue(self, inputs: StepInputs, shape: StepShape, *, draws: bool, adjusted: bool = False) -> None:
+        """A step, kernel by kernel, with its draws or without."""
         self._model.forward(inputs, shape)
-        if not self._waits_for_masks:
-            self._model.draw(inputs, shape)
+        if draws:
+            self._model.draw(inputs, shape, adjusted=adjusted)
 
     def _replay(self, turn: int, batch: StepBatch) -> _Launch:
         """Queue a step in which all sequences decode one token."""
         size = min(bucket_of(len(batch.slots)), self.slots)
         pieces = self._decode_pieces(batch, size)
         room = self._decode.room(size, len(pieces))
-        graphs = self._undrawn_graphs if self._waits_for_masks else self._graphs
+        adjusted = self._slots.adjusts(batch.draws)
+        apart = adjusted or self._waits_for_masks
+        graphs = self._undrawn_graphs if apart else self._graphs
         if (size, room) not in graphs:
-            graphs[size, room] = self._capture(size, room)
+            graphs[size, room] = self._capture(size, room, draws=not apart)
             self.device.synchronize()
-        inputs = self._steps.write_padded(turn, batch, size, pieces, room)
+        inputs, shape = self._steps.write_padded(turn, batch, size, pieces, room), _decode_shape(size, room)
         graphs[size, room].launch()
-        return _Launch(turn, batch.draws, inputs, _decode_shape(size, room))
+        if adjusted and not self._waits_for_masks:
+            self._model.draw(inputs, shape, adjusted=True)
+        return _Launch(turn, batch.draws, inputs, shape, adjusted)
 
     def _launch_kernels(self, turn: int, batch: StepBatch) -> _Launch:
         """Queue a step of any composition."""
@@ -360,8 +366,9 @@ class CudaRunner:
             again=drawn > 0 and len(np.unique(batch.slots)) < len(batch.slots),
         )
         inputs = self._steps.write(turn, batch, shape, tiles, pieces)
-        self._queue(inputs, shape)
-        return _Launch(turn, batch.draws, inputs, shape)
+        adjusted = self._slots.adjusts(batch.draws)
+        self._queue(inputs, shape, draws=not self._waits_for_masks, adjusted=adjusted)
+        return _Launch(turn, batch.draws, inputs, shape, adjusted)
 
 
 def _decode_shape(size: int, room: int) -> StepShape:

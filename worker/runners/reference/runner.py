@@ -11,6 +11,7 @@ from nightmill.jobs.arithmetic import DIGITS, Arithmetic
 from nightmill.jobs.errors import RunnerError
 from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.model.spec import ModelSpec
+from nightmill.worker.runners.adjusting import Adjustment, adjustment_of
 from nightmill.worker.runners.base import (
     FROM_SLOT,
     NOT_A_NUMBER,
@@ -58,6 +59,7 @@ class ReferenceRunner:
         self._last_token = np.zeros(slots, dtype=np.int32)
         self._parameters = np.zeros(slots, dtype=PARAMETERS)
         self._seen: list[npt.NDArray[np.bool_] | None] = [None] * slots
+        self._adjustments: list[Adjustment | None] = [None] * slots
         self._undrawn: tuple[DrawArray, FloatArray] | None = None  # of the newest launch, and its logits
         self._results: deque[Drawn] = deque()
 
@@ -112,6 +114,7 @@ class ReferenceRunner:
             seen = np.zeros(self.vocab, dtype=np.bool_)
             seen[list(admission.token_ids)] = True
             self._seen[slot] = seen
+        self._adjustments[slot] = adjustment_of(admission)
 
     def _tokens(self, batch: StepBatch) -> npt.NDArray[np.int32]:
         """The step's tokens (T,), those too that only the slots know."""
@@ -126,11 +129,15 @@ class ReferenceRunner:
         slots = draws["slot"]
         seen = [self._seen[slot] for slot in slots]
         positions = draws["position"].astype(np.int64)
-        tokens = sample(logits, SamplingRows(self._parameters[slots], positions, seen))
+        adjusted = {row: by for row, slot in enumerate(slots) if (by := self._adjustments[slot]) is not None}
+        tokens = sample(logits, SamplingRows(self._parameters[slots], positions, seen, adjusted))
         self._last_token[slots] = np.where(tokens == NOT_A_NUMBER, 0, tokens)
         for tokens_seen, token in zip(seen, tokens, strict=True):
             if tokens_seen is not None and token != NOT_A_NUMBER:
                 tokens_seen[token] = True
+        for row, by in adjusted.items():
+            if tokens[row] != NOT_A_NUMBER:
+                by.answer.append(int(tokens[row]))
         return Drawn(tokens)
 
 

@@ -13,8 +13,27 @@ from nightmill.worker.runners.sampling import PARAMETERS
 
 __all__ = ["SLOT", "Sampler"]
 
-SLOT = np.dtype([*PARAMETERS.descr, ("last_token", np.int32), ("seen", np.uint64)], align=True)
-"""A running sequence: PARAMETERS, its last token, and the address of its bitmap of tokens, 0 for none."""
+SLOT = np.dtype(
+    [
+        *PARAMETERS.descr,
+        ("last_token", np.int32),
+        ("adjusted", np.int32),
+        ("answer_from", np.int32),
+        ("biases", np.int32),
+        ("words", np.int32),
+        ("wishes", np.uint64),
+        ("seen", np.uint64),
+    ],
+    align=True,
+)
+"""A running sequence: PARAMETERS, and
+
+last_token   that was drawn
+adjusted     1 if `adjust` changes its logits, by the next four and its penalties
+answer_from  the position of the first token of its answer
+biases, words, wishes  how many biases and banned runs of tokens it has, and the address where they are
+seen         the address of its bitmap of tokens, 0 for none
+"""
 
 _BLOCK = (256, 1, 1)
 _BLOCKS = 4  # of `sample` that a multiprocessor holds
@@ -32,12 +51,13 @@ class Sampler:
         self._vocab = vocab
         self._max_rows = max_rows
         self._blocks = _BLOCKS * device.multiprocessors
-        sample, filtered, masks, slots = (KernelPairs(device, source) for source in _sources())
+        sample, filtered, masks, adjust, slots = (KernelPairs(device, source) for source in _sources())
         self._sample = sample.function("sample", "PiPPPPP")
         self._sample_filtered = filtered.function("sample_filtered", "PiPPPi")
         self._apply_masks = masks.function("apply_masks", "PiPPii")
+        self._adjust = adjust.function("adjust", "PiPPPPiPi")
         self._admit = slots.function("admit", "PPPi")
-        self._gather_tokens = slots.function("gather_tokens", "PPPPi")
+        self._gather_tokens = slots.function("gather_tokens", "PPPPPPi")
         best, counters = _scratch(max_rows, device.multiprocessors)
         self._partial_best = device.allocate(best, "sampling")
         self._counters = device.allocate(counters, "sampling")
@@ -57,10 +77,16 @@ class Sampler:
         """slots[places[i]] = rows[i], records of SLOT."""
         self._admit.of(count)(blocks_for(count), _BLOCK, rows, places, slots, count)
 
-    def gather_tokens(self, tokens: int, slot_of_token: int, slots: int, out: Buffer, rows: int) -> None:
-        """out[i] = tokens[i], or where that is negative the token last drawn in slot slot_of_token[i]."""
+    def gather_tokens(
+        self, tokens: int, slot_of_token: int, slots: int, cache_rows: int, history: Buffer, out: Buffer,
+        rows: int,
+    ) -> None:  # fmt: skip
+        """out[i] = tokens[i], or where that is negative the token last drawn in slot slot_of_token[i].
+
+        It is written to history[cache_rows[i]], too, unless cache_rows[i] is negative.
+        """
         if rows:
-            inputs = (tokens, slot_of_token, slots, out.address, rows)
+            inputs = (tokens, slot_of_token, slots, cache_rows, history.address, out.address, rows)
             self._gather_tokens.of(rows)(blocks_for(rows), _BLOCK, *inputs)
 
     def apply_masks(self, logits: Buffer, count: int, draws: int, masks: int, first: int) -> None:
@@ -70,6 +96,19 @@ class Sampler:
         self._apply_masks.of(count)(
             (blocks, count), _BLOCK, logits.address, self._vocab, draws, masks, words, first
         )
+
+    def adjust(
+        self, logits: Buffer, count: int, draws: int, slots: int, history: Buffer, tables: int, width: int,
+        starts: int, chunks: int,
+    ) -> None:  # fmt: skip
+        """Adjust logits (R, V) of rows whose slot asks for it, as `worker.runners.adjusting` defines it.
+
+        history  the tokens in the KV cache
+        tables   (chunks, width) int32, the pages of each chunk's sequence
+        starts   (chunks + 1,) int32, where the chunks begin among the step's tokens
+        """
+        inputs = (logits.address, self._vocab, draws, slots, history.address, tables, width, starts, chunks)
+        self._adjust.of(count)((count, 1), (1024, 1, 1), *inputs)
 
     def sample(self, logits: Buffer, count: int, draws: int, slots: int, out_tokens: Buffer) -> None:
         """Draw a token for each row of logits (R, V) float, whose rows have room for a multiple of 8.
@@ -93,7 +132,8 @@ class Sampler:
 def _sources() -> list[Source]:
     """The files, which are told of the records by the types that the host has."""
     records = (members("SLOT_MEMBERS", SLOT), members("DRAW_MEMBERS", DRAW))
-    return [source_of(name, *records) for name in ("sample", "sample_filtered", "apply_masks", "slots")]
+    names = ("sample", "sample_filtered", "apply_masks", "adjust", "slots")
+    return [source_of(name, *records) for name in names]
 
 
 def _scratch(max_rows: int, multiprocessors: int) -> tuple[int, int]:

@@ -3,9 +3,8 @@
 One slot more than sequences can have belongs to the rows that pad a captured graph.
 
 Tokens seen are a bitmap for each slot, V / 8 bytes: 39 MB for 2,048 slots of 152,000 tokens. Counts, which
-presence and frequency penalties ask for, would be two bytes a token, 622 MB. So a record holds the address of
-its bitmap, and no kernel computes it: counts are another such field, the address of a row for who has that
-penalty, 0 for all others, out of as many rows as the memory plan has room for.
+presence and frequency penalties ask for, would be two bytes a token, 622 MB: they are made anew for each
+draw, of the tokens that the KV cache says it is of.
 """
 
 from collections.abc import Sequence
@@ -14,20 +13,23 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from nightmill.worker.runners.base import Admission, mask_words
+from nightmill.worker.runners.adjusting import adjusts
+from nightmill.worker.runners.base import Admission, DrawArray, mask_words
 from nightmill.worker.runners.gpu.device.device import Device
 from nightmill.worker.runners.gpu.sampling.sampler import SLOT, Sampler
+from nightmill.worker.runners.gpu.sampling.wishes import WISH_WORDS, write_wishes
 from nightmill.worker.runners.sampling import parameters_of
 
 __all__ = ["SlotTable"]
 
-_BITMAPS_AT_ONCE = 64
+_AT_ONCE = 64  # sequences with a bitmap, and with wishes, that arrive without a wait between them
 
 
 @dataclass(slots=True)
 class _Staging:
     rows: npt.NDArray[np.uint8]
     bitmaps: npt.NDArray[np.uint32]
+    wishes: npt.NDArray[np.int32]
 
 
 class SlotTable:
@@ -41,10 +43,13 @@ class SlotTable:
         self.address = device.upload(np.zeros(slots + 1, dtype=SLOT), "the table of slots")
         self._arriving = device.allocate(slots * _ARRIVAL_BYTES, "sequences that take a slot")
         self._seen = device.allocate(slots * self._bitmap_bytes, "tokens seen")
+        self._wishes = device.allocate(slots * _WISH_BYTES, "biases and banned words")
+        self._adjusted = np.zeros(slots, dtype=np.bool_)
         self._staging = [
             _Staging(
                 device.pinned(slots * _ARRIVAL_BYTES, np.uint8),
-                device.pinned((_BITMAPS_AT_ONCE, self._words), np.uint32),
+                device.pinned((_AT_ONCE, self._words), np.uint32),
+                device.pinned((_AT_ONCE, WISH_WORDS), np.int32),
             )
             for _ in range(depth)
         ]
@@ -52,7 +57,11 @@ class SlotTable:
     @staticmethod
     def bytes(slots: int, vocab: int) -> int:
         """Device memory that the table takes, with all that belongs to it."""
-        return (slots + 1) * (SLOT.itemsize + _ARRIVAL_BYTES + 4 * mask_words(vocab)) + 4096
+        return (slots + 1) * (SLOT.itemsize + _ARRIVAL_BYTES + 4 * mask_words(vocab) + _WISH_BYTES) + 4096
+
+    def adjusts(self, draws: DrawArray) -> bool:
+        """Whether the logits of any of these draws are adjusted."""
+        return bool(self._adjusted[draws["slot"]].any())
 
     def admit(self, admissions: Sequence[Admission], turn: int) -> None:
         """Queue the arrival of sequences. `turn`: a staging buffer whose earlier copies are done."""
@@ -62,25 +71,42 @@ class SlotTable:
         staged = self._staging[turn].rows[: count * _ARRIVAL_BYTES]
         rows = staged[: count * SLOT.itemsize].view(SLOT)
         places = staged[count * SLOT.itemsize :].view(np.int32)
-        bitmaps = 0
+        staging = self._staging[turn]
+        used = 0  # places of the staging
         for index, admission in enumerate(admissions):
-            slot, seen = admission.slot, 0
-            if admission.params.repetition_penalty != 1.0:
-                if bitmaps == _BITMAPS_AT_ONCE:
+            slot, seen, wishes = admission.slot, 0, 0
+            repeats, adjusted = admission.params.repetition_penalty != 1.0, adjusts(admission)
+            if repeats or adjusted:
+                if used == _AT_ONCE:
                     self._device.synchronize()
-                    bitmaps = 0
-                bitmap = self._staging[turn].bitmaps[bitmaps]
-                bitmaps += 1
-                mark(bitmap, admission.token_ids)
-                seen = self._seen + slot * self._bitmap_bytes
-                self._device.copy_in(seen, bitmap)
-            rows[index] = (*parameters_of(admission), admission.token_ids[-1], seen)
+                    used = 0
+                if repeats:
+                    mark(staging.bitmaps[used], admission.token_ids)
+                    seen = self._seen + slot * self._bitmap_bytes
+                    self._device.copy_in(seen, staging.bitmaps[used])
+                if adjusted:
+                    words = write_wishes(staging.wishes[used], admission)
+                    wishes = self._wishes + slot * _WISH_BYTES
+                    self._device.copy_in(wishes, staging.wishes[used, :words])
+                used += 1
+            self._adjusted[slot] = adjusted
+            rows[index] = (
+                *parameters_of(admission),
+                admission.token_ids[-1],
+                adjusted,
+                len(admission.token_ids) - admission.answered,
+                len(admission.params.logit_bias),
+                len(admission.banned),
+                wishes,
+                seen,
+            )
             places[index] = slot
         self._device.copy_in(self._arriving, staged)
         self._sampler.admit(self._arriving, self._arriving + rows.nbytes, self.address, count)
 
 
 _ARRIVAL_BYTES = SLOT.itemsize + 4  # a record and the number of its slot
+_WISH_BYTES = 4 * WISH_WORDS
 
 
 def mark(row: npt.NDArray[np.uint32], token_ids: Sequence[int]) -> None:
