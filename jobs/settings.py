@@ -119,6 +119,10 @@ class Settings(BaseModel):
     """How long a stopping worker goes on with the jobs that it has."""
     hang_seconds: float | None = Field(default=None, gt=0.0)
     """Silence after which a worker's engine counts as hung; 60 by default, with NumPy 600."""
+    metrics_host: str = "127.0.0.1"
+    """Where a worker listens for Prometheus, if it has a port for that."""
+    metrics_port: int | None = Field(default=None, ge=1, le=65535)
+    """The port at which a worker's metrics are; without one it has none."""
     save_seconds: float = Field(default=5.0, gt=0.0)
     """How often a worker saves the tokens of unfinished jobs."""
     heartbeat_seconds: float = Field(default=5.0, gt=0.0)

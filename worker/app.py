@@ -43,6 +43,7 @@ from nightmill.worker.service.gate import GatedAMQP
 from nightmill.worker.service.heart import LOADING, Heart
 from nightmill.worker.service.housekeeper import Housekeeper
 from nightmill.worker.service.last_resort import END_SECONDS, LastResort
+from nightmill.worker.service.metrics import WorkerMetrics, serve_metrics
 from nightmill.worker.service.shards import Service
 
 log = logging.getLogger("nightmill.worker")
@@ -59,6 +60,7 @@ class EngineStep(bootsteps.StartStopStep):
         super().__init__(parent, **options)
         self.options = options
         self.service: Service | None = None
+        self.registry: Any = None  # of metrics, if they are asked for
         self.obj = self  # a step without an object is not started
 
     def create(self, parent: Any) -> "EngineStep":
@@ -118,6 +120,9 @@ class EngineStep(bootsteps.StartStopStep):
         settings = with_model_file(
             merge_options(Settings.from_env(), self.options), tell=lambda _: celery_state.maybe_shutdown()
         )
+        if settings.metrics_port is not None:
+            self.registry = serve_metrics(settings.metrics_host, settings.metrics_port)
+            log.info("metrics at http://%s:%d/metrics", settings.metrics_host, settings.metrics_port)
         # It loads the model while this process goes on.
         engine = launch_engine(settings, ENGINE_COMMAND, hang_seconds=hang_seconds(settings))
         LastResort(_told_to_end, settings.drain_seconds + END_SECONDS, engine.kill).start()
@@ -146,6 +151,8 @@ class EngineStep(bootsteps.StartStopStep):
                 self.claims.withdraw()
             raise
         self.housekeeper = Housekeeper(self.service, self.claims, heart, self.broker, settings, model.name)
+        if self.registry is not None:
+            self.registry.register(WorkerMetrics(self.service, model.name, named))
         tasks.register(parent.app, self.service.run_shard)
         parent.app.amqp.queues.select([queue_name(None), queue_name(model.name)])
         service = self.service

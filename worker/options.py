@@ -79,6 +79,15 @@ def worker_options() -> list[click.Option]:
             help="On SIGTERM, go on this long with the jobs in hand, then hand them back "
             "[NIGHTMILL_DRAIN_SECONDS].",
         ),
+        click.Option(
+            ["--metrics-port"],
+            type=click.IntRange(1, 65535),
+            help="Answer Prometheus at this port, at /metrics; by default nowhere [NIGHTMILL_METRICS_PORT].",
+        ),
+        click.Option(
+            ["--metrics-host"],
+            help="Where to listen for that, 127.0.0.1 by default [NIGHTMILL_METRICS_HOST].",
+        ),
     ]
 
 
@@ -101,6 +110,8 @@ WORKER_SETTINGS = frozenset(
         "context",
         "prefix_sharing",
         "drain_seconds",
+        "metrics_port",
+        "metrics_host",
     }
 )
 

@@ -21,6 +21,7 @@ from nightmill.jobs.server.handing_in import HandingIn
 from nightmill.jobs.server.health import Health
 from nightmill.jobs.server.keeping import Keeper
 from nightmill.jobs.server.keys import Keys
+from nightmill.jobs.server.metrics import Measured, Metrics
 from nightmill.jobs.server.models import Models
 from nightmill.jobs.server.native import Native
 from nightmill.jobs.server.night import Night
@@ -38,6 +39,7 @@ def make_app(client: Client, keys: Keys, limits: Limits | None = None) -> Starle
     files, keeper = Files(desk, FileStore(client.database), folder), Keeper(client, folder, limits.keep_files)
     handing_in = HandingIn(desk, HttpBatchStore(client.database), files, keeper.wake)
     batches, night = Batches(handing_in), Night(handing_in)
+    metrics = Metrics(desk)
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -76,8 +78,10 @@ def make_app(client: Client, keys: Keys, limits: Limits | None = None) -> Starle
             Route("/openapi.json", openapi.answer),
             Route("/health", health.health),
             Route("/ready", health.ready),
+            Route("/metrics", metrics.answer),
         ],
         middleware=[
+            Middleware(Measured, traffic=metrics.traffic),
             *([] if keys else [Middleware(LocalOnly)]),
             Middleware(OpenRequests, most=limits.requests),
         ],
@@ -85,4 +89,5 @@ def make_app(client: Client, keys: Keys, limits: Limits | None = None) -> Starle
         lifespan=lifespan,
     )
     app.router.redirect_slashes = False  # to where the Host header says
+    metrics.traffic.know(app.routes)
     return app

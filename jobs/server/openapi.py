@@ -39,6 +39,7 @@ ENDPOINTS: dict[tuple[str, str], tuple[str, str | None, str | None]] = {
     ("GET", "/v1/jobs/{job_id}/events"): ("A job's text, as a stream of events.", None, None),
     ("GET", "/health"): ("Whether the process answers.", None, "Health"),
     ("GET", "/ready"): ("Whether jobs can be run.", None, "Ready"),
+    ("GET", "/metrics"): ("Numbers for Prometheus; needs a key that may read everything.", None, None),
     ("GET", "/openapi.json"): ("This document.", None, None),
 }
 """(method, path) -> what it does, the schema of its body, the schema of its answer."""

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 EXIT_BAD_ROWS = 3
 EXIT_TOO_LATE = 4
 _ROWS_PER_UPDATE = 64  # of the progress bar
-_NOT_OF_A_PLAN = ("drain_seconds",)
+_NOT_OF_A_PLAN = ("drain_seconds", "metrics_port", "metrics_host")
 
 
 def _plan(

@@ -47,6 +47,7 @@ class EngineStats:
     """What the engine has done since it was made, and how full it is."""
 
     steps: int  # launches
+    step_sequences: int  # computed, summed over launches
     prompt_tokens: int  # computed; those computed again after preemption count again
     shared_tokens: int  # of prompts, found computed at admission; counted again after preemption
     generated_tokens: int  # drawn and kept
@@ -118,7 +119,8 @@ class Engine:
         self._done: list[Completion] = []
         self._tellings = Tellings(text_stream)
         self._failed = False
-        self._submitted = self._steps = self._prompt_tokens = self._generated = self._resumed = 0
+        self._submitted = self._steps = self._step_sequences = 0
+        self._prompt_tokens = self._generated = self._resumed = 0
 
     def submit(self, request: Request) -> None:
         """Take a request in. Never raises for what is in it: a bad one completes with an error.
@@ -207,6 +209,7 @@ class Engine:
         """Counters since the start, and the present load."""
         return EngineStats(
             steps=self._steps,
+            step_sequences=self._step_sequences,
             prompt_tokens=self._prompt_tokens,
             shared_tokens=self._scheduler.shared_tokens,
             generated_tokens=self._generated,
@@ -327,6 +330,7 @@ class Engine:
         self._failed = True  # unless the runner returns
         self._runner.launch(batch)
         self._steps += 1
+        self._step_sequences += len(plan.decodes) + len(plan.chunks)
         self._scheduler.launched(plan, self._steps)
         for chunk in plan.chunks:
             end = min(chunk.start + chunk.length, chunk.sequence.prompt_length)

@@ -30,6 +30,7 @@ from nightmill.worker.service.answering import Answering
 from nightmill.worker.service.in_flight import InFlight, JobKey
 from nightmill.worker.service.publishing import Publisher
 from nightmill.worker.service.resume import SAVE_GROUP, SAVE_TOKENS, fingerprint, tokens_to_resume
+from nightmill.worker.service.tally import Tally
 from nightmill.worker.service.writer import ResultWriter
 from nightmill.worker.watched import describe
 
@@ -78,7 +79,10 @@ class Service:
         self._cancels_sent: set[JobKey] = set()
         self._cancelling = threading.Lock()
         self._claiming = threading.Semaphore(CLAIMS_AT_ONCE)
-        self._writer = ResultWriter(claims.finish, self._forget, self._cannot_be_written, self.fail)
+        self.tally = Tally()
+        self._writer = ResultWriter(
+            self.tally.writes.timed(claims.finish), self._forget, self._cannot_be_written, self.fail
+        )
         self._publisher = Publisher(followers, self.in_flight, engine.follow, self.fail)
         self.engine = engine
         engine.start(
@@ -122,9 +126,8 @@ class Service:
             with self._claiming:
                 late = self.in_flight.closed
                 if not late:
-                    claims = self._claim(
-                        job_ids, self.claims.claim_several if several_in else self.claims.claim
-                    )
+                    claim = self.claims.claim_several if several_in else self.claims.claim
+                    claims = self._claim(job_ids, self.tally.claims.timed(claim))
         finally:
             ours = self.in_flight.fill(several_in or len(job_ids), claims)
         if late:
@@ -292,6 +295,7 @@ class Service:
 
     def _forget(self, outcomes: Sequence[Outcome]) -> None:
         self.last_shard_at = time.monotonic()  # it was not deaf, but busy
+        self.tally.ended(outcome.stop_reason for outcome in outcomes)
         self._publisher.ended([outcome.job_id for outcome in outcomes])
         self.in_flight.remove([(outcome.job_id, outcome.attempt) for outcome in outcomes])
 

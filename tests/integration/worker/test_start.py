@@ -4,6 +4,7 @@ import json
 import signal
 import subprocess
 import sys
+import urllib.request
 from pathlib import Path
 
 import pytest
@@ -53,7 +54,8 @@ def test_both_commands_start_the_same_worker(
     log = tmp_path / "worker.log"
     with Client(sqlite_settings) as client, log.open("w") as output:
         job_id = client.enqueue("Count from 1 to 3", max_tokens=4, temperature=0)
-        environment = worker_env(sqlite_settings)
+        port = free_port()
+        environment = worker_env(sqlite_settings, metrics_port=port)
         with subprocess.Popen(
             command, env=environment, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT
         ) as process:
@@ -64,6 +66,10 @@ def test_both_commands_start_the_same_worker(
                 (worker,) = client.workers()
                 assert (worker.id, worker.pid, worker.state) == (job.worker, process.pid, "ready")
                 assert worker.model == "nightmill-demo"
+                with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
+                    told = answer.read().decode()
+                wanted = 'nightmill_worker_jobs_total{model="nightmill-demo",stop_reason="length"} 1.0'
+                assert wanted in told.splitlines()
             finally:
                 process.send_signal(signal.SIGTERM)
             assert process.wait(60) == 0
