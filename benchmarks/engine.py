@@ -3,7 +3,8 @@
     python -m benchmarks.engine MODEL.gguf [--weights 16bit] [--kv 16bit] [--repeat 3] [single uniform ...]
 
 Prints one JSON line a workload: the median over the repetitions, after one that is not counted.
---constrained all holds each answer to a JSON schema of its own, `same` all to one, `one` the first alone.
+--constrained none,one,same,all does so for each of these, on one runner: no answer is held to a JSON schema,
+the first alone, all to one, each to one of its own.
 """
 
 import argparse
@@ -11,8 +12,9 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -97,9 +99,12 @@ class Turn:
 
 def play(
     workload: Workload, runner: Runner, seed: int, *, slots: int, token_budget: int,
-    prefix_sharing: bool = True, held: Held | None = None,
+    prefix_sharing: bool = True, held: Held | None = None, which: str = "none",
 ) -> Turn:  # fmt: skip
-    """Do a workload once, with requests drawn by `seed`, on a runner with room for it."""
+    """Do a workload once, with requests drawn by `seed`, on a runner with room for it.
+
+    held, which  holds the answers that are to be held
+    """
     engine = Engine(
         runner, text_stream=NoText, eos_ids=frozenset(), context_length=workload.context + 1,
         max_sequences=slots, token_budget=token_budget, prefix_sharing=prefix_sharing,
@@ -107,7 +112,7 @@ def play(
     )  # fmt: skip
     requests = workload.requests(runner.vocab, seed)
     if held is not None:
-        requests = held.requests(requests)
+        requests = held.requests(requests, which)
     for request in requests:
         engine.submit(request)
     done = []
@@ -123,6 +128,22 @@ def play(
         for completion in done
     )
     return Turn(tokens, seconds, engine.stats)
+
+
+def figures(workload: Workload, turns: Sequence[Turn]) -> dict[str, object]:
+    """What is printed of the turns that count."""
+    last = turns[-1]
+    rate = round(statistics.median(turn.rate for turn in turns))
+    return {
+        "prompt_tokens_per_s" if workload.counts_prompts else "output_tokens_per_s": rate,
+        "all": [round(turn.rate) for turn in turns],
+        "tokens": last.tokens,
+        "seconds": round(statistics.median(turn.seconds for turn in turns), 3),
+        "prompt_tokens": last.stats.prompt_tokens,
+        "shared_tokens": last.stats.shared_tokens,
+        "steps": last.stats.steps,
+        "preemptions": last.stats.preemptions,
+    }
 
 
 def in_ranges(ways: Mapping[int, str]) -> str:
@@ -154,16 +175,19 @@ def main() -> None:
     arguments.add_argument("--no-graphs", action="store_true")
     arguments.add_argument("--no-prefix-sharing", action="store_true")
     arguments.add_argument("--products", action="store_true", help="print which kernel each product took")
-    arguments.add_argument("--constrained", choices=WHICH, default="none")
+    arguments.add_argument("--constrained", default="none", help=f"of {', '.join(WHICH)}: one or several")
     options = arguments.parse_intermixed_args()  # options may stand between workloads
     file = GgufFile.open(options.model)
     spec = read_spec(file)
     for name in options.workloads:
-        print(json.dumps(measure(name, file, spec, options)), flush=True)
+        for found in measure(name, file, spec, options):
+            print(json.dumps(found), flush=True)
 
 
-def measure(name: str, file: GgufFile, spec: ModelSpec, options: argparse.Namespace) -> dict[str, object]:
-    """Run one workload on a runner of its own."""
+def measure(
+    name: str, file: GgufFile, spec: ModelSpec, options: argparse.Namespace
+) -> Iterator[dict[str, object]]:
+    """Run one workload on a runner of its own, free and under constraints as is asked."""
     workload = WORKLOADS[name]
     slots = options.slots or workload.slots
     budget = max(options.token_budget or workload.token_budget, slots)
@@ -179,46 +203,32 @@ def measure(name: str, file: GgufFile, spec: ModelSpec, options: argparse.Namesp
         for product, ways in runner.products().items():
             print(f"{product}: {in_ranges(ways)}", file=sys.stderr)
     sharing = not options.no_prefix_sharing
-    held = Held(file, spec.vocab, options.constrained)
+    held = Held(file, spec.vocab)
+    same: dict[str, Any] = {
+        "slots": slots,
+        "token_budget": runner.max_tokens,
+        "prefix_sharing": sharing,
+        "held": held,
+    }
     try:
-        turns = [
-            play(
-                workload,
-                runner,
-                seed,
-                slots=slots,
-                token_budget=runner.max_tokens,
-                prefix_sharing=sharing,
-                held=held,
-            )
-            for seed in range(1 + options.repeat)
-        ]
-        counted, last = turns[1:], turns[-1]
-        return {
-            "workload": name,
-            "model": spec.name,
-            "gpu": runner.device.name,
-            "dtype": numbers.element.value,
-            "weights": numbers.weights.value,
-            "kv": numbers.kv.value,
-            "prompt_tokens_per_s" if workload.counts_prompts else "output_tokens_per_s": round(
-                statistics.median(turn.rate for turn in counted)
-            ),
-            "all": [round(turn.rate) for turn in counted],
-            "tokens": last.tokens,
-            "seconds": round(statistics.median(turn.seconds for turn in counted), 3),
-            "prompt_tokens": last.stats.prompt_tokens,
-            "shared_tokens": last.stats.shared_tokens,
-            "steps": last.stats.steps,
-            "preemptions": last.stats.preemptions,
-            "slots": slots,
-            "token_budget": runner.max_tokens,
-            "depth": options.depth,
-            "constrained": options.constrained,
-            "weights_gib": round(runner.memory.weights / 2**30, 2),
-            "kv_pages": runner.kv_blocks,
-            "ready_s": round(ready, 2),
-        }
+        for which in options.constrained.split(","):
+            turns = [play(workload, runner, seed, **same, which=which) for seed in range(1 + options.repeat)]
+            yield {
+                "workload": name,
+                "constrained": which,
+                "model": spec.name,
+                "gpu": runner.device.name,
+                "dtype": numbers.element.value,
+                "weights": numbers.weights.value,
+                "kv": numbers.kv.value,
+                **figures(workload, turns[1:]),
+                "slots": slots,
+                "token_budget": runner.max_tokens,
+                "depth": options.depth,
+                "weights_gib": round(runner.memory.weights / 2**30, 2),
+                "kv_pages": runner.kv_blocks,
+                "ready_s": round(ready, 2),
+            }
     finally:
         held.grammars.close()
         runner.close()

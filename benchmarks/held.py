@@ -18,20 +18,17 @@ WHICH = ("none", "one", "same", "all")
 class Held:
     """Holds the requests of one model's workloads."""
 
-    def __init__(self, file: GgufFile, vocab: int, which: str) -> None:
+    def __init__(self, file: GgufFile, vocab: int) -> None:
         vocabulary = Vocabulary.from_gguf(file)
         vocabulary.spell_all()
         self.grammars = Grammars(vocabulary, vocab)
-        self._which = which
 
-    def requests(self, requests: Sequence[Request]) -> list[Request]:
+    def requests(self, requests: Sequence[Request], which: str) -> list[Request]:
         """The same, compiled before any clock runs."""
-        if self._which == "none":
+        if which == "none":
             return list(requests)
-        count = 1 if self._which == "one" else len(requests)
-        compiling = [
-            self.grammars.compile(_schema(place if self._which == "all" else 0)) for place in range(count)
-        ]
+        count = 1 if which == "one" else len(requests)
+        compiling = [self.grammars.compile(_schema(place if which == "all" else 0)) for place in range(count)]
         begun = [
             replace(request, constraint=compiled.result()())
             for request, compiled in zip(requests, compiling, strict=False)

@@ -43,6 +43,10 @@ class InstantRunner:
         """Draw as many as the step does."""
         self._drawn.append(Drawn(np.full(len(batch.draws), 65, dtype=np.int32)))
 
+    def mask_room(self, count: int) -> IntArray:
+        """Nothing is masked."""
+        raise NotImplementedError
+
     def draw(self, masks: IntArray) -> None:
         """Nothing is masked."""
 

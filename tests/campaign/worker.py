@@ -66,6 +66,9 @@ class ScriptedRunner:
         slots = batch.draws["slot"].tolist()
         self._drawn.append(self.sampled(batch, np.fromiter(map(self._draw, slots), np.int32, len(slots))))
 
+    def mask_room(self, count: int) -> IntArray:
+        raise NotImplementedError
+
     def draw(self, masks: IntArray) -> None:
         """Nothing is masked."""
 

@@ -1,19 +1,18 @@
 """What a sequence may draw, where that is not everything: the seam for grammars, schemas and choices.
 
 A constraint knows the tokens that were drawn and says which may be next. Its mask hangs on the last of them,
-so a sequence that has one draws no further token until the host has seen that one. Others run ahead.
+so a sequence that has one draws no further token until the host has seen that one; what it computes before
+that needs no mask. Others run ahead.
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol
 
-import numpy as np
-
 from nightmill.jobs.contract import Constrained
 from nightmill.jobs.errors import ConstraintError
-from nightmill.worker.runners.base import IntArray, mask_words
+from nightmill.worker.runners.base import IntArray
 
 log = logging.getLogger(__name__)
 
@@ -58,8 +57,8 @@ class Constraints(Protocol):
         """End what is being compiled; safe to call twice."""
         ...
 
-    def masks(self, constraints: Sequence[Any], vocab: int, /) -> tuple[IntArray, Faults]:
-        """What `Runner.draw` takes, in their order, good until the next call.
+    def masks(self, constraints: Mapping[int, Any], masks: IntArray, /) -> Faults:
+        """Write the mask of each at its place in what `Runner.draw` takes; other places are left alone.
 
         A row that leaves nothing to draw is a fault, too.
         """
@@ -82,11 +81,12 @@ class OneByOne:
     def close(self) -> None:
         """See Constraints."""
 
-    def masks(self, constraints: Sequence[Any], vocab: int, /) -> tuple[IntArray, Faults]:
+    def masks(self, constraints: Mapping[int, Any], masks: IntArray, /) -> Faults:
         """See Constraints."""
-        masks = np.zeros((len(constraints), mask_words(vocab)), dtype=np.int32)
         faults: Faults = {}
-        for place, (constraint, row) in enumerate(zip(constraints, masks, strict=True)):
+        for place, constraint in constraints.items():
+            row = masks[place]
+            row[:] = 0
             try:
                 constraint.mask(row)
             except Exception as error:  # noqa: BLE001 - whatever it is, it ends that text alone
@@ -95,7 +95,7 @@ class OneByOne:
             else:
                 if not row.any():
                     faults[place] = STUCK
-        return masks, faults
+        return faults
 
     def accept(self, constraints: Sequence[Any], token_ids: Sequence[int], /) -> Faults:
         """See Constraints."""

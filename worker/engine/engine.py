@@ -66,7 +66,12 @@ class _Launch:
     number: int
     plan: StepPlan
     drawing: list[Sequence | None]  # in the order of the tokens it will return; None: nobody wants that one
-    masked: list[tuple[int, Sequence]]  # those of `drawing` that have a constraint, with their places
+    masked: list[int]  # places in `drawing` of those that draw under a mask
+
+    def wanting(self, place: int) -> Sequence | None:
+        """Who is to get the token that is drawn at a place, if anybody still is."""
+        sequence = self.drawing[place]
+        return None if sequence is None or sequence.state is SequenceState.FINISHED else sequence
 
 
 class Engine:
@@ -176,6 +181,8 @@ class Engine:
         plan = self._scheduler.plan()
         if not plan.empty:
             self._launch(plan)
+            if self._outstanding[-1].masked:
+                self._draw(self._outstanding[-1])
         if self._outstanding and (len(self._outstanding) >= self._runner.depth or plan.empty):
             self._apply(self._collect())
         elif self._sequences and plan.empty:
@@ -335,16 +342,25 @@ class Engine:
         for chunk in plan.chunks:
             end = min(chunk.start + chunk.length, chunk.sequence.prompt_length)
             self._prompt_tokens += max(0, end - chunk.start)
-        masked = [(place, drawing[place]) for place in masked_draws(batch.draws).tolist()]
+        masked = masked_draws(batch.draws).tolist()
         self._outstanding.append(_Launch(self._steps, plan, [*drawing], masked))
-        if masked:
-            self._draw([sequence for _, sequence in masked])
         self._failed = False
 
-    def _draw(self, masked: list[Sequence]) -> None:
-        """Make the masks while the forward pass runs. A text that nothing can follow ends."""
-        masks, failed = self._masking.masks(masked)
+    def _draw(self, launch: _Launch) -> None:
+        """While the newest launch computes, see what those before it drew, make its masks, and let it draw.
+
+        A text that nothing can follow ends.
+        """
+        while len(self._outstanding) > 1:
+            self._apply(self._collect())
+        places = enumerate(launch.masked)
+        wanted = [(number, launch.wanting(place)) for number, place in places]
+        masked = [(number, sequence) for number, sequence in wanted if sequence is not None]
+        masks = self._runner.mask_room(len(launch.masked))
+        failed = self._masking.write(masks, masked)
+        self._failed = True  # unless the runner returns
         self._runner.draw(masks)
+        self._failed = False
         self._fail(failed)
 
     def _fail(self, failed: Failed) -> None:
@@ -377,12 +393,8 @@ class Engine:
             if sequence.watch is not None or len(tokens) >= sequence.length_limit or token in sequence.ends:
                 self._finish_if_over(sequence)  # in other cases there is no reason to stop
         if launch.masked:
-            obeying = [
-                sequence
-                for place, sequence in launch.masked
-                if sequence.state is not finished and ids[place] != not_a_number
-            ]
-            if obeying:
+            drew = [launch.wanting(place) for place in launch.masked if ids[place] != not_a_number]
+            if obeying := [sequence for sequence in drew if sequence is not None]:
                 self._fail(self._masking.accept(obeying))
 
     def _blame(self, sequence: Sequence) -> None:

@@ -8,6 +8,9 @@ from nightmill.worker.engine.constraints import Constraints, Faults
 from nightmill.worker.engine.request import Sequence
 from nightmill.worker.runners.base import IntArray, mask_words
 
+Masked = list[tuple[int, Sequence]]
+"""Sequences that draw under a mask, and which of the step's masks it is."""
+
 Failed = list[tuple[Sequence, str]]
 """Sequences that cannot go on under their constraints, and why."""
 
@@ -17,23 +20,21 @@ class Masking:
 
     def __init__(self, constraints: Constraints, vocab: int) -> None:
         self._constraints = constraints
-        self._vocab = vocab
         self._everything = everything(vocab)
 
-    def masks(self, masked: list[Sequence]) -> tuple[IntArray, Failed]:
-        """What `Runner.draw` takes for these sequences, and those that nothing can follow."""
-        held = [place for place, one in enumerate(masked) if one.constraint is not None]
-        constraints = [masked[place].constraint for place in held]
-        if len(held) == len(masked):
-            masks, faults = self._constraints.masks(constraints, self._vocab)
-        else:
-            masks, faults = np.tile(self._everything, (len(masked), 1)), Faults()
-            if held:
-                masks[held], faults = self._constraints.masks(constraints, self._vocab)
-        for sequence, mask in zip(masked, masks, strict=True):
+    def write(self, masks: IntArray, masked: Masked) -> Failed:
+        """Write what `Runner.draw` takes, with the masks of these sequences at their places.
+
+        Returns those that nothing can follow. What nobody wants may draw anything.
+        """
+        held = {place: one.constraint for place, one in masked if one.constraint is not None}
+        if len(held) < len(masks):
+            masks[[place for place in range(len(masks)) if place not in held]] = self._everything
+        faults = self._constraints.masks(held, masks) if held else Faults()
+        for place, sequence in masked:
             if sequence.must_go_on:
-                spare(mask, sequence.ends)
-        return masks, [(masked[held[place]], fault) for place, fault in faults.items()]
+                spare(masks[place], sequence.ends)
+        return [(sequence, faults[place]) for place, sequence in masked if place in faults]
 
     def accept(self, sequences: list[Sequence]) -> Failed:
         """Move these past the tokens that were added last, so that they draw again; returns which cannot."""

@@ -97,8 +97,8 @@ class Sequence:
     """A request in the engine: its tokens, and how far the launches have got with them.
 
     The host may be behind the runner: where `computed` is beyond the tokens that it knows, it has not seen
-    some that were drawn. How far it may be behind is each sequence's own affair (`reach`): one with a
-    constraint draws again once its last token is known, others run ahead. Pages and slot outlive the RUNNING
+    some that were drawn. How far it may be behind is each sequence's own affair (`reach`): one that draws
+    under a mask is computed up to one unknown token, others run ahead. Pages and slot outlive the RUNNING
     state until `last_launch` is collected, for outstanding launches still write there.
     """
 
@@ -148,9 +148,9 @@ class Sequence:
         self.rank = (-self.request.priority, group + self.request.behind, self.order)
 
     def let_run(self) -> None:
-        """One whose next token is drawn under a mask waits for it; others run ahead."""
-        length = len(self.tokens)
-        self.reach = length if length < self.masked_until else self.length_limit - 1
+        """One whose next token is drawn under a mask is computed up to that one; others run ahead."""
+        length, last = len(self.tokens), self.length_limit - 1
+        self.reach = min(length + 1, last) if length < self.masked_until else last
 
     @property
     def must_go_on(self) -> bool:

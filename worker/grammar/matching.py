@@ -1,8 +1,7 @@
 """Matchers of many texts, moved and asked together: what the engine calls between two steps."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
-import numpy as np
 from llguidance import LLExecutor, LLMatcher
 
 from nightmill.jobs.contract import Constrained, ConstraintKind
@@ -10,7 +9,7 @@ from nightmill.worker.engine.constraints import STUCK, Faults
 from nightmill.worker.grammar.checker import ParserLimits
 from nightmill.worker.grammar.source import complete
 from nightmill.worker.grammar.tokens import GrammarTokens
-from nightmill.worker.runners.base import IntArray, mask_words
+from nightmill.worker.runners.base import IntArray
 
 RENEWED_SECONDS = 0.1
 """The longest that a grammar may have taken to compile to be compiled again between two steps."""
@@ -72,19 +71,15 @@ class Matchings:
     def __init__(self, threads: int | None = None) -> None:
         """threads: by default four fifths of the cores, at most 32"""
         self._executor = LLExecutor(threads)
-        self._room = np.zeros((0, 0), dtype=np.int32)  # for masks, used again in each step
 
-    def masks(self, constraints: Sequence[Matching], vocab: int, /) -> tuple[IntArray, Faults]:
+    def masks(self, constraints: Mapping[int, Matching], masks: IntArray, /) -> Faults:
         """See `nightmill.worker.engine.constraints`."""
-        if len(self._room) < len(constraints):
-            self._room = np.empty((2 * len(constraints), mask_words(vocab)), dtype=np.int32)
-        masks = self._room[: len(constraints)]
-        self._fill(list(enumerate(constraints)), masks)
-        if failed := [(place, one) for place, one in enumerate(constraints) if one.matcher.is_error()]:
+        self._fill(constraints.items(), masks)
+        if failed := [(place, one) for place, one in constraints.items() if one.matcher.is_error()]:
             reasons = {place: one.matcher.get_error() for place, one in failed}
             self._fill([(place, one) for place, one in failed if one.renewed()], masks)
         faults = {place: _plain(reasons[place]) for place, one in failed if one.matcher.is_error()}
-        for place, one in enumerate(constraints):
+        for place, one in constraints.items():
             if one.grammar.may_name_tokens and place not in faults:
                 row = masks[place]
                 row &= one.grammar.tokens.ordinary
@@ -94,7 +89,7 @@ class Matchings:
                     faults[place] = STUCK
         for place in faults:
             masks[place] = 0  # llguidance would end the text where it cannot go on
-        return masks, faults
+        return faults
 
     def accept(self, constraints: Sequence[Matching], token_ids: Sequence[int], /) -> Faults:
         """See `nightmill.worker.engine.constraints`."""
@@ -109,10 +104,9 @@ class Matchings:
                     faults[place] = _plain(reason)
         return faults
 
-    def _fill(self, matchings: Sequence[tuple[int, Matching]], masks: IntArray) -> None:
-        if matchings:
+    def _fill(self, matchings: Iterable[tuple[int, Matching]], masks: IntArray) -> None:
+        if matchers := [(one.matcher, place) for place, one in matchings]:
             count, words = masks.shape
-            matchers = [(one.matcher, place) for place, one in matchings]
             self._executor.unsafe_compute_mask_ptr(matchers, masks.ctypes.data, 4 * words, count)
 
 

@@ -10,8 +10,9 @@ last one. A token that was drawn in the sequence's slot is always written as FRO
 the one it last sampled there. Results of sequences that turn out to have stopped are simply dropped.
 
 Masks: a draw may be restricted to the tokens that a mask allows. A mask hangs on the sequence's last token,
-and takes time to make, so it is not part of the step: `launch` starts the forward pass, `draw` brings the
-masks while that runs. Until then nothing of the step is drawn; a step without masks needs no `draw`.
+and takes time to make, so it is not part of the step: `launch` starts the forward pass, which may take that
+token from the slot. While it runs, the launches before it are collected, and `draw` brings the masks. Until
+then nothing of the step is drawn; a step without masks needs no `draw`.
 
 Not a number: where a row's logits are none (`worker.runners.sampling` says when), NOT_A_NUMBER is returned
 in place of its token, and every other row draws as if that row were not there. The slot goes on as if token 0
@@ -145,6 +146,10 @@ class Runner(Protocol):
 
     def launch(self, batch: StepBatch) -> None:
         """Start a step; may return before it is done. Where any draw has a mask, `draw` has to follow."""
+        ...
+
+    def mask_room(self, count: int) -> IntArray:
+        """Where the newest launch's `count` masks are best written, for `draw`. Holds anything."""
         ...
 
     def draw(self, masks: IntArray) -> None:

@@ -198,15 +198,16 @@ class ScriptedRunner:
         assert drawing == [(slot, place) for _, slot, place, _ in batch.draws.tolist()]
         masks = batch.draws["mask"][batch.draws["mask"] != UNMASKED].tolist()
         assert masks == list(range(len(masks)))
-        masked = set(batch.draws["slot"][batch.draws["mask"] != UNMASKED].tolist())
-        for ahead in self.batches[-1 - len(self.queue) : -1]:
-            assert masked.isdisjoint(ahead.draws["slot"].tolist()), "masked before its last token is known"
         self.undrawn = batch, known
         if not masks:
             self.draw(np.zeros((0, 1), dtype=np.int32))
 
+    def mask_room(self, count: int) -> IntArray:
+        return np.full((count, 1), -1, dtype=np.int32)
+
     def draw(self, masks: IntArray) -> None:
         assert self.undrawn is not None, "masks that nobody asked for"
+        assert not len(masks) or not self.queue, "masks were made before the last tokens were known"
         (batch, known), self.undrawn = self.undrawn, None
         assert masks.shape == (np.count_nonzero(batch.draws["mask"] != UNMASKED), 1)
         tokens = np.full(len(known), NOT_A_NUMBER, dtype=np.int32)

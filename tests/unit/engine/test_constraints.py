@@ -79,20 +79,17 @@ def test_in_any_company_each_draws_what_it_draws_alone(
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
-def test_others_run_ahead_of_one_that_waits_for_its_last_token(depth: int) -> None:
-    """A free text takes as many steps beside constrained ones as alone."""
-    steps = []
-    for company in (0, 3):
-        engine = make_engine(ScriptedRunner(depth=depth))
-        engine.submit(make_request("free", seed=5, max_tokens=25, ignore_eos=True))
-        for n in range(company):
-            engine.submit(make_request(f"j{n}", seed=n, rule=n, max_tokens=25, ignore_eos=True))
-        count, done = 0, set[str]()
-        while "free" not in done:
-            count += 1
-            done |= {one.job_id for one in engine.step()}
-        steps.append(count)
-    assert steps[0] == steps[1] == 25 + depth - 1
+def test_every_text_draws_in_every_step_constrained_or_free(depth: int) -> None:
+    """A constrained one is computed before its last token is known, which is when its mask is made."""
+    params = make_request(max_tokens=25, ignore_eos=True).params
+    rules: list[Rule | None] = [None, Nothing(99), Nothing(99)]
+    runner = ScriptedRunner(depth=depth)
+    engine = make_engine(runner)
+    for n, rule in enumerate(rules):
+        engine.submit(Request(f"j{n}", 1, (0, 1, 2), params, n, constraint=rule))
+    assert all(len(one.token_ids) == 25 for one in run(engine))
+    drawing = [len(batch.draws) for batch in runner.batches]
+    assert drawing == [len(rules)] * 25
 
 
 class Noting(ScriptedRunner):

@@ -16,6 +16,7 @@ from nightmill.jobs.contract import StopReason
 from nightmill.worker.engine.request import Completion
 from nightmill.worker.grammar.matching import Matching
 from nightmill.worker.link.loading import demo_model
+from nightmill.worker.runners.base import mask_words
 from tests.constrained import Constrained
 from tests.ggufs import byte_vocabulary, sentencepiece_vocabulary, write_model
 from tests.schemas import FAMILIES, schemas
@@ -201,6 +202,6 @@ def begin(model: Constrained, asked: dict[str, Any]) -> Matching:
 
 def allowed(matching: Matching, model: Constrained) -> Any:
     """Which tokens (V,) may be next."""
-    masks, faults = model.grammars.masks([matching], model.spec.vocab)
-    assert faults == {}
+    masks = np.empty((1, mask_words(model.spec.vocab)), dtype=np.int32)
+    assert model.grammars.masks({0: matching}, masks) == {}
     return np.unpackbits(masks[0].view(np.uint8), bitorder="little")[: model.spec.vocab].astype(bool)

@@ -234,6 +234,10 @@ class CudaRunner:
         if not self._waits_for_masks:
             self._return_tokens(launch)
 
+    def mask_room(self, count: int) -> IntArray:
+        """Pinned memory for the masks of the newest launch."""
+        return self._masks.room(self._pending[-1].turn, count)
+
     def draw(self, masks: IntArray) -> None:
         """Queue the draws of the newest launch. Raises RunnerError where it does not wait for masks."""
         if not self._waits_for_masks:

@@ -20,6 +20,7 @@ from nightmill.worker.runners.base import (
     Drawn,
     IntArray,
     StepBatch,
+    mask_words,
     masked_draws,
 )
 from nightmill.worker.runners.kv_format import KvFormat
@@ -84,6 +85,10 @@ class ReferenceRunner:
                     self._results.append(self._sample(batch.draws, logits))
         except MemoryError as error:
             raise RunnerError(f"out of memory in a step of {len(batch.tokens)} tokens: {error}") from error
+
+    def mask_room(self, count: int) -> IntArray:
+        """An array for masks."""
+        return np.empty((count, mask_words(self.vocab)), dtype=np.int32)
 
     def draw(self, masks: IntArray) -> None:
         """Queue the tokens of the newest launch. Raises RunnerError where it does not wait for masks."""

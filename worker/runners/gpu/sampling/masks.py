@@ -25,13 +25,17 @@ class MaskBuffers:
         """Device memory that the masks take."""
         return 4 * rows * mask_words(vocab)
 
-    def stage(self, turn: int, draws: DrawArray, masks: IntArray) -> "StagedMasks":
-        """Keep a step's masks (M, words) and draws (R,). `turn`: a buffer whose earlier copies are done."""
-        count = len(masks)
+    def room(self, turn: int, count: int) -> IntArray:
+        """Pinned memory for `count` masks (count, words). `turn`: a buffer whose earlier copies are done."""
         if count > len(self._host[turn]):
             self._host[turn] = self._device.pinned((1 << (count - 1).bit_length(), self._words), np.int32)
-        staged = self._host[turn][:count]
-        staged[:] = masks
+        return self._host[turn][:count]
+
+    def stage(self, turn: int, draws: DrawArray, masks: IntArray) -> "StagedMasks":
+        """Keep a step's masks (M, words) and draws (R,); masks that were written to `room` are there."""
+        staged = self.room(turn, len(masks))
+        if not np.shares_memory(staged, masks):
+            staged[:] = masks
         return StagedMasks(self._device, self._target, staged, masked_draws(draws))
 
 
