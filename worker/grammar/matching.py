@@ -1,5 +1,6 @@
 """Matchers of many texts, moved and asked together: what the engine calls between two steps."""
 
+import os
 from collections.abc import Iterable, Mapping, Sequence
 
 from llguidance import LLExecutor, LLMatcher
@@ -11,14 +12,15 @@ from nightmill.worker.grammar.source import complete
 from nightmill.worker.grammar.tokens import GrammarTokens
 from nightmill.worker.runners.base import IntArray
 
-RENEWED_SECONDS = 0.1
-"""The longest that a grammar may have taken to compile to be compiled again between two steps."""
+QUICK_SECONDS = 0.1
+"""The longest that a grammar may have taken to compile to be compiled again, as between two steps."""
 
 
 class Grammar:
     """A grammar that a Checker has found good, compiled on the model's tokens.
 
-    Its texts share what the lexer has found out so far: the second row of a night is quicker than its first.
+    Its texts share a lexer, and what that has found out so far: the second is quicker than the first. But of
+    those that share one, only one is asked at a time.
     """
 
     def __init__(self, asked: Constrained, lark: str, tokens: GrammarTokens, limits: ParserLimits) -> None:
@@ -26,18 +28,29 @@ class Grammar:
         self.seconds = 0.0  # that it took to compile; whoever did so knows
         # Only a grammar of the user's own can name tokens by their numbers.
         self.may_name_tokens = asked.kind is ConstraintKind.GRAMMAR
-        self._source = complete(lark)
-        self._limits = limits.build()
+        self._asked, self._lark, self._limits = asked, lark, limits
         self._fresh = self.compile()
 
     def compile(self) -> LLMatcher:
         """A matcher that shares nothing."""
-        return LLMatcher(self.tokens.tokenizer, self._source, log_level=0, limits=self._limits)
+        source, limits = complete(self._lark), self._limits.build()
+        return LLMatcher(self.tokens.tokenizer, source, log_level=0, limits=limits)
 
     @property
     def fault(self) -> str:
         """Why it cannot be compiled; empty if it could."""
         return self._fresh.get_error()
+
+    @property
+    def quick(self) -> bool:
+        """Whether it may be compiled again."""
+        return self.seconds <= QUICK_SECONDS
+
+    def another(self) -> "Grammar":
+        """The same with a lexer of its own."""
+        made = Grammar(self._asked, self._lark, self.tokens, self._limits)
+        made.seconds = self.seconds
+        return made
 
     def begin(self) -> "Matching":
         """A text at its beginning."""
@@ -59,7 +72,7 @@ class Matching:
 
         What texts share has a bound. Whoever reaches it must not fail for what others have put there.
         """
-        if self.grammar.seconds > RENEWED_SECONDS:
+        if not self.grammar.quick:
             return False
         self.matcher = self.grammar.compile()
         return self.matcher.try_consume_tokens(self.drawn) == len(self.drawn)
@@ -70,7 +83,8 @@ class Matchings:
 
     def __init__(self, threads: int | None = None) -> None:
         """threads: by default four fifths of the cores, at most 32"""
-        self._executor = LLExecutor(threads)
+        self.threads = threads or min(32, max(1, len(os.sched_getaffinity(0)) * 4 // 5))
+        self._executor = LLExecutor(self.threads)
 
     def masks(self, constraints: Mapping[int, Matching], masks: IntArray, /) -> Faults:
         """See `nightmill.worker.engine.constraints`."""

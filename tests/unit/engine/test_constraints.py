@@ -49,9 +49,10 @@ def outcome(one: Completion) -> tuple[tuple[int, ...], str, StopReason]:
     st.sampled_from([12, 60]),  # pages; with 12 sequences give way to each other
     st.integers(1, 6),
     st.booleans(),
+    st.sampled_from([None, None, 9]),
 )
 def test_in_any_company_each_draws_what_it_draws_alone(
-    drawn: list[Any], depth: int, pages: int, slots: int, sharing: bool
+    drawn: list[Any], depth: int, pages: int, slots: int, sharing: bool, poison: int | None
 ) -> None:
     def requests(constrained: bool) -> list[Request]:
         return [
@@ -61,7 +62,7 @@ def test_in_any_company_each_draws_what_it_draws_alone(
         ]
 
     def complete(asked: list[Request]) -> dict[str, Completion]:
-        runner = ScriptedRunner(kv_blocks=pages, slots=slots, depth=depth)
+        runner = ScriptedRunner(kv_blocks=pages, slots=slots, depth=depth, poison=poison)
         engine = make_engine(runner, context_length=40, prefix_sharing=sharing)
         for request in asked:
             engine.submit(request)
@@ -70,7 +71,7 @@ def test_in_any_company_each_draws_what_it_draws_alone(
     mixed = complete(requests(True))
     for request in requests(True):
         one = mixed[request.job_id]
-        assert outcome(one) == expected(request, 40)
+        assert outcome(one) == expected(request, 40, poison)
         if isinstance(request.constraint, Rule):
             for place, token in enumerate(one.token_ids):
                 assert token in request.constraint.allowed([*one.token_ids[:place]])

@@ -221,10 +221,16 @@ def test_a_lexer_that_others_have_filled_fails_nobody(model: Constrained) -> Non
 
 
 def test_one_schema_is_compiled_once_however_many_ask_for_it(model: Constrained) -> None:
+    """And once for each further core, so that rows of one schema do not wait for each other."""
     before = model.grammars.compiled
     asked = {"json_schema": {"type": "integer", "minimum": 0, "maximum": 9, "title": "only here"}}
-    done = model.run([model.request(str(seed), seed, asked) for seed in range(200)])
+    requests = [model.request(str(seed), seed, asked) for seed in range(200)]
+    done = model.run(requests)
     assert all(one.text.strip().isdigit() for one in done.values())
+    constrained = requests[0].constrained
+    assert constrained is not None
+    begun = {id(model.grammars.compile(constrained).result()().grammar) for _ in range(9_800)}
+    assert len(begun) == model.grammars.threads == 2
     assert model.grammars.compiled == before + 1
 
 
