@@ -10,6 +10,14 @@ from nightmill.jobs.errors import ConstraintError
 from nightmill.worker.model.tokenizer.vocabulary import Vocabulary
 from nightmill.worker.runners.base import IntArray, mask_words
 
+_PLAIN = r'[^"\\\x00-\x1F\x7F]'  # what a JSON string holds without escapes
+SLICES = [_PLAIN + f"{{1,{most}}}" for most in (1, 2, 4, 7, 11, 16, 30)] + [_PLAIN + "+"]
+"""Sets of tokens that llguidance allows as a whole where all of a set may follow, instead of trying each.
+
+Of its own there are three, from ten characters on: of 150,000 tokens a mask took 1.5 ms wherever a string had
+fewer characters left, as those come to have that a schema bounds. No mask hangs on these sets.
+"""
+
 
 class _Spelling:
     """What llguidance asks of a tokenizer. It is never asked to tokenise, since nothing is forced."""
@@ -54,7 +62,7 @@ def grammar_tokens(vocabulary: Vocabulary, vocab: int) -> GrammarTokens:
     for end in ends:
         spelt[end] = b""
     spelt += [b""] * (vocab - len(spelt))
-    tokenizer = LLTokenizer(_Spelling(spelt, ends[0]), eos_token=ends)  # type: ignore[arg-type]
+    tokenizer = LLTokenizer(_Spelling(spelt, ends[0]), eos_token=ends, slices=SLICES)  # type: ignore[arg-type]
     return GrammarTokens(
         tokenizer, _mask((token for token, text in enumerate(spelt) if text), vocab), _mask(ends, vocab)
     )

@@ -15,6 +15,7 @@ from jsonschema import Draft202012Validator, FormatChecker
 from nightmill.jobs.contract import StopReason
 from nightmill.worker.engine.request import Completion
 from nightmill.worker.grammar.matching import Matching
+from nightmill.worker.grammar.tokens import SLICES
 from nightmill.worker.link.loading import demo_model
 from nightmill.worker.runners.base import mask_words
 from tests.constrained import Constrained
@@ -157,6 +158,24 @@ def test_tokens_go_over_byte_for_byte(model: Constrained) -> None:
         spelt = model.vocabulary.bytes_of(token)
         begins = bool(spelt) and text not in markers and valid_beginning(spelt)
         assert first[token] == (begins or token in model.vocabulary.eos_ids), (token, text)
+
+
+def test_sets_of_tokens_that_are_tried_together_change_no_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = [*({"json_schema": schema} for _, schema in schemas(seed=3, count=26)), {"regex": r"[^\n]{5}.*"}]
+    walks = []
+    for sets in ([], SLICES):
+        monkeypatch.setattr("nightmill.worker.grammar.tokens.SLICES", sets)
+        rng = np.random.default_rng(8)
+        with Constrained(demo_model()) as demo:
+            walk = []
+            for one in asked:
+                matching = begin(demo, one)
+                while len(walk) % 40 != 39 and not matching.matcher.is_stopped():
+                    walk.append(np.flatnonzero(allowed(matching, demo)).tolist())
+                    matching.matcher.consume_token(int(rng.choice(walk[-1])))
+                walk.append([])
+            walks.append(walk)
+    assert walks[0] == walks[1]
 
 
 def valid_beginning(data: bytes) -> bool:
