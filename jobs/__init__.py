@@ -198,10 +198,11 @@ def submit_batch(
     *,
     name: str | None = None,
     on_rows: OnRows | None = None,
+    webhook: str | None = None,
     **settings: Unpack[BatchSettings],
 ) -> Batch:
     """Queue every row of a file, table or iterable as one batch, bad ones too. See Client.submit_batch."""
-    return default_client().submit_batch(source, name=name, on_rows=on_rows, **settings)
+    return default_client().submit_batch(source, name=name, on_rows=on_rows, webhook=webhook, **settings)
 
 
 def get_batch(name: str) -> Batch:

@@ -2,9 +2,10 @@
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from datetime import datetime, timedelta
 from enum import StrEnum
+from typing import Any
 
 from nightmill.jobs.contract import JobState, StopReason
 
@@ -137,6 +138,15 @@ class BatchStatus:
     def unsuccessful(self) -> int:
         """Rows that ended without a (whole) result."""
         return self.done - self.succeeded
+
+
+def status_values(status: BatchStatus) -> dict[str, Any]:
+    """A status as an object for programs; `done`, `succeeded`, `unsuccessful` are numbers of rows."""
+    values = asdict(status)
+    values |= {name: getattr(status, name) for name in ("done", "succeeded", "unsuccessful")}
+    values["states"] = {str(state): status.states.get(state, 0) for state in JobState}
+    values["stop_reasons"] = {str(reason): rows for reason, rows in status.stop_reasons.items()}
+    return values
 
 
 def make_status(

@@ -24,8 +24,10 @@ from nightmill.jobs.sql.batches import BatchStore
 from nightmill.jobs.sql.database import Clock, Database
 from nightmill.jobs.sql.jobs import Selection, Store
 from nightmill.jobs.sql.prune import Prune, Pruned
+from nightmill.jobs.sql.webhooks import WebhookStore
 from nightmill.jobs.sql.workers import WorkerStore
 from nightmill.jobs.waiting import Order, Waiting
+from nightmill.jobs.webhooks.delivering import Courier, check_allowed
 
 if TYPE_CHECKING:
     from sqlalchemy.orm import Session
@@ -47,6 +49,7 @@ class Client:
         self._announcer = Announcer(self.database, self.broker)
         self.enqueueing = Enqueueing(self.store, self._workers, self.broker, self._announcer)
         self.batches = Batches(BatchStore(self.database), self._announcer, self.settings)
+        self.courier = Courier(self.batches, self.settings)
 
     def __enter__(self) -> Self:
         return self
@@ -110,6 +113,7 @@ class Client:
         *,
         name: str | None = None,
         on_rows: OnRows | None = None,
+        webhook: str | None = None,
         **settings: Unpack[BatchSettings],
     ) -> Batch:
         """Queue every row of a file (its path), a table (pandas, Polars, Arrow) or an iterable, as one batch.
@@ -119,11 +123,29 @@ class Client:
         `scheduled_at` and `deadline` are those of the batch. Submitting a file again under its name enters
         what is missing and nothing twice; without a name, the file and the settings make one. The times of
         the first submission hold. `on_rows` is called after each group with the number of rows read so far.
+        `webhook` is a URL that is told once the batch has ended; NIGHTMILL_WEBHOOK_URLS must allow it.
 
         Raises BatchFileError, BatchConflictError (the name belongs to other rows), InvalidParameterError,
         UnknownModelError and DatabaseError.
         """
-        return self.batches.submit(source, settings, name=name, check_model=self.check_model, on_rows=on_rows)
+        return self.batches.submit(
+            source,
+            settings,
+            name=name,
+            check_model=self.check_model,
+            on_rows=on_rows,
+            on_entered=self.webhook_of(webhook),
+        )
+
+    def webhook_of(self, url: object) -> Callable[[str], object]:
+        """What enters a webhook for a batch, by the batch's name.
+
+        Raises InvalidParameterError unless the URL is allowed.
+        """
+        if url is None:
+            return lambda name: None
+        allowed = check_allowed(self.settings, url)
+        return lambda name: WebhookStore(self.database).add(name, allowed)
 
     # -- out -------------------------------------------------------------------------------------
 

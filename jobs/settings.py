@@ -16,6 +16,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from nightmill.jobs.errors import SettingsError
 from nightmill.jobs.logs import LogFormat
 from nightmill.jobs.sentences import sentence
+from nightmill.jobs.signing import parse_secrets
+from nightmill.jobs.targets import parse_allowed
 from nightmill.jobs.urls import check_broker_url, check_database_url, scrubbed, shown_url
 
 if TYPE_CHECKING:
@@ -93,6 +95,13 @@ class Settings(BaseModel):
     files_dir: Path | None = None
     """Where `nightmill serve` keeps the contents of files; by default a folder in `data_dir`."""
 
+    webhook_urls: str | None = None
+    """URLs, separated by commas, that webhooks may go to, and to what is below them; by default nowhere."""
+    webhook_secret: str | None = Field(default=None, repr=False)
+    """What signs webhooks: whsec_BASE64; several, separated by commas, sign each. Without it none is sent."""
+    webhook_private: bool = False
+    """Send webhooks also to addresses that are not public: loopback, link-local, private networks."""
+
     model: Path | str | None = None
     """The worker's GGUF file: a path, or as a string a name that starts with one of MODEL_SCHEMES."""
     model_name: str | None = Field(default=None, min_length=1, max_length=200)
@@ -149,6 +158,18 @@ class Settings(BaseModel):
             if isinstance(size := _memory(value), int):
                 return size
         raise ValueError("must be a size of at least 1MiB, such as 8GiB")
+
+    @field_validator("webhook_urls")
+    @classmethod
+    def _webhooks_go_to_urls(cls, value: str | None) -> str | None:
+        parse_allowed(value)
+        return value
+
+    @field_validator("webhook_secret")
+    @classmethod
+    def _secret_can_sign(cls, value: str | None) -> str | None:
+        parse_secrets(value)
+        return value
 
     @field_validator("database_url")
     @classmethod
@@ -226,7 +247,8 @@ class Settings(BaseModel):
 
     def scrubbed(self, error: object) -> str:
         """What a foreign error says, without the secrets of these URLs."""
-        return scrubbed(str(error), self.database_url, self.broker_url)
+        text = scrubbed(str(error), self.database_url, self.broker_url)
+        return text.replace(self.webhook_secret, "***") if self.webhook_secret else text
 
 
 def _memory(value: Any) -> float | int:

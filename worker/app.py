@@ -18,14 +18,18 @@ from celery import Celery, bootsteps, signals
 from celery.concurrency.thread import TaskPool
 from celery.worker import state as celery_state
 
+from nightmill.jobs.batches.batch import Batches
 from nightmill.jobs.commands.terminal import echo
 from nightmill.jobs.errors import NightmillError
 from nightmill.jobs.logs import fit
+from nightmill.jobs.messages.announcing import Announcer
 from nightmill.jobs.messages.broker import Broker, make_app, queue_name, resolve_broker_url
 from nightmill.jobs.messages.streams import Followers
 from nightmill.jobs.settings import Settings
+from nightmill.jobs.sql.batches import BatchStore
 from nightmill.jobs.sql.claims import Claims
 from nightmill.jobs.sql.database import Database
+from nightmill.jobs.webhooks.delivering import Courier
 from nightmill.worker.fetching import with_model_file
 from nightmill.worker.link.link import ENGINE_COMMAND, EngineLink, launch_engine
 from nightmill.worker.link.loading import (
@@ -95,6 +99,7 @@ class EngineStep(bootsteps.StartStopStep):
         if self.service is None:
             return
         self.service.drain()
+        self.courier.stop()
         self.housekeeper.close()
         try:
             self.housekeeper.sweep()  # announces what was handed back
@@ -161,6 +166,9 @@ class EngineStep(bootsteps.StartStopStep):
         signals.worker_shutting_down.connect(self._on_shutdown, weak=False)
         signal.signal(signal.SIGQUIT, lambda *_: _hand_back(service))
         self.housekeeper.start()
+        announcer = Announcer(self.database, self.broker)
+        self.courier = Courier(Batches(BatchStore(self.database), announcer, settings), settings)
+        self.courier.start()
         gc.collect()
         gc.freeze()  # what is alive now stays: collections need not visit its 130,000 objects (0.1 s)
         log.info("ready: %s", describe(settings, model, engine.stats))

@@ -219,10 +219,12 @@ class Batches:
         check_model: Callable[[str], None],
         on_rows: OnRows | None = None,
         outputs: Sequence[Destination] = (),
+        on_entered: Callable[[str], object] = lambda name: None,
     ) -> Batch:
         """See Client.submit_batch. `check_model` raises UnknownModelError.
 
-        `outputs` are refused, before anything is entered, if they hold anything but rows of this batch.
+        `on_entered` is told its name once it is there, before its rows are. `outputs` are refused, before
+        anything is entered, if they hold anything but rows of this batch.
         """
         if isinstance(source, str | Path):
             source = InputFile(source)
@@ -238,6 +240,7 @@ class Batches:
         known, created = self.store.enter(record)
         if not created:
             _check_same(record, known)
+        on_entered(known.name)
         batch = Batch(known, self.store, self._announcer)
         if known.row_count is None:
             submission = Submission(

@@ -6,12 +6,12 @@ from typing import Any
 
 import click
 
-from nightmill.jobs.batch_status import BatchState, BatchStatus
+from nightmill.jobs.batch_status import BatchState, BatchStatus, status_values
 from nightmill.jobs.client import Client
 from nightmill.jobs.commands.job_options import AT, BATCH_OPTIONS, given, job_options
 from nightmill.jobs.commands.on_end import on_end_options, run_on_end, words_of
 from nightmill.jobs.commands.options import Group, json_option
-from nightmill.jobs.commands.printing import counted, describe_status, status_json
+from nightmill.jobs.commands.printing import counted, describe_status
 from nightmill.jobs.commands.progress import BatchProgress
 from nightmill.jobs.commands.terminal import Line, LiveLine, confirm, echo, echo_err, echo_json, table
 from nightmill.jobs.formats import FileFormat, InputFile
@@ -67,6 +67,7 @@ def submit(
     name: str | None,
     on_end: str | None,
     on_end_seconds: float,
+    webhook: str | None,
     as_json: bool,
     **options: Any,
 ) -> None:
@@ -93,13 +94,13 @@ def submit(
         wanted = None if format is None else FileFormat(format)
         spool_bytes = client.settings.spool_bytes
         with taken_from(file, wanted, most=spool_bytes) as source, submitting(source) as on_rows:
-            made = client.submit_batch(source, name=name, on_rows=on_rows, **settings)
+            made = client.submit_batch(source, name=name, on_rows=on_rows, webhook=webhook, **settings)
         status = made.status()
         say_times(status, settings)
         if at_end is not None and not status.state.final:
             with BatchProgress(made.name) as line:
                 status = made.wait(on_status=line.show)
-    summary = status_json(status)
+    summary = status_values(status)
     if at_end is not None:
         summary["on_end"] = {"exit_code": run_on_end(at_end, status, on_end_seconds, echo_err)}
     if as_json:
@@ -145,7 +146,7 @@ def list_command(limit: int, as_json: bool) -> None:
         statuses = [found.status(errors=False) for found in client.list_batches(limit=limit)]
     if as_json:
         for status in statuses:
-            echo_json(status_json(status))
+            echo_json(status_values(status))
         return
     rows = (
         (
@@ -170,7 +171,7 @@ def status(name: str, as_json: bool) -> None:
     """Show where a batch stands: rows by state and stop reason, errors, speed, when it will end."""
     with Client() as client:
         found = client.get_batch(name).status()
-    echo_json(status_json(found)) if as_json else echo(describe_status(found))
+    echo_json(status_values(found)) if as_json else echo(describe_status(found))
 
 
 @batch.command()
@@ -185,7 +186,7 @@ def watch(name: str, as_json: bool) -> None:
     """
     with Client() as client, BatchProgress(name) as line:
         found = client.get_batch(name).wait(on_status=line.show)
-    echo_json(status_json(found)) if as_json else echo(describe_status(found))
+    echo_json(status_values(found)) if as_json else echo(describe_status(found))
     raise SystemExit(EXIT_CODES[found.state])
 
 

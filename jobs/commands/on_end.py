@@ -10,8 +10,7 @@ from typing import Any, TypeVar
 
 import click
 
-from nightmill.jobs.batch_status import BatchStatus
-from nightmill.jobs.commands.printing import status_json
+from nightmill.jobs.batch_status import BatchStatus, status_values
 from nightmill.jobs.commands.terminal import to_json
 from nightmill.jobs.errors import InvalidRequestError
 from nightmill.jobs.settings import END_PREFIX
@@ -22,8 +21,13 @@ ON_END_SECONDS = 600.0
 
 
 def on_end_options(command: Command) -> Command:
-    """Add --on-end and --on-end-seconds."""
+    """Add --on-end, --on-end-seconds and --webhook."""
     for option in (
+        click.option(
+            "--webhook",
+            metavar="URL",
+            help="Have this URL called once the batch has ended; NIGHTMILL_WEBHOOK_URLS must allow it.",
+        ),
         click.option(
             "--on-end-seconds",
             type=click.FloatRange(0, min_open=True),
@@ -72,7 +76,7 @@ def run_on_end(
     environment = {f"{END_PREFIX}{name}": str(value) for name, value in named.items() if value is not None}
     environment |= {f"{END_PREFIX}{name}": str(value) for name, value in numbers.items()}
     try:
-        code = _run(words, to_json(status_json(status)).encode(), os.environ | environment, seconds)
+        code = _run(words, to_json(status_values(status)).encode(), os.environ | environment, seconds)
     except OSError as error:
         say(f"--on-end: {words[0]} cannot be run: {error.strerror or error}")
         return None

@@ -108,15 +108,6 @@ def prompt_line(job: Job) -> str:
     return printable(" ".join(str(text)[: 10 * _LONGEST_LINE].split()), _LONGEST_LINE)
 
 
-def status_json(status: BatchStatus) -> dict[str, Any]:
-    """A batch's status as an object for programs; `done`, `succeeded`, `unsuccessful` are numbers of rows."""
-    values = asdict(status)
-    values |= {name: getattr(status, name) for name in ("done", "succeeded", "unsuccessful")}
-    values["states"] = {str(state): status.states.get(state, 0) for state in JobState}
-    values["stop_reasons"] = {str(reason): rows for reason, rows in status.stop_reasons.items()}
-    return values
-
-
 def counted(number: int, noun: str) -> str:
     """A number of things: 1 row, 2,000 rows, 2 batches."""
     ending = "" if number == 1 else "es" if noun.endswith("ch") else "s"

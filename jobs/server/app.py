@@ -44,7 +44,9 @@ def make_app(client: Client, keys: Keys, limits: Limits | None = None) -> Starle
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         keeper.start()
+        client.courier.start()
         yield
+        client.courier.stop()
         await asyncio.to_thread(keeper.stop)
         desk.close()
 

@@ -21,7 +21,7 @@ from nightmill.jobs.server.listing import Page
 from nightmill.jobs.sql.http_batches import BATCH_PREFIX, HttpBatch, HttpStatus
 from nightmill.jobs.when import parse_span
 
-BODY = frozenset({"input_file_id", "endpoint", "completion_window", "metadata"})
+BODY = frozenset({"input_file_id", "endpoint", "completion_window", "metadata", "webhook"})
 _NOT_HERE = {"output_expires_after": "the server decides how long files stay"}
 _LONGEST_WINDOW = timedelta(days=366)
 _MOST_PAIRS, _LONGEST_KEY, _LONGEST_VALUE = 16, 64, 512  # of metadata, as OpenAI has it
@@ -57,7 +57,8 @@ class Batches:
             meta=_metadata(body.get("metadata")),
             deadline_at=now + duration,
         )
-        batch = await self._handing_in.submit(request, caller, asked, "input_file_id")
+        webhook = body.get("webhook")
+        batch = await self._handing_in.submit(request, caller, asked, "input_file_id", webhook)
         return JSONResponse(await self._object(batch))
 
     async def listed(self, request: Request) -> Response:

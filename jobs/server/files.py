@@ -20,9 +20,9 @@ from nightmill.jobs.server.folder import Folder
 from nightmill.jobs.server.keys import Caller
 from nightmill.jobs.server.listing import Page, bare_id
 from nightmill.jobs.server.uploads import Uploads, over_quota
-from nightmill.jobs.sql.files import UPLOADED, FileStore, StoredFile
+from nightmill.jobs.sql.files import FILE_PREFIX, UPLOADED, FileStore, StoredFile
 
-PREFIX = "file-"
+PREFIX = FILE_PREFIX
 MOST_LISTED = 10_000
 _LONGEST_NAME = 255
 _READ_AT_ONCE = 1 << 18

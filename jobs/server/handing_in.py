@@ -26,11 +26,22 @@ class HandingIn:
         self._files = files
         self._wake = wake
 
-    async def submit(self, request: Request, caller: Caller, batch: HttpBatch, field: str) -> HttpBatch:
+    async def submit(
+        self, request: Request, caller: Caller, batch: HttpBatch, field: str, webhook: object = None
+    ) -> HttpBatch:
         """Hand in a batch whose `input_file` is as the caller named it in `field`; raises HttpError.
 
-        The same again with the same Idempotency-Key is the batch that is there.
+        `webhook` is the URL that is called once it has ended, if there is one. The same again with the same
+        Idempotency-Key is the batch that is there.
         """
+        enter_webhook = self.desk.client.webhook_of(webhook)
+        entered = await self._enter(request, caller, batch, field)
+        # Nobody has been told of the batch yet: if this server dies here, the caller asks again.
+        await self.desk.run(enter_webhook, entered.batch)
+        self._wake()
+        return entered
+
+    async def _enter(self, request: Request, caller: Caller, batch: HttpBatch, field: str) -> HttpBatch:
         run = self.desk.run
         key = idempotency_key(request)
         named = batch.input_file
@@ -49,7 +60,6 @@ class HandingIn:
         entered = await run(self.store.add, batch)
         if entered is None:
             raise HttpError(404, "the file was deleted just now", param=field, code="file_not_found")
-        self._wake()
         return _same(batch, entered)
 
     async def find(self, caller: Caller, name: str) -> HttpBatch:

@@ -32,6 +32,7 @@ from nightmill.jobs.server.inputs import EndpointFile, file_error, row_error
 from nightmill.jobs.sql.files import WRITTEN, FileStore, StoredFile
 from nightmill.jobs.sql.http_batches import HttpBatch, HttpBatchStore, HttpStatus, Outcome
 from nightmill.jobs.sql.sweep import Sweep
+from nightmill.jobs.sql.webhooks import WebhookStore
 
 log = logging.getLogger("nightmill.server")
 
@@ -39,6 +40,7 @@ _LOOK_SECONDS = 1.0
 _AGAIN_SECONDS = 15.0  # after a step that failed
 _SWEEP_SECONDS = 5.0  # as a worker's heartbeat
 _FORGET_SECONDS = 3600.0  # between two looks for what need not be kept
+_ORPHANED = timedelta(days=1)  # webhooks of batches that are gone
 _MOST_ERRORS = 100  # rows that are named in a batch; the file of errors has all
 _ROWS_PER_CLAIM = 1024
 _ENDINGS = {FileFormat.CSV: "csv", FileFormat.PARQUET: "parquet"}
@@ -57,6 +59,7 @@ class Keeper:
         self._files = FileStore(client.database)
         self._store = HttpBatchStore(client.database)
         self._rows = client.batches.store
+        self._webhooks = WebhookStore(client.database)
         self._sweep = Sweep(client.database)
         self._ids = IdSource()
         self._name = self._ids.draw()
@@ -273,6 +276,7 @@ class Keeper:
     def forget(self) -> None:
         """Delete files that were kept for long enough, batches that ended so long ago, and lost contents."""
         self._folder.sweep(self._files.known)
+        self._webhooks.forget(self._client.database.now() - _ORPHANED)
         if self._keep_files is None:
             return
         before = self._client.database.now() - self._keep_files

@@ -20,7 +20,7 @@ from nightmill.jobs.server.listing import Page
 from nightmill.jobs.spec import JobSpec
 from nightmill.jobs.sql.http_batches import BATCH_PREFIX, HttpBatch
 
-BODY = OF_A_BATCH | {"file", "name"}
+BODY = OF_A_BATCH | {"file", "name", "webhook"}
 
 
 class Night:
@@ -60,7 +60,7 @@ class Night:
             scheduled_at=begins,
             deadline_at=ends,
         )
-        batch = await self._handing_in.submit(request, caller, asked, "file")
+        batch = await self._handing_in.submit(request, caller, asked, "file", body.get("webhook"))
         return JSONResponse(await self._object(batch), 202)
 
     async def listed(self, request: Request) -> Response:

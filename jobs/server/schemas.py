@@ -96,9 +96,13 @@ def _job_body() -> JsonObject:
     return {"type": "object", "properties": properties, "additionalProperties": False}
 
 
+_WEBHOOK: JsonObject = {"type": ["string", "null"], "format": "uri"}
+
+
 def _night_body() -> JsonObject:
     properties = {name: _field(name) for name in sorted(OF_A_BATCH)}
     properties |= {"file": TEXT, "name": {"type": ["string", "null"], "minLength": 1, "maxLength": 200}}
+    properties |= {"webhook": _WEBHOOK}
     return _object(properties, optional=tuple(name for name in properties if name != "file"))
 
 
@@ -108,8 +112,9 @@ _BATCH_BODY = _object(
         "endpoint": {"enum": [CHAT, COMPLETIONS]},
         "completion_window": {"type": "string", "examples": ["24h", "90m"]},
         "metadata": {"type": ["object", "null"], "additionalProperties": TEXT},
+        "webhook": _WEBHOOK,
     },
-    optional=("metadata",),
+    optional=("metadata", "webhook"),
 )
 
 # -- what is answered ----------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from nightmill.jobs.sql.database import Database
 from nightmill.jobs.sql.jobs import FINAL, GROUP, UNFINISHED, chunked
 from nightmill.jobs.sql.locks import lock_ids
 from nightmill.jobs.sql.retrying import retried
-from nightmill.jobs.sql.tables import BatchRow, JobRow
+from nightmill.jobs.sql.tables import BatchRow, JobRow, WebhookRow
 
 
 class Deletion:
@@ -77,6 +77,7 @@ class Deletion:
             connection.execute(select(BatchRow.name).where(BatchRow.name == name).with_for_update())
             if connection.execute(rows.limit(1)).one_or_none() is not None:
                 return 0, False
+            connection.execute(delete(WebhookRow).where(WebhookRow.batch == name))
             connection.execute(delete(BatchRow).where(BatchRow.name == name))
             return 0, True
 

@@ -14,6 +14,8 @@ from nightmill.jobs.sql.retrying import retried
 from nightmill.jobs.sql.tables import VALIDATING, FileRow, HttpBatchRow
 
 FILES = cast(Table, FileRow.__table__)
+FILE_PREFIX = "file-"
+"""What callers see before the id of a file."""
 UPLOADED = "batch"
 """The purpose of files that somebody uploads."""
 WRITTEN = "batch_output"

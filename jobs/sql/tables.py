@@ -15,6 +15,7 @@ from sqlalchemy import (
     MetaData,
     String,
     Text,
+    UniqueConstraint,
     literal,
     text,
 )
@@ -23,7 +24,7 @@ from sqlalchemy.types import TypeDecorator
 
 from nightmill.jobs.contract import MAX_ERROR_LENGTH, JobState, JsonObject, storable
 
-SCHEMA_REVISION = "0013"
+SCHEMA_REVISION = "0014"
 """The migration that these declarations match."""
 
 
@@ -306,6 +307,26 @@ class HttpBatchRow(Base):
             where="idempotency_key IS NOT NULL",
             unique=True,
         ),
+    )
+
+
+class WebhookRow(Base):
+    """A URL that is to be called once a batch has ended."""
+
+    __tablename__ = "webhooks"
+
+    id: Mapped[str] = mapped_column(String(32), primary_key=True)
+    batch: Mapped[str] = mapped_column(String(200))  # which need not be there yet
+    url: Mapped[str] = mapped_column(Text)
+    created_at: Mapped[datetime]
+    attempts: Mapped[int]
+    next_at: Mapped[datetime | None]  # before which it is left alone; None: delivered or given up
+    delivered_at: Mapped[datetime | None]
+    error: Mapped[str | None] = mapped_column(StorableString(200))  # of the last attempt
+
+    __table_args__ = (
+        UniqueConstraint("batch", "url", name="uq_webhooks_batch_url"),
+        _partial("ix_webhooks_next", "next_at", where="next_at IS NOT NULL"),
     )
 
 

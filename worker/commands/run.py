@@ -9,7 +9,7 @@ from typing import Any, Self
 
 import click
 
-from nightmill.jobs.batch_status import BatchStatus
+from nightmill.jobs.batch_status import BatchStatus, status_values
 from nightmill.jobs.batches.batch import Batch
 from nightmill.jobs.batches.result_files import destinations
 from nightmill.jobs.batches.streaming import ResultStream
@@ -18,7 +18,7 @@ from nightmill.jobs.commands.batches import EXIT_CODES, FORMAT_OPTION, say_times
 from nightmill.jobs.commands.job_options import AT, BATCH_OPTIONS, given, job_options
 from nightmill.jobs.commands.on_end import on_end_options, run_on_end, words_of
 from nightmill.jobs.commands.options import LOG_FORMAT, json_option
-from nightmill.jobs.commands.printing import describe_status, status_json
+from nightmill.jobs.commands.printing import describe_status
 from nightmill.jobs.commands.progress import BatchProgress, log_of_command, logged_errors
 from nightmill.jobs.commands.terminal import echo, echo_err, echo_json
 from nightmill.jobs.errors import DatabaseUnreachableError, SettingsError
@@ -64,6 +64,7 @@ def run(
     overwrite: bool,
     on_end: str | None,
     on_end_seconds: float,
+    webhook: str | None,
     log_format: LogFormat | None,
     as_json: bool,
     **options: Any,
@@ -133,6 +134,7 @@ def run(
                     check_model=lambda _: None,  # a worker for it is about to be started
                     outputs=outputs,
                     on_rows=on_rows,
+                    on_entered=client.webhook_of(webhook),
                 )
             if retry_failed:
                 batch.retry_failed(deadline=rows.get("deadline"))
@@ -146,7 +148,8 @@ def run(
                 stream.finish()
                 for place in places:
                     place.deliver()
-        summary = status_json(status)
+                client.courier.look(batch.name)  # our worker ends with us; others try again
+        summary = status_values(status)
         if status.state.final and at_end is not None:
             code = run_on_end(at_end, status, on_end_seconds, say, results=output, errors=errors)
             summary["on_end"] = {"exit_code": code}

@@ -24,6 +24,7 @@ from nightmill.jobs.contract import JobState
 from nightmill.jobs.settings import Settings
 from nightmill.worker.link.loading import demo_model
 from tests.integration.worker.conftest import StartWorker, on_postgresql, on_sqlite
+from tests.receiver import receiving
 from tests.servers import RedisServer, wait_until, worker_env
 from tests.small_hub import SmallHub, serving
 
@@ -146,10 +147,13 @@ def test_a_second_run_does_nothing_twice_and_says_the_same(
     path = tmp_path / "p.csv"
     path.write_text("prompt,max_tokens\n" + "Count from 1 to 3,3\n" * 3)
     piped = ("-", "-o", "-", "--format", "csv")
-    with path.open() as stdin:
-        first = run(*piped, stdin=stdin)
+    with path.open() as stdin, receiving() as receiver:
+        allowed = {"webhook_urls": receiver.url, "webhook_private": True}
+        allowed["webhook_secret"] = "whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw"
+        settings = jobs_client.settings.model_copy(update=allowed)
+        first = run(*piped, "--webhook", f"{receiver.url}/night", stdin=stdin, settings=settings)
         results, said = first.communicate(timeout=PATIENCE)
-    assert first.returncode == 0, said
+    assert (first.returncode, [one.path for one in receiver.received]) == (0, ["/night"]), said
     assert [row["custom_id"] for row in csv.DictReader(io.StringIO(results))] == ["row-1", "row-2", "row-3"]
     assert "3 succeeded" in said and "Results: -; errors: nightmill batch errors stdin-" in said
     told = tmp_path / "told.json"

@@ -1,0 +1,70 @@
+"""URLs that webhooks may go to, and lists of such URLs that somebody allows."""
+
+import re
+from dataclasses import dataclass
+from typing import Self
+from urllib.parse import unquote
+
+LONGEST = 2000  # characters
+_URL = re.compile(
+    r"(?P<scheme>https?)://(?P<host>\[[0-9a-f:.]+\]|[a-z0-9](?:[a-z0-9.-]*[a-z0-9])?)(?::(?P<port>\d{1,5}))?"
+    r"(?P<path>/[!$-;=@-Z_a-z~]*)?(?P<query>\?[!$-;=?@-Z_a-z~]*)?"
+)
+_PORTS = {"https": 443, "http": 80}
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A URL by its parts; without user, password and fragment, which a target may not have."""
+
+    scheme: str
+    host: str  # an IPv6 address without its brackets
+    port: int
+    path: str  # from the first slash on, which is always there
+    query: str = ""  # with its question mark
+
+    @classmethod
+    def parse(cls, url: str) -> Self:
+        """Raises ValueError, which says what is wrong and quotes nothing."""
+        scheme, separator, rest = url.partition("://")
+        host, slash, tail = rest.partition("/")
+        found = _URL.fullmatch(f"{scheme.lower()}{separator}{host.lower()}{slash}{tail}")
+        if found is None or len(url) > LONGEST or int(found["port"] or 0) > 65535:
+            raise ValueError(
+                f"must be a URL as https://host/path, in ASCII, of at most {LONGEST:,} characters, without "
+                "user, password and fragment"
+            )
+        path = found["path"] or "/"
+        for segment in map(unquote, path.split("/")):
+            if segment in (".", "..") or re.search(r"[/\\]", segment):
+                raise ValueError("must have no ., .. and encoded / or \\ in its path")
+        port = int(found["port"] or _PORTS[found["scheme"]])
+        return cls(found["scheme"], found["host"].strip("[]"), port, path, found["query"] or "")
+
+    @property
+    def authority(self) -> str:
+        """Host and port, as in a URL and in the header Host."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return host if self.port == _PORTS[self.scheme] else f"{host}:{self.port}"
+
+    def allows(self, other: "Target") -> bool:
+        """Whether `other` is this URL, or below it."""
+        mine = (self.scheme, self.host, self.port)
+        below = self.path if self.path.endswith("/") else f"{self.path}/"
+        return mine == (other.scheme, other.host, other.port) and (
+            other.path == self.path or other.path.startswith(below)
+        )
+
+
+def parse_allowed(text: str | None) -> tuple[Target, ...]:
+    """A list of URLs, separated by commas. Raises ValueError."""
+    targets = []
+    for number, url in enumerate(filter(None, (one.strip() for one in (text or "").split(","))), 1):
+        try:
+            target = Target.parse(url)
+        except ValueError as error:
+            raise ValueError(f"entry {number} {error}") from None
+        if target.query:
+            raise ValueError(f"entry {number} must have no query: it allows any")
+        targets.append(target)
+    return tuple(targets)

@@ -1,0 +1,108 @@
+"""One POST to a URL that a stranger may have named: where it goes is decided once, and nothing is believed.
+
+The name is resolved once and the connection made to that address, so that a name cannot be public when it is
+looked at and mean this machine when it is called (DNS rebinding). There are no redirects and no proxies, of
+the answer only the status is read, and all of it has one time limit.
+"""
+
+import http.client
+import ipaddress
+import socket
+import ssl
+import threading
+from collections.abc import Mapping
+from contextlib import suppress
+
+from nightmill.jobs.targets import Target
+
+SECONDS = 15.0
+_NAT64 = ipaddress.ip_network("64:ff9b::/96")
+
+Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+
+
+class NotDeliveredError(Exception):
+    """It could not be delivered; says why in a few words, in which nothing of the answer is quoted."""
+
+
+def post(target: Target, headers: Mapping[str, str], body: bytes, *, private: bool = False) -> int:
+    """Send it; returns the status of the answer.
+
+    private  also to addresses that are not public: loopback, link-local, private networks
+
+    Raises NotDeliveredError.
+    """
+    address = _resolved(target, private)
+    connection = _Pinned(target, address)
+    # A socket's time-out is for each piece; who sends one byte at a time would hold us for ever.
+    alarm = threading.Timer(SECONDS, connection.cut)
+    alarm.daemon = True
+    alarm.start()
+    try:
+        connection.request("POST", target.path + target.query, body, {"Host": target.authority, **headers})
+        status = connection.getresponse().status
+        if connection.was_cut:  # in the middle of headers, which then look as if they had ended
+            raise TimeoutError
+        return status
+    except (OSError, http.client.HTTPException, ValueError) as error:  # ValueError: cut in the middle of TLS
+        if connection.was_cut or isinstance(error, TimeoutError):
+            raise NotDeliveredError(f"no answer within {SECONDS:.0f} s") from None
+        if isinstance(error, ssl.SSLError):
+            why = getattr(error, "verify_message", None) or error.reason or "handshake"
+            raise NotDeliveredError(f"TLS failed: {why}") from None
+        said = error.strerror if isinstance(error, OSError) else None
+        raise NotDeliveredError((said or type(error).__name__).lower()) from None
+    finally:
+        alarm.cancel()
+        connection.close()
+
+
+def is_public(address: Address) -> bool:
+    """Whether an address is one of the internet's; whatever it stands for is looked at, too."""
+    if isinstance(address, ipaddress.IPv6Address):
+        inner = address.ipv4_mapped or address.sixtofour or (address.teredo or (None, None))[1]
+        if address in _NAT64:
+            inner = ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)
+        if inner is not None:
+            return is_public(inner)
+        if address.is_site_local:
+            return False
+    return address.is_global and not address.is_multicast and not address.is_reserved
+
+
+def _resolved(target: Target, private: bool) -> str:
+    """An address of the target's host."""
+    try:
+        found = socket.getaddrinfo(target.host, target.port, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):
+        raise NotDeliveredError("its host is not known") from None
+    addresses = [str(address[0]) for *_, address in found]
+    if not private and not all(is_public(ipaddress.ip_address(one.partition("%")[0])) for one in addresses):
+        raise NotDeliveredError("its host has an address that is not public (NIGHTMILL_WEBHOOK_PRIVATE)")
+    return addresses[0]
+
+
+class _Pinned(http.client.HTTPConnection):
+    """A connection to one address, whatever its host's name means by now."""
+
+    def __init__(self, target: Target, address: str) -> None:
+        super().__init__(target.host, target.port, timeout=SECONDS)
+        self._target = target
+        self._address = address
+        self.was_cut = False
+
+    def connect(self) -> None:
+        """Connect, and for https see that the certificate is the host's."""
+        self.sock = socket.create_connection((self._address, self._target.port), SECONDS)
+        if self._target.scheme == "https":
+            self.sock = ssl.create_default_context().wrap_socket(
+                self.sock, server_hostname=self._target.host, do_handshake_on_connect=False
+            )
+            self.sock.do_handshake()
+
+    def cut(self) -> None:
+        """End it, from another thread."""
+        self.was_cut = True
+        if self.sock is not None:
+            with suppress(OSError):
+                self.sock.shutdown(socket.SHUT_RDWR)
