@@ -128,6 +128,10 @@ def test_enqueue_prints_ids_and_keeps_every_option(run: Run, cli_client: Client)
             "stop_token_ids": (),
             "min_tokens": 0,
             "n": 1,
+            "presence_penalty": 0.0,
+            "frequency_penalty": 0.0,
+            "logit_bias": {},
+            "bad_words": (),
         }
 
 

@@ -45,6 +45,12 @@ GOOD: dict[str, st.SearchStrategy[Any]] = {
     "stop_token_ids": st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=5),
     "min_tokens": st.just(0) | st.just(1),
     "n": st.integers(1, 128),
+    "presence_penalty": st.floats(-2, 2),
+    "frequency_penalty": st.floats(-2, 2),
+    "logit_bias": st.dictionaries(
+        st.integers(0, 2**31 - 1).map(str), st.floats(-100, 100), min_size=1, max_size=3
+    ),
+    "bad_words": st.lists(TEXTS.filter(str.strip), min_size=1, max_size=5),
     "chat_template_kwargs": st.dictionaries(
         st.sampled_from(["enable_thinking", "reasoning_effort", "X1"]),
         st.booleans() | st.integers(-9, 9) | st.sampled_from(["high", "26 Jul 2024", ""]),
@@ -80,6 +86,10 @@ BAD: dict[str, st.SearchStrategy[Any]] = {
     "stop_token_ids": st.just([-1]) | st.just([1] * 257) | st.just([2**31]),
     "min_tokens": st.integers(1_000_001) | st.integers(max_value=-1),
     "n": st.integers(129) | st.integers(max_value=0),
+    "presence_penalty": st.floats(2.001, 1e30),
+    "frequency_penalty": st.floats(-1e30, -2.001),
+    "logit_bias": st.sampled_from([{"5": 101}, {"-1": 1}, {"x": 1}, {str(2**31): 0}, {"5": "1"}]),
+    "bad_words": st.just([" "]) | st.just(["a" * 257]) | st.just(["a\0"]),
     "chat_template_kwargs": st.sampled_from([{"messages": 1}, {"a": [1]}, {"a": "<|x|>"}, {"1": 1}]),
     "response_format": st.just({"type": "poem"}) | st.just({"type": "json_schema"}),
     "json_schema": st.just({"not": {}}) | st.just({"items": {"uniqueItems": True}}),
@@ -156,7 +166,7 @@ class Doors:
             option = f"--{name.replace('_', '-')}"
             if name == "messages":
                 arguments.append("--chat")
-            elif name in ("stop", "choice", "stop_token_ids"):
+            elif name in ("stop", "choice", "stop_token_ids", "bad_words"):
                 arguments += [argument for one in value for argument in (option, str(one))]
             elif name == "add_generation_prompt":
                 arguments.append(option if value else f"--no-{option.removeprefix('--')}")

@@ -36,6 +36,10 @@ def test_a_job_is_kept_as_it_was_said(client: Client, clock: Clock) -> None:
         stop_token_ids=[3, 5],
         min_tokens=2,
         n=3,
+        presence_penalty=-1.5,
+        frequency_penalty=0.5,
+        logit_bias={"7": -100, 9: 1.5},
+        bad_words="ugly",
         batch="tonight",
         custom_id="mine",
         priority=9,
@@ -58,6 +62,10 @@ def test_a_job_is_kept_as_it_was_said(client: Client, clock: Clock) -> None:
         "stop_token_ids": (3, 5),
         "min_tokens": 2,
         "n": 3,
+        "presence_penalty": -1.5,
+        "frequency_penalty": 0.5,
+        "logit_bias": {7: -100.0, 9: 1.5},
+        "bad_words": ("ugly",),
     }
     assert (job.batch, job.custom_id, job.priority, job.max_attempts) == ("tonight", "mine", 9, 2)
     assert (job.idempotency_key, job.metadata) == ("key", {"deep": [1, {"ü": None}]})
