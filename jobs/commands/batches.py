@@ -76,7 +76,8 @@ def submit(
     FILE holds OpenAI batch rows, plain JSONL rows, CSV or Parquet; docs/file-formats.md says what a row may
     hold. Parameters given here hold for rows that do not say otherwise. A bad row becomes a failed row and
     stops nothing. Broken off? The same command again goes on where it stood, and keeps the times of the
-    first one. FILE must not change meanwhile. With - for FILE the rows are those of standard input.
+    first one. FILE must not change meanwhile. With - for FILE the rows are
+    those of standard input; it may also be at s3://, gs:// or https://.
 
     With --on-end the command stays until the batch has ended, as watch does, and then runs COMMAND, which
     reads the status as JSON. Started again after it was broken off, it follows the same batch.
@@ -202,7 +203,7 @@ def _write_command(kind: str, help_text: str) -> click.Command:
             found = client.get_batch(name)
             now = found.status(errors=False)
             total = now.unsuccessful if errors else now.succeeded
-            with brought_to(output, found.format) as place:
+            with brought_to(output, found.format, most=client.settings.spool_bytes) as place:
                 with _progress(f"writing {kind}", total) as update:
                     put = found.write_errors if errors else found.write_results
                     rows = put(place.path, overwrite=overwrite, on_rows=update)

@@ -11,17 +11,18 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
-from typing import BinaryIO, Protocol
+from typing import Protocol
 
 from nightmill.jobs.errors import BatchFileError
+from nightmill.jobs.formats.copying import PIECE, copy
 from nightmill.jobs.formats.inputs import InputFile
+from nightmill.jobs.formats.remote import RemoteFile, is_remote
 from nightmill.jobs.formats.rows import FileFormat
 
 STANDARD = "-"
 STDIN, STDOUT = "standard input", "standard output"
 _ENDINGS = {FileFormat.CSV: ".csv", FileFormat.PARQUET: ".parquet"}
 _GZIP = b"\x1f\x8b"
-_PIECE = 1 << 20
 
 
 class Place(Protocol):
@@ -54,10 +55,50 @@ class _ToStandardOutput:
     def deliver(self) -> None:
         try:
             with self.path.open("rb") as file:
-                shutil.copyfileobj(file, sys.stdout.buffer, _PIECE)
+                shutil.copyfileobj(file, sys.stdout.buffer, PIECE)
             sys.stdout.buffer.flush()
         except OSError as error:
             raise BatchFileError(f"{STDOUT}: cannot be written: {error.strerror or error}") from error
+
+
+class _BehindUrl:
+    """What is there is fetched first, so that the same rules hold as for a file of this disk."""
+
+    def __init__(self, url: str, folder: Path, most: int) -> None:
+        self._remote = RemoteFile(url)
+        self._remote.check_writable()
+        self.path = folder / self._remote.name
+        self.label = self._remote.label
+        self._there = self._remote.version()
+        if self._there is not None:
+            self._remote.fetch(self.path, most)
+
+    def deliver(self) -> None:
+        """Put it there, unless somebody else has meanwhile."""
+        if self._remote.version() != self._there:
+            raise BatchFileError(
+                f"{self.label}: was written by somebody else meanwhile, and is left as it is; nothing is "
+                "lost: write the results elsewhere with `nightmill batch results`"
+            )
+        if self.path.exists():
+            self._remote.put(self.path)
+
+
+def check_apart(source: str, results: str, errors: str | None) -> None:
+    """Refuse what is elsewhere and named twice; names of files are told apart when these are opened.
+
+    Raises BatchFileError.
+    """
+    if errors == results and (is_remote(results) or results == STANDARD):
+        raise _twice(results, "the file of results", "errors")
+    for name, what in ((results, "results"), (errors, "errors")):
+        if name == source and is_remote(source):
+            raise _twice(name, "the input", what)
+
+
+def _twice(name: str, other: str, what: str) -> BatchFileError:
+    shown = RemoteFile(name).label if is_remote(name) else name
+    return BatchFileError(f"{shown}: is also {other}: name another file for the {what}")
 
 
 @contextmanager
@@ -68,20 +109,33 @@ def taken_from(name: str, format: FileFormat | None = None, *, most: int) -> Ite
 
     Raises BatchFileError if it cannot be had.
     """
-    if name != STANDARD:
+    if name != STANDARD and not is_remote(name):
         yield InputFile(name, format)
         return
     with spool() as folder:
+        if is_remote(name):
+            remote = RemoteFile(name)
+            remote.fetch(folder / remote.name, most)
+            yield InputFile(folder / remote.name, format, label=remote.label)
+            return
         yield InputFile(_read_stdin(folder, format, most), format, label=STDIN)
 
 
 @contextmanager
-def brought_to(name: str | None, format: FileFormat) -> Iterator[Place]:
-    """Where a file of results or errors goes; None: nowhere, it is gone at the end. Raises BatchFileError."""
-    if name is not None and name != STANDARD:
+def brought_to(name: str | None, format: FileFormat, *, most: int) -> Iterator[Place]:
+    """Where a file of results or errors goes; None: nowhere, it is gone at the end.
+
+    most  bytes that a file behind a URL may have that is there already
+
+    Raises BatchFileError.
+    """
+    if name is not None and name != STANDARD and not is_remote(name):
         yield OnThisDisk(name)
         return
     with spool() as folder:
+        if name is not None and is_remote(name):
+            yield _BehindUrl(name, folder, most)
+            return
         path = folder / f"rows{_ENDINGS.get(format, '.jsonl')}"
         yield OnThisDisk(path) if name is None else _ToStandardOutput(path)
 
@@ -105,34 +159,14 @@ def spool() -> Iterator[Path]:
         yield Path(path)
 
 
-def copy(source: BinaryIO, path: Path, label: str, most: int) -> int:
-    """Copy a stream to a new file; returns how many bytes.
-
-    Raises BatchFileError, also if these are more than `most`.
-    """
-    copied = 0
-    try:
-        with path.open("xb") as file:
-            while piece := source.read(_PIECE):
-                copied += len(piece)
-                if copied > most:
-                    raise BatchFileError(
-                        f"{label}: has more than {most:,} bytes; raise NIGHTMILL_SPOOL_BYTES, or name a file "
-                        "of this disk"
-                    )
-                file.write(piece)
-    except OSError as error:
-        raise BatchFileError(
-            f"{label}: cannot be copied to {path.parent}: {error.strerror or error}"
-        ) from error
-    return copied
-
-
 def _read_stdin(folder: Path, format: FileFormat | None, most: int) -> Path:
     if sys.stdin.isatty():
         raise BatchFileError(f"{STDIN}: is a terminal; pipe rows into the command, or name a file")
     path = folder / "rows"
-    copy(sys.stdin.buffer, path, STDIN, most)
+    try:
+        copy(sys.stdin.buffer, path, STDIN, most)
+    except OSError as error:
+        raise BatchFileError(f"{STDIN}: cannot be read: {error.strerror or error}") from error
     with path.open("rb") as file:
         packed = file.read(2) == _GZIP
     # The name begins that of the batch, and its ending says how it is read.

@@ -23,7 +23,7 @@ from nightmill.jobs.commands.progress import BatchProgress, log_of_command, logg
 from nightmill.jobs.commands.terminal import echo, echo_err, echo_json
 from nightmill.jobs.errors import DatabaseUnreachableError, SettingsError
 from nightmill.jobs.formats import FileFormat
-from nightmill.jobs.formats.places import STANDARD, brought_to, errors_name, taken_from
+from nightmill.jobs.formats.places import STANDARD, brought_to, check_apart, errors_name, taken_from
 from nightmill.jobs.logs import LogFormat
 from nightmill.jobs.printable import printable
 from nightmill.jobs.settings import Settings
@@ -85,7 +85,8 @@ def run(
 
     With - for FILE the rows are those of standard input. The same rows again go on as those of the same file
     would. With - for OUTPUT the results come at the end, in the order of FILE, and all else goes to standard
-    error, with no file of errors unless --errors names one. The command of --on-end reads the status as JSON;
+    error, with no file of errors unless --errors names one. FILE may also be at s3://, gs:// or https://, and
+    OUTPUT at s3:// or gs://, where it appears at the end. The command of --on-end reads the status as JSON;
     whatever becomes of it, the results and the exit code stay as they are.
 
     Ctrl-C once drains: running rows may finish, or go back to the queue. Twice hands them back at once.
@@ -121,10 +122,14 @@ def run(
         model = served_name(settings)
         rows = given(options) | {"model": model}
         errors = errors or errors_name(output)
+        check_apart(file, output, errors)
         with Client(settings) as client, ExitStack() as stack:
             wanted = None if format is None else FileFormat(format)
             source = stack.enter_context(taken_from(file, wanted, most=settings.spool_bytes))
-            places = [stack.enter_context(brought_to(place, source.format)) for place in (output, errors)]
+            places = [
+                stack.enter_context(brought_to(place, source.format, most=settings.spool_bytes))
+                for place in (output, errors)
+            ]
             outputs = stack.enter_context(destinations(source, *places, overwrite=overwrite))
             with submitting(source, show=log is None) as on_rows:
                 batch = client.batches.submit(

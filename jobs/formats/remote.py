@@ -1,0 +1,122 @@
+"""Files behind URLs, through fsspec: copied to this disk to be read, and from it once they are whole.
+
+What is in a URL besides host and path may be secret (a user's password, a signature), and so may be what
+libraries say of it: neither is shown or kept.
+"""
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from nightmill.jobs.errors import BatchFileError, MissingExtraError
+from nightmill.jobs.formats.copying import copy
+
+READABLE = ("s3", "gs", "https", "http")
+WRITABLE = ("s3", "gs")  # where an object is there whole or not at all
+_ABSENT = (404, 410)
+_PACKAGES = {"s3": "s3fs", "gs": "gcsfs"}
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
+_VERSION = ("size", "ETag", "etag", "generation", "mtime", "LastModified", "updated", "created")
+"""What tells one content of a file from another, where a file system says it."""
+
+
+def is_remote(name: str) -> bool:
+    """Whether a name is a URL."""
+    return _SCHEME.match(name) is not None
+
+
+class RemoteFile:
+    """A file behind a URL. Raises BatchFileError and MissingExtraError, here and in every method."""
+
+    def __init__(self, url: str) -> None:
+        scheme = str(_SCHEME.match(url)[1]).lower()  # type: ignore[index]
+        self.label = _shown(url)
+        self._scheme = scheme
+        if scheme not in READABLE or "::" in url:
+            known = ", ".join(f"{one}://" for one in READABLE)
+            raise BatchFileError(f"{self.label}: cannot be read from there; known are {known}, and paths")
+        self.name = re.sub(r"[^\w.-]", "-", self.label.rpartition("/")[2]).lstrip(".") or "rows"
+        self._system, self._path = self._open(url)
+
+    def check_writable(self) -> None:
+        """Refuse where a file could be seen before it is whole."""
+        if self._scheme not in WRITABLE:
+            known = " or ".join(f"{one}://" for one in WRITABLE)
+            raise BatchFileError(f"{self.label}: can only be read; name a file, or one of {known}")
+
+    def version(self) -> dict[str, Any] | None:
+        """What its content is known by; None if there is no such file."""
+        with self._errors():
+            self._system.invalidate_cache()
+            try:
+                found = self._system.info(self._path)
+            except FileNotFoundError as error:
+                cause = error.__cause__  # over HTTP it stands for whatever has happened
+                absent = isinstance(cause, FileNotFoundError) or getattr(cause, "status", None) in _ABSENT
+                if cause is not None and not absent:
+                    raise cause from None
+                return None
+        return {name: found[name] for name in _VERSION if name in found}
+
+    def fetch(self, path: Path, most: int) -> None:
+        """Copy it to `path`, if it has at most so many bytes and stays as it is meanwhile."""
+        version = self.version()
+        if version is None:
+            raise BatchFileError(f"{self.label}: there is no such file")
+        if (version.get("size") or 0) > most:
+            raise BatchFileError(f"{self.label}: has {version['size']:,} bytes; raise NIGHTMILL_SPOOL_BYTES")
+        with self._errors(), self._system.open(self._path, "rb") as stream:
+            copied = copy(stream, path, self.label, most)
+        if version.get("size") not in (None, copied):
+            raise BatchFileError(f"{self.label}: ended after {copied:,} of {version['size']:,} bytes")
+        if self.version() != version:
+            raise BatchFileError(f"{self.label}: changed while it was read; try again")
+
+    def put(self, path: Path) -> None:
+        """Put the content of `path` in its place."""
+        with self._errors():
+            self._system.put_file(str(path), self._path)
+
+    def _open(self, url: str) -> tuple[Any, str]:
+        try:
+            import fsspec
+        except ModuleNotFoundError:
+            raise MissingExtraError(
+                f"{self._scheme}:// needs the package fsspec: pip install 'nightmill[remote]'"
+            ) from None
+        try:
+            with self._errors():
+                system, path = fsspec.core.url_to_fs(url)
+        except ImportError:
+            package = _PACKAGES.get(self._scheme, "aiohttp")
+            raise MissingExtraError(
+                f"{self._scheme}:// needs the package {package}: pip install {package}"
+            ) from None
+        return system, path
+
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        try:
+            yield
+        except (BatchFileError, ImportError):
+            raise
+        except FileNotFoundError:
+            raise BatchFileError(f"{self.label}: there is no such file") from None
+        except PermissionError:
+            raise BatchFileError(f"{self.label}: access is denied; are there credentials for it?") from None
+        except Exception as error:
+            status = getattr(error, "status", None)
+            said = f"status {status}" if status else getattr(error, "strerror", None) or type(error).__name__
+            raise BatchFileError(f"{self.label}: cannot be reached: {said}") from error
+
+
+def _shown(url: str) -> str:
+    """Scheme, host and path."""
+    try:
+        parts = urlsplit(url)
+    except ValueError:  # brackets without an address
+        return f"{url.partition('://')[0]}://..."
+    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
