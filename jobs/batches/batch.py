@@ -29,6 +29,7 @@ from nightmill.jobs.errors import (
 from nightmill.jobs.fields import OF_A_BATCH, deadline_moment, moment
 from nightmill.jobs.formats import Destination, FileFormat, InputFile
 from nightmill.jobs.formats.frames import Prompts, arrow_table, items_of, pandas_frame
+from nightmill.jobs.formats.places import OnThisDisk, Place
 from nightmill.jobs.formats.plain import ROW_KEYS
 from nightmill.jobs.formats.results import ERROR_COLUMNS, RESULT_COLUMNS
 from nightmill.jobs.ids import IdSource
@@ -141,13 +142,28 @@ class Batch:
         batch and nothing else, any other with `overwrite` only, and the batch's input never. Raises
         BatchFileError.
         """
-        return self._write(path, overwrite, on_rows, errors=False)
+        return self.write_to(OnThisDisk(path), errors=False, overwrite=overwrite, on_rows=on_rows)
 
     def write_errors(
         self, path: str | Path, *, overwrite: bool = False, on_rows: OnRows | None = None
     ) -> int:
         """As `write_results`, for the rows that have ended without a (whole) result."""
-        return self._write(path, overwrite, on_rows, errors=True)
+        return self.write_to(OnThisDisk(path), errors=True, overwrite=overwrite, on_rows=on_rows)
+
+    def write_to(self, place: Place, *, errors: bool, overwrite: bool, on_rows: OnRows | None) -> int:
+        """As `write_results`, or `write_errors`, to where a place is; it is not delivered."""
+        apart = source_of(self.record.source)
+        with Destination(
+            place.path,
+            self.format,
+            errors=errors,
+            overwrite=overwrite,
+            apart_from=apart,
+            label=place.label,
+        ) as file:
+            vet(file, self.store, self.name, self.record.fingerprint)
+            jobs = self.errors() if errors else self.results()
+            return write_in_order(file, jobs, self.format, errors=errors, on_rows=on_rows)
 
     def cancel(self) -> tuple[int, int]:
         """Cancel all rows that are not final: (cancelled now, running and asked to stop).
@@ -185,13 +201,6 @@ class Batch:
         jobs = self.errors() if errors else self.results()
         rows = (output_row(job, FileFormat.PARQUET, errors=errors) for job in jobs)
         return rows, ERROR_COLUMNS if errors else RESULT_COLUMNS
-
-    def _write(self, path: str | Path, overwrite: bool, on_rows: OnRows | None, *, errors: bool) -> int:
-        apart = source_of(self.record.source)
-        with Destination(path, self.format, errors=errors, overwrite=overwrite, apart_from=apart) as file:
-            vet(file, self.store, self.name, self.record.fingerprint)
-            jobs = self.errors() if errors else self.results()
-            return write_in_order(file, jobs, self.format, errors=errors, on_rows=on_rows)
 
 
 class Batches:

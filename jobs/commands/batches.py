@@ -205,8 +205,7 @@ def _write_command(kind: str, help_text: str) -> click.Command:
             total = now.unsuccessful if errors else now.succeeded
             with brought_to(output, found.format, most=client.settings.spool_bytes) as place:
                 with _progress(f"writing {kind}", total) as update:
-                    put = found.write_errors if errors else found.write_results
-                    rows = put(place.path, overwrite=overwrite, on_rows=update)
+                    rows = found.write_to(place, errors=errors, overwrite=overwrite, on_rows=update)
                 place.deliver()
         left = now.rows - now.done
         piped = output == STANDARD

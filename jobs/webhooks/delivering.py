@@ -31,7 +31,7 @@ PAUSES = tuple(
     for seconds in (5, 30, 120, 600, 1800, 3600, *(3 * 3600,) * 3, *(6 * 3600,) * 2, 12 * 3600)
 )
 """After each failed attempt; after as many again it is given up: a day and a half after the first."""
-LOOK_SECONDS = 5.0
+LOOK_SECONDS = 2.0
 _LEASE = timedelta(seconds=60)  # longer than an attempt takes
 _AT_ONCE = 20  # in one look
 _GONE = 410
@@ -86,7 +86,7 @@ class Courier:
 
     def _run(self) -> None:
         complaint = ""
-        while not self._over.wait(LOOK_SECONDS):
+        while not self._over.is_set():
             try:
                 self.look()
                 complaint = ""
@@ -95,6 +95,7 @@ class Courier:
                     complaint = str(error)
                     expected = isinstance(error, DatabaseError)
                     log.warning("webhooks wait: %s", error, exc_info=not expected)
+            self._over.wait(LOOK_SECONDS)
 
     def _deliver(self, webhook: Webhook) -> None:
         try:

@@ -7,12 +7,14 @@ from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
+import fsspec
 import pytest
 from click.testing import CliRunner, Result
 
 from nightmill.jobs.client import Client
 from nightmill.jobs.commands.main import main
 from nightmill.jobs.contract import StopReason, WorkerState
+from nightmill.jobs.formats import remote
 from nightmill.jobs.settings import Settings
 from nightmill.jobs.sql.claims import Claims, Outcome
 from nightmill.jobs.sql.sweep import Sweep
@@ -323,6 +325,30 @@ def test_rows_of_standard_input_are_the_same_batch_as_long_as_they_are_the_same(
         assert refused.exit_code == 1 and said in refused.stderr and "/" not in refused.stderr
     wide = run("batch", "submit", "-", "--format", "csv", "--json", stdin="prompt\none\n")
     assert json.loads(wide.stdout)["rows"] == 1
+
+
+def test_results_go_to_a_url_by_the_rules_of_files_and_no_copy_is_named(
+    run: Run, cli_client: Client, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote, "READABLE", ("memory",))
+    monkeypatch.setattr(remote, "WRITABLE", ("memory",))
+    store = fsspec.filesystem("memory")
+    store.pipe("/b/prompts.jsonl", file.read_bytes())
+    store.pipe("/b/others.jsonl", b'{"id": "somebody", "custom_id": "else"}\n')
+    submitted = run("batch", "submit", "memory://b/prompts.jsonl", "--json")
+    made = json.loads(submitted.stdout)
+    assert made["source"] == "memory://b/prompts.jsonl" and made["name"].startswith("prompts-")
+    finish(cli_client, made["name"])
+    refused = run("batch", "results", made["name"], "-o", "memory://b/others.jsonl")
+    assert refused.exit_code == 1
+    assert refused.stderr.startswith("Error: memory://b/others.jsonl: is there already, and is not of batch")
+    for _ in range(2):
+        written = run("batch", "results", made["name"], "-o", "memory://b/results.jsonl")
+        assert written.stdout == "memory://b/results.jsonl: 2 rows\n", written.output
+    assert len(store.cat("/b/results.jsonl").splitlines()) == 2
+    forced = run("batch", "errors", made["name"], "-o", "memory://b/others.jsonl", "--overwrite")
+    assert forced.exit_code == 0 and json.loads(store.cat("/b/others.jsonl"))["line"] == 2
+    store.store.clear()
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,8 @@ from nightmill.jobs.contract import JobState
 from nightmill.jobs.settings import Settings
 from nightmill.worker.link.loading import demo_model
 from tests.ggufs import write_model
-from tests.servers import RedisServer, free_port, worker_env
+from tests.receiver import Receiver, receiving
+from tests.servers import RedisServer, free_port, wait_until, worker_env
 
 CELERY = [sys.executable, "-m", "celery", "-A", "nightmill.worker.app", "worker"]
 NIGHTMILL = [sys.executable, "-m", "nightmill", "worker"]
@@ -40,6 +42,12 @@ def refused(command: list[str], settings: Settings, **more: object) -> str:
     return said
 
 
+@pytest.fixture
+def receiver() -> Iterator[Receiver]:
+    with receiving() as server:
+        yield server
+
+
 @pytest.mark.parametrize(
     "command",
     [
@@ -49,13 +57,17 @@ def refused(command: list[str], settings: Settings, **more: object) -> str:
     ids=["nightmill", "celery"],
 )
 def test_both_commands_start_the_same_worker(
-    command: list[str], sqlite_settings: Settings, tmp_path: Path
+    command: list[str], sqlite_settings: Settings, receiver: Receiver, tmp_path: Path
 ) -> None:
-    log = tmp_path / "worker.log"
-    with Client(sqlite_settings) as client, log.open("w") as output:
-        job_id = client.enqueue("Count from 1 to 3", max_tokens=4, temperature=0)
-        port = free_port()
-        environment = worker_env(sqlite_settings, metrics_port=port)
+    log, port = tmp_path / "worker.log", free_port()
+    secret = "whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw"
+    watched = {"webhook_urls": receiver.url, "webhook_secret": secret, "webhook_private": True}
+    settings = sqlite_settings.model_copy(update=watched | {"metrics_port": port})
+    rows = [{"prompt": "Count from 1 to 3", "max_tokens": 4, "temperature": 0}]
+    with Client(settings) as client, log.open("w") as output:
+        client.submit_batch(rows, webhook=f"{receiver.url}/night")
+        (job_id,) = (job.id for job in client.list_jobs())
+        environment = worker_env(settings)
         with subprocess.Popen(
             command, env=environment, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT
         ) as process:
@@ -70,6 +82,7 @@ def test_both_commands_start_the_same_worker(
                     told = answer.read().decode()
                 wanted = 'nightmill_worker_jobs_total{model="nightmill-demo",stop_reason="length"} 1.0'
                 assert wanted in told.splitlines()
+                wait_until(lambda: receiver.received)
             finally:
                 process.send_signal(signal.SIGTERM)
             assert process.wait(60) == 0
