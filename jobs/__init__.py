@@ -62,6 +62,7 @@ if TYPE_CHECKING:
     from nightmill.jobs.job import Answer, Job, Worker
     from nightmill.jobs.parameters import GenerationParams
     from nightmill.jobs.pieces import Piece, Place
+    from nightmill.jobs.reading import Reply, ToolCall
     from nightmill.jobs.settings import Settings
     from nightmill.jobs.waiting import Order
 
@@ -98,6 +99,8 @@ __all__ = [
     # types
     "Job",
     "Answer",
+    "Reply",
+    "ToolCall",
     "JobState",
     "Worker",
     "WorkerState",
@@ -154,6 +157,7 @@ _HOMES = {
     "job": ("Answer", "Job", "Worker"),
     "parameters": ("GenerationParams",),
     "pieces": ("Piece",),
+    "reading": ("Reply", "ToolCall"),
     "settings": ("Settings",),
 }
 _HOME = {name: f"{__name__}.{module}" for module, names in _HOMES.items() for name in names}

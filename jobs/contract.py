@@ -109,35 +109,91 @@ def is_token_ids(value: object) -> TypeGuard[list[int]]:
 
 
 @dataclass(frozen=True, slots=True)
+class Tools:
+    """The functions that a model may call, each as OpenAI's API describes a tool.
+
+    required  the answer must be a call
+    function  the one that must be called, by name; None: whichever it likes
+    parallel  an answer may have several calls
+    """
+
+    functions: Sequence[JsonObject]
+    required: bool = False
+    function: str | None = None
+    parallel: bool = True
+
+    @property
+    def names(self) -> frozenset[str]:
+        """What the functions are called."""
+        return frozenset(tool["function"]["name"] for tool in self.functions)
+
+    def values(self) -> JsonObject:
+        """As a row keeps it."""
+        return {
+            "functions": list(self.functions),
+            "required": self.required,
+            "function": self.function,
+            "parallel": self.parallel,
+        }
+
+    @classmethod
+    def read(cls, values: Any) -> Self | None:
+        """What a row holds; None if it holds nothing that this version can read."""
+        if not isinstance(values, dict) or values.keys() != cls(()).values().keys():
+            return None
+        functions, function = values["functions"], values["function"]
+        if not isinstance(functions, list) or not functions or not all(map(_is_tool, functions)):
+            return None
+        flags = values["required"], values["parallel"]
+        if not all(isinstance(flag, bool) for flag in flags) or not isinstance(function, str | None):
+            return None
+        made = cls(functions, values["required"], function, values["parallel"])
+        return made if function is None or function in made.names else None
+
+
+def _is_tool(value: Any) -> bool:
+    function = value.get("function") if isinstance(value, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        return False
+    return isinstance(function.get("parameters", {}), dict)
+
+
+@dataclass(frozen=True, slots=True)
 class Rendering:
     """How a model's template makes a prompt of a chat.
 
     variables               what else the template may look at, by name
     add_generation_prompt   open the message that the model is to write
     continue_final_message  the prompt ends with the last message's text, which the model goes on with
+    tools                   what the model is told that it may call
     """
 
     variables: Mapping[str, Any] = field(default_factory=dict)
     add_generation_prompt: bool = True
     continue_final_message: bool = False
+    tools: Tools | None = None
 
     def values(self) -> JsonObject:
         """As a row keeps it."""
-        return {
+        values: JsonObject = {
             "variables": dict(self.variables),
             "add_generation_prompt": self.add_generation_prompt,
             "continue_final_message": self.continue_final_message,
         }
+        return values if self.tools is None else values | {"tools": self.tools.values()}
 
     @classmethod
     def read(cls, values: Any) -> Self | None:
         """What a row holds; None if it holds nothing that this version can read."""
-        if not isinstance(values, dict) or values.keys() != cls().values().keys():
+        if not isinstance(values, dict) or values.keys() - {"tools"} != cls().values().keys():
             return None
         flags = values["add_generation_prompt"], values["continue_final_message"]
         if not isinstance(values["variables"], dict) or not all(isinstance(flag, bool) for flag in flags):
             return None
-        return cls(values["variables"], *flags)
+        tools = Tools.read(values["tools"]) if "tools" in values else None
+        if "tools" in values and tools is None:
+            return None
+        return cls(values["variables"], *flags, tools)
 
 
 AS_USUAL = Rendering()
@@ -150,6 +206,11 @@ class ConstraintKind(_Word):
     REGEX = "regex"
     CHOICE = "choice"
     GRAMMAR = "grammar"
+    CALLS = "calls"
+    """Of a model's own way to write calls of tools; workers say it, and no row."""
+
+
+KINDS_OF_ROWS = tuple(kind for kind in ConstraintKind if kind is not ConstraintKind.CALLS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,3 +241,50 @@ class WorkerState(_Word):
     DRAINING = "draining"
     STOPPED = "stopped"  # in order
     LOST = "lost"  # it fell silent, and may come back
+
+
+class CallFormat(_Word):
+    """How a model writes calls of tools into its text."""
+
+    HERMES = "hermes"  # <tool_call>{"name": ..., "arguments": {...}}</tool_call>
+    LLAMA = "llama"  # {"name": ..., "parameters": {...}} as the whole text, perhaps behind <|python_tag|>
+    MISTRAL = "mistral"  # [TOOL_CALLS][{"name": ..., "arguments": {...}}]
+    MISTRAL_NAMED = "mistral-named"  # [TOOL_CALLS]name[ARGS]{...}
+    JSON = "json"  # {"name": ..., "arguments": {...}} as the whole text, or a list of such
+
+
+@dataclass(frozen=True, slots=True)
+class Markup:
+    """What a text holds beside the answer proper, as the worker knew that wrote it.
+
+    calls     how calls of tools are written in it
+    thinking  the marks around what the model thinks before it answers
+    opened    the prompt has written the first of these marks
+    """
+
+    calls: CallFormat | None = None
+    thinking: tuple[str, str] | None = None
+    opened: bool = False
+
+    def values(self) -> JsonObject:
+        """As a row keeps it."""
+        return {
+            "calls": None if self.calls is None else str(self.calls),
+            "thinking": None if self.thinking is None else list(self.thinking),
+            "opened": self.opened,
+        }
+
+    @classmethod
+    def read(cls, values: Any) -> Self | None:
+        """What a row holds; None if it holds nothing that this version can read."""
+        match values:
+            case {"calls": str() | None as calls, "thinking": thinking, "opened": bool(opened)}:
+                known = None if calls is None else CallFormat.read(calls)
+            case _:
+                return None
+        match thinking:
+            case None:
+                return cls(known, None, opened)
+            case [str(begin), str(end)] if begin and end:
+                return cls(known, (begin, end), opened)
+        return None

@@ -17,6 +17,7 @@ from nightmill.jobs import checks
 from nightmill.jobs.constrained import FORMS
 from nightmill.jobs.errors import InvalidParameterError, RowCode
 from nightmill.jobs.parameters import DEFAULTS, GenerationParams, TokenId
+from nightmill.jobs.tools import TOOL_KEYS
 
 HIGHEST_PRIORITY = 9
 
@@ -45,6 +46,9 @@ class BatchSettings(TypedDict, total=False):
     regex: str | None
     choice: str | Sequence[str] | None
     grammar: str | None
+    tools: Sequence[Mapping[str, Any]] | None
+    tool_choice: str | Mapping[str, Any] | None
+    parallel_tool_calls: bool | None
     chat_template_kwargs: Mapping[str, Any] | None
     add_generation_prompt: bool | None
     continue_final_message: bool | None
@@ -117,6 +121,7 @@ class Kind(StrEnum):
     INTEGERS = "integers"
     MOMENT = "moment"
     OBJECT = "object"
+    OBJECTS = "objects"
 
 
 _KINDS: dict[Any, Kind] = {
@@ -128,6 +133,7 @@ _KINDS: dict[Any, Kind] = {
     tuple[TokenId, ...]: Kind.INTEGERS,
     datetime: Kind.MOMENT,
     Mapping[str, Any]: Kind.OBJECT,
+    Sequence[Mapping[str, Any]]: Kind.OBJECTS,
 }
 
 
@@ -158,9 +164,10 @@ FIELDS = (
         for name, field in GenerationParams.model_fields.items()
     }
     | {name: Field(_kind(form.type), form.says, None) for name, form in FORMS.items()}
+    | {name: Field(_kind(key.type), key.says, None) for name, key in TOOL_KEYS.items()}
     | {name: Field(_kind(hint), says, default) for name, (hint, _, says, default) in _OPTIONS.items()}
 )
-"""By name: first the parameters, then the forms of saying what the answer must be, then the options."""
+"""By name: the parameters, the forms of saying what the answer must be, what concerns tools, the options."""
 OF_A_BATCH = frozenset(BatchSettings.__annotations__)
 """What may be said of the rows of a batch together."""
 

@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 
 from nightmill.jobs.answers import answer_id
+from nightmill.jobs.contract import Markup
 from nightmill.jobs.errors import (
     BrokerError,
     DatabaseError,
@@ -57,6 +58,7 @@ class Reader:
         self._lock = threading.Lock()
         self._cursor = Cursor(place)
         self._pending: list[Piece] = []
+        self._markup: Markup | None = None
         self._error: NightmillError | None = None
         self._asked_at = time.monotonic()
 
@@ -70,16 +72,17 @@ class Reader:
         with self._lock:
             pieces, self._pending = self._pending, []
             if pieces:
-                return Piece("".join(pieces), pieces[-1].place), False
+                return Piece("".join(pieces), pieces[-1].place, self._markup), False
             if self._error is not None:
                 raise self._error
             return None, self.job is not None
 
-    def give(self, start: int, text: str) -> bool:
+    def give(self, start: int, text: str, markup: Markup | None = None) -> bool:
         """Hand it a piece from a worker; False if it has to ask for the text again."""
         with self._lock:
             if self.ended:
                 return True
+            self._markup = markup
             try:
                 self._add(self._cursor.read(start, text))
             except GapError:
@@ -91,6 +94,7 @@ class Reader:
     def finish(self, job: Job) -> None:
         """Hand it the row of its job, which has ended."""
         with self._lock:
+            self._markup = job.markup
             try:
                 self._add(self._cursor.finish(self._text_of(job)))
                 self._end(job)
@@ -282,7 +286,7 @@ class Following(Forkable):
             with self._changed:
                 self._due.add(reader.job_id)
                 self._changed.notify_all()
-        elif not reader.give(part.start, part.text) and reader.asks_again():
+        elif not reader.give(part.start, part.text, part.markup) and reader.asks_again():
             with self._changed:
                 if part.line in self._readers:
                     self._enter(reader)

@@ -10,11 +10,13 @@ from nightmill.jobs.contract import (
     ConstraintKind,
     JobState,
     JsonObject,
+    Markup,
     Rendering,
     StopReason,
     WorkerState,
 )
 from nightmill.jobs.parameters import GenerationParams
+from nightmill.jobs.reading import Reply, ToolCall, read_reply
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +41,7 @@ class Job:
     params: GenerationParams  # with its seed
     rendering: Rendering | None = None  # how the messages become a prompt; None: as usual
     constrained: Constrained | None = None  # what the answer must be; None: anything
+    markup: Markup | None = None  # what its texts hold beside the answer; None: nothing
     model: str | None = None  # None: whatever model the worker serves
     batch: str | None = None
     custom_id: str | None = None
@@ -77,6 +80,30 @@ class Job:
         if self.several or self.text is None or self.stop_reason is None:
             return self.several
         return (Answer(self.text, self.stop_reason, self.completion_tokens or 0, self.seed or 0),)
+
+    @property
+    def replies(self) -> tuple[Reply, ...]:
+        """Its answers, read: what the model thought, said, and wants called."""
+        tools = None if self.rendering is None else self.rendering.tools
+        return tuple(
+            read_reply(answer.text, self.markup, tools, self.id, number)
+            for number, answer in enumerate(self.answers)
+        )
+
+    @property
+    def content(self) -> str | None:
+        """What the first answer says: its text without thoughts and calls."""
+        return self.replies[0].content if self.answers else None
+
+    @property
+    def reasoning(self) -> str | None:
+        """What the model thought before its first answer, if its template marks that."""
+        return self.replies[0].reasoning if self.answers else None
+
+    @property
+    def tool_calls(self) -> tuple[ToolCall, ...]:
+        """The functions that the first answer wants called."""
+        return self.replies[0].tool_calls if self.answers else ()
 
     @property
     def parsed(self) -> Any:

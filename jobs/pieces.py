@@ -10,6 +10,7 @@ import zlib
 from dataclasses import dataclass
 from typing import Self
 
+from nightmill.jobs.contract import Markup
 from nightmill.jobs.errors import InvalidParameterError, StreamChangedError
 
 _PLACE = re.compile(r"(\d{1,10})-([0-9a-f]{8})")
@@ -45,15 +46,20 @@ START = Place()
 
 
 class Piece(str):
-    """A piece of a text: a str, with the `place` where it ends."""
+    """A piece of a text: a str, with the `place` where it ends.
 
-    __slots__ = ("place",)
+    markup  what the text holds beside the answer; None: nothing
+    """
+
+    __slots__ = ("markup", "place")
     place: Place
+    markup: Markup | None
 
-    def __new__(cls, text: str, place: Place) -> Self:
+    def __new__(cls, text: str, place: Place, markup: Markup | None = None) -> Self:
         """`place` is that after `text`."""
         made = super().__new__(cls, text)
         made.place = place
+        made.markup = markup
         return made
 
     @property

@@ -2,18 +2,25 @@
 
 Histories saved from an API hold nulls (`"tool_calls": null`), contents in parts, and the role `developer`;
 these say nothing that a text model cannot follow, so they are accepted. What carries content that would be
-lost (images, tool calls, names) is refused by name.
+lost (images, the names of users) is refused by name.
 """
 
-from collections.abc import Iterable, Mapping
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, SupportsIndex
 
 from nightmill.jobs.contract import MAX_TOKEN_ID, JsonObject, unstorable
 from nightmill.jobs.errors import InvalidPromptError, RowCode
+from nightmill.jobs.schemas import MAX_DEPTH, deeper_than
 
 _ROLES = {role: role for role in ("system", "user", "assistant", "tool")} | {
     "developer": "system"  # OpenAI's later word for the same role
 }
+MAX_CALLS = 128  # of one message
+_NAME = re.compile(
+    r"[A-Za-z0-9_.:/-]{1,256}"
+)  # of functions and calls: nothing that special tokens are made of
 _KNOWN_ROLES = "'system', 'user', 'assistant' or 'tool'"
 
 
@@ -54,23 +61,106 @@ def check_messages(messages: Any) -> list[JsonObject]:
 def _message(message: Any, place: str) -> JsonObject:
     if not isinstance(message, Mapping):
         raise _bad(place, f'must be an object with "role" and "content", not {json_type(message)}')
-    for name, value in message.items():
-        if name not in ("role", "content") and value is not None:
-            said = "is not supported; a message has role and content"
-            raise _bad(f"{place}.{name}", said, RowCode.UNSUPPORTED_FIELD)
-    role, content = message.get("role"), message.get("content")
-    for name, value in (("role", role), ("content", content)):
-        if value is None:
-            raise _bad(f"{place}.{name}", "is missing; a message needs it", RowCode.MISSING_FIELD)
+    role = message.get("role")
+    if role is None:
+        raise _bad(f"{place}.role", "is missing; a message needs it", RowCode.MISSING_FIELD)
     if not isinstance(role, str) or role not in _ROLES:
         raise _bad(f"{place}.role", f"must be {_KNOWN_ROLES} (got {str(role)[:100]!r})")
+    more = _MORE.get(role, {})
+    said: JsonObject = {}
+    for name, value in message.items():
+        if name in ("role", "content") or value is None or (name == "annotations" and value == []):
+            continue
+        if name not in more:
+            known = ", ".join(("role", "content", *more))
+            raise _bad(
+                f"{place}.{name}",
+                f"is not supported; a message of this role has {known}",
+                RowCode.UNSUPPORTED_FIELD,
+            )
+        said[name] = more[name](value, f"{place}.{name}")
+    content = message.get("content")
+    if content is None and said.get("tool_calls"):
+        content = ""
+    if content is None:
+        raise _bad(f"{place}.content", "is missing; a message needs it", RowCode.MISSING_FIELD)
     if isinstance(content, list | tuple):
         content = "".join(_part(part, f"{place}.content[{index}]") for index, part in enumerate(content))
-    if not isinstance(content, str):
-        raise _bad(f"{place}.content", f"must be a text, not {json_type(content)}")
-    if problem := unstorable(content):
-        raise _bad(f"{place}.content", problem)
-    return {"role": _ROLES[role], "content": content}
+    return {"role": _ROLES[role], "content": _text(content, f"{place}.content")} | {
+        name: value for name, value in said.items() if value != []
+    }
+
+
+def _text(value: Any, place: str) -> str:
+    if not isinstance(value, str):
+        raise _bad(place, f"must be a text, not {json_type(value)}")
+    if problem := unstorable(value):
+        raise _bad(place, problem)
+    return value
+
+
+def _name(value: Any, place: str) -> str:
+    if not isinstance(value, str) or not _NAME.fullmatch(value):
+        rule = "must have 1 to 256 letters, digits and _ . : / -"
+        raise _bad(place, f"{rule} (got {str(value)[:100]!r})")
+    return value
+
+
+def _calls(value: Any, place: str) -> list[JsonObject]:
+    if not isinstance(value, list | tuple):
+        raise _bad(place, f"must be a list of calls, not {json_type(value)}")
+    if len(value) > MAX_CALLS:
+        raise _bad(place, f"has {len(value):,} calls, more than {MAX_CALLS}; give fewer")
+    return [_call(call, f"{place}[{index}]") for index, call in enumerate(value)]
+
+
+def _call(call: Any, place: str) -> JsonObject:
+    """A call as templates read it, with its arguments as a JSON text."""
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(call, Mapping) or not isinstance(function, Mapping):
+        raise _bad(place, 'must be {"id": ..., "type": "function", "function": {"name", "arguments"}}')
+    if call.get("type", "function") != "function":
+        said = f"must be 'function' (got {str(call['type'])[:100]!r})"
+        raise _bad(f"{place}.type", said, RowCode.UNSUPPORTED_FIELD)
+    for inside, known, where in (
+        (call, ("id", "type", "function", "index"), place),
+        (function, ("name", "arguments"), f"{place}.function"),
+    ):
+        for name, value in inside.items():
+            if name not in known and value is not None:
+                raise _bad(
+                    f"{where}.{str(name)[:100]}", "is not supported; remove it", RowCode.UNSUPPORTED_FIELD
+                )
+    made: JsonObject = {
+        "type": "function",
+        "function": {
+            "name": _name(function.get("name"), f"{place}.function.name"),
+            "arguments": _arguments(function.get("arguments"), f"{place}.function.arguments"),
+        },
+    }
+    given = call.get("id")
+    return made if given is None else {"id": _name(given, f"{place}.id")} | made
+
+
+def _arguments(value: Any, place: str) -> str:
+    """The arguments of a call as a JSON text; APIs give such a text, some programs the object itself."""
+    try:
+        text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, allow_nan=False)
+        read = json.loads(text or "{}")
+        if deeper_than(read, MAX_DEPTH):
+            raise ValueError(f"nested more than {MAX_DEPTH} levels deep")
+    except (TypeError, ValueError, RecursionError) as error:
+        raise _bad(place, f"must be the text of a JSON object: {error}") from None
+    if not isinstance(read, dict):
+        raise _bad(place, f"must be the text of a JSON object, not of {json_type(read)}")
+    return _text(text or "{}", place)
+
+
+_MORE: dict[str, dict[str, Callable[[Any, str], Any]]] = {
+    "assistant": {"tool_calls": _calls, "reasoning_content": _text},
+    "tool": {"tool_call_id": _name, "name": _name},
+}
+"""What messages of a role may have beside content, and how it is read."""
 
 
 def _part(part: Any, place: str) -> str:

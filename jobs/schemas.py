@@ -28,7 +28,7 @@ _MAPS = ("properties", "patternProperties")
 
 def check_schema(schema: Mapping[str, Any]) -> None:
     """Raises ValueError that names what cannot be enforced, and where it stands."""
-    if _deeper_than(schema, MAX_DEPTH):
+    if deeper_than(schema, MAX_DEPTH):
         raise ValueError(f"is nested more than {MAX_DEPTH} levels deep; flatten it, or use $defs and $ref")
     seen = set[int]()
     left: list[tuple[str, Any]] = [("#", schema)]
@@ -73,7 +73,8 @@ def _at(schema: Any, pointer: str) -> Any:
     return schema
 
 
-def _deeper_than(value: Any, levels: int) -> bool:
+def deeper_than(value: Any, levels: int) -> bool:
+    """Whether objects and lists are nested deeper than so many levels."""
     layer = [value]
     for _ in range(levels + 1):
         layer = [

@@ -118,6 +118,8 @@ class Settings(BaseModel):
     """How matrices of weights are kept; auto: in 16 bits, or as in the file if memory is short."""
     kv: Literal["16bit", "fp8"] = "16bit"
     """How keys and values are kept."""
+    tool_format: Literal["auto", "hermes", "llama", "mistral", "mistral-named", "json"] = "auto"
+    """How the model writes calls of tools; auto: as its template shows. json: tools are told in words."""
     max_sequences: int | None = Field(default=None, ge=1, le=32768)
     """Sequences generated at once."""
     context: int | None = Field(default=None, ge=2)

@@ -4,16 +4,17 @@ import hashlib
 import json
 import secrets
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, Self
 
 from nightmill.jobs.constrained import FORMS, constrained_by
-from nightmill.jobs.contract import AS_USUAL, Constrained, JobState, JsonObject, Prompt, Rendering
+from nightmill.jobs.contract import AS_USUAL, Constrained, JobState, JsonObject, Prompt, Rendering, Tools
 from nightmill.jobs.errors import InvalidParameterError, InvalidPromptError, RowCode
 from nightmill.jobs.fields import FIELDS, PARAMETERS, Options, check_option, moment, unknown_field
 from nightmill.jobs.parameters import DEFAULTS, MAX_SEED, GenerationParams
 from nightmill.jobs.prompts import check_messages, check_text, check_token_ids, is_id, json_type
+from nightmill.jobs.tools import TOOL_KEYS, tools_by
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +25,9 @@ class JobSpec(Options):
     messages: list[JsonObject] | None = None
     token_ids: list[int] | None = None
     params: GenerationParams = DEFAULTS
+    tooling: Mapping[str, Any] = field(default_factory=dict)
+    """What was said about tools, by TOOL_KEYS, and what follows from it:"""
+    tools: Tools | None = None
     constrained: Constrained | None = None
     """What the answer must be, in whichever of FORMS it was said."""
 
@@ -75,7 +79,7 @@ class JobSpec(Options):
             return None
         continues = self.continue_final_message
         opens = not continues if self.add_generation_prompt is None else self.add_generation_prompt
-        made = Rendering(dict(self.chat_template_kwargs or {}), opens, continues)
+        made = Rendering(dict(self.chat_template_kwargs or {}), opens, continues, self.tools)
         return None if made == AS_USUAL else made
 
     def row(self, job_id: str, now: datetime, default_attempts: int) -> dict[str, Any]:
@@ -116,6 +120,7 @@ class JobSpec(Options):
         """With these fields in place of its own; `said` is checked already. Raises InvalidParameterError."""
         params: dict[str, Any] = {}
         forms: dict[str, Any] = {}
+        tooling: dict[str, Any] = {}
         others = dict(said or {})
         for name, value in settings.items():
             if value is None:
@@ -124,6 +129,8 @@ class JobSpec(Options):
                 params[name] = value
             elif name in FORMS:
                 forms[name] = value
+            elif name in TOOL_KEYS:
+                tooling[name] = value
             else:
                 check_option(name, value)
                 others[name] = value
@@ -131,8 +138,11 @@ class JobSpec(Options):
             others["params"] = GenerationParams.parse(vars(self.params) | params)
         if forms:
             others["constrained"] = constrained_by(forms)
+        if tooling:
+            others["tooling"] = said_of_tools = {**self.tooling, **tooling}
+            others["tools"] = tools_by(said_of_tools)
         made = self._but(others)
-        if made.constrained is not None and made.params.ignore_eos:
+        if made.params.ignore_eos and (made.constrained or (made.tools and made.tools.required)):
             raise InvalidParameterError(
                 "ignore_eos: contradicts what the answer must be, which says where it ends; give one of them",
                 field="ignore_eos",
@@ -147,6 +157,8 @@ class JobSpec(Options):
 
     def _checked(self) -> Self:
         """Itself, if what it says of the chat goes together with the chat; raises InvalidRequestError."""
+        if self.tools is not None:
+            self._check_tools()
         if not self.continue_final_message or self.messages is None:
             return self
         if self.add_generation_prompt:
@@ -162,6 +174,25 @@ class JobSpec(Options):
                 field="continue_final_message",
             )
         return self
+
+    def _check_tools(self) -> None:
+        if self.messages is None:
+            raise InvalidParameterError(
+                "tools: are for chats, whose template tells the model of them; give messages",
+                field="tools",
+            )
+        if self.constrained is not None:
+            raise InvalidParameterError(
+                "tools: contradict what the answer must be, which leaves no room for a call; give one of "
+                'them, or tool_choice "none"',
+                field="tools",
+            )
+        if self.continue_final_message:
+            raise InvalidParameterError(
+                "tools: contradict continue_final_message, whose answer begins in the middle of a message; "
+                "give one of them",
+                field="tools",
+            )
 
     def _fingerprint(self) -> str:
         content: dict[str, Any] = {

@@ -190,6 +190,7 @@ class EngineStep(bootsteps.StartStopStep):
             drain_seconds=settings.drain_seconds,
             followers=Followers(self.broker),
             on_fatal=_end_process,
+            markup=model.markup,
             while_loading=while_loading,
         )
 

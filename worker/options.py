@@ -34,6 +34,13 @@ KV_HELP = (
 )
 
 
+TOOL_FORMATS = click.Choice(get_args(Settings.model_fields["tool_format"].annotation))
+TOOL_FORMAT_HELP = (
+    "How the model writes calls of tools; auto, the default: as its chat template shows; json: as JSON, "
+    "of which a system message tells it, for templates that know no tools [NIGHTMILL_TOOL_FORMAT]."
+)
+
+
 def worker_options() -> list[click.Option]:
     """Fresh options; each overrides the setting that its help names."""
     return [
@@ -52,6 +59,7 @@ def worker_options() -> list[click.Option]:
         click.Option(["--dtype"], type=DTYPES, help=DTYPE_HELP),
         click.Option(["--weights"], type=WEIGHTS, help=WEIGHTS_HELP),
         click.Option(["--kv"], type=KV, help=KV_HELP),
+        click.Option(["--tool-format"], type=TOOL_FORMATS, help=TOOL_FORMAT_HELP),
         click.Option(
             ["--reference"],
             is_flag=True,
@@ -105,6 +113,7 @@ WORKER_SETTINGS = frozenset(
         "dtype",
         "weights",
         "kv",
+        "tool_format",
         "reference",
         "max_sequences",
         "context",

@@ -268,6 +268,8 @@ class Batches:
         kept |= {name: settings[name] for name in _KEPT if name in said}
         if defaults.constrained is not None:
             kept["constrained"] = defaults.constrained.values()
+        if defaults.tools is not None:
+            kept["tools"] = defaults.tools.values()
         if isinstance(source, InputFile):
             fingerprint: str | None = source.fingerprint()
             name = defaults.batch or _file_name(source, str(fingerprint), defaults.model, kept)

@@ -60,6 +60,7 @@ _KINDS: dict[Kind, dict[str, Any]] = {
     Kind.INTEGERS: {"multiple": True, "type": int},
     Kind.MOMENT: {"metavar": "TIME"},
     Kind.OBJECT: {"type": _json, "metavar": "JSON"},
+    Kind.OBJECTS: {"type": _json, "metavar": "JSON"},
 }
 
 

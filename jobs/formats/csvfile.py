@@ -110,7 +110,9 @@ def _from_text(column: str, cell: str) -> Any:
         return _converted(cell, float)
     if kind is Kind.FLAG:
         return _FLAGS.get(cell.strip().lower(), cell)
-    if kind is Kind.OBJECT or (kind in (Kind.TEXTS, Kind.INTEGERS) and cell.lstrip().startswith("[")):
+    if kind in (Kind.OBJECT, Kind.OBJECTS) or (
+        kind in (Kind.TEXTS, Kind.INTEGERS) and cell.lstrip().startswith("[")
+    ):
         return _converted(cell, parse_value)
     if kind is Kind.INTEGERS:
         return _converted(cell, int)

@@ -17,6 +17,7 @@ from nightmill.jobs.formats.jsonlines import parse_value
 from nightmill.jobs.formats.rows import invalid, missing
 from nightmill.jobs.prompts import is_id, json_type
 from nightmill.jobs.spec import JobSpec
+from nightmill.jobs.tools import TOOL_KEYS
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -25,7 +26,7 @@ _TAKEN = PARAMETERS | FORMS.keys() | {"model"}  # OpenAI's own among them, and o
 IGNORED = frozenset(
     {
         "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
-        "prompt_cache_retention", "stream_options", "parallel_tool_calls",
+        "prompt_cache_retention", "stream_options", "request_id", "cache_salt",
     }
 )  # fmt: skip
 """Keys of a body that are accepted and have no effect."""
@@ -36,8 +37,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "logprobs": (False, 0),
     "top_logprobs": (0,),
     "modalities": (["text"],),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
     "functions": ([],),
     "function_call": ("none", "auto"),
     "audio": (),
@@ -45,9 +44,17 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "reasoning_effort": (),
     "verbosity": (),
     "web_search_options": (),
+    "use_beam_search": (False,),
+    "length_penalty": (1,),
+    "include_stop_str_in_output": (False,),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "include_reasoning": (True,),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
 }
 """Keys of a body that may be null or have these values, with which they have no effect."""
-_NO_CALLS = "is not supported yet: models call no tools here; remove it"
+_OLDER = "is not supported: it is OpenAI's older word for tools; give these"
 _NO_LOGPROBS = "is not supported yet: answers come without probabilities; remove it"
 _REFUSALS = {
     "suffix": "is not supported: models here continue a prompt, and do not fill in what stands before a "
@@ -56,10 +63,8 @@ _REFUSALS = {
     "stream": "is not supported; results are written as they finish",
     "logprobs": _NO_LOGPROBS,
     "top_logprobs": _NO_LOGPROBS,
-    "tools": _NO_CALLS,
-    "tool_choice": _NO_CALLS,
-    "functions": _NO_CALLS,
-    "function_call": _NO_CALLS,
+    "functions": _OLDER,
+    "function_call": _OLDER,
 }
 """What is said of other values, and what to do."""
 _LONGEST_SHOWN = 60  # characters of a value
@@ -74,7 +79,7 @@ _STRUCTURED = {"json": "json_schema", "regex": "regex", "choice": "choice", "gra
 _FRAME = frozenset({"custom_id", "method", "url", "body"})
 _LIMIT = "max_completion_tokens"  # OpenAI's later name for max_tokens
 _BEST_OF = "best_of"  # so many answers are to be generated, of which the best n are wanted
-_OF_CHATS = frozenset({"chat_template_kwargs", "add_generation_prompt", "continue_final_message"})
+_OF_CHATS = frozenset({*TOOL_KEYS, "chat_template_kwargs", "add_generation_prompt", "continue_final_message"})
 _BODY = {
     CHAT: _OF_CHATS
     | _TAKEN

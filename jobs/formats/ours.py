@@ -9,12 +9,13 @@ from typing import BinaryIO
 from nightmill.jobs.contract import JsonObject
 from nightmill.jobs.formats.jsonlines import LINE_LIMIT, read_objects
 from nightmill.jobs.formats.parquet import read_ids
-from nightmill.jobs.formats.results import ERROR_COLUMNS, RESULT_COLUMNS
+from nightmill.jobs.formats.results import ERROR_COLUMNS, READ, RESULT_COLUMNS
 from nightmill.jobs.formats.rows import FileFormat
 
 _OPENAI_KEYS = {"id", "custom_id", "response", "error"}
-_RESULT_KEYS = RESULT_COLUMNS.keys() - {"answers"}
-_ERROR_KEYS = {"custom_id", "id", "line", "error", "text", "answers"}
+_SOMETIMES = {"answers", *READ}
+_RESULT_KEYS = RESULT_COLUMNS.keys() - _SOMETIMES
+_ERROR_KEYS = {"custom_id", "id", "line", "error", "text"} | _SOMETIMES
 
 
 class ForeignFileError(Exception):
@@ -63,7 +64,7 @@ def _is_row(row: JsonObject, format: FileFormat, *, errors: bool) -> bool:
         return row.keys() == _OPENAI_KEYS and (row["error"] is not None) == errors
     if errors:
         return "error" in row and row.keys() <= _ERROR_KEYS
-    return row.keys() - {"answers"} == _RESULT_KEYS
+    return row.keys() - _SOMETIMES == _RESULT_KEYS
 
 
 def _csv_ids(path: Path, columns: list[str]) -> Iterator[str]:

@@ -62,7 +62,7 @@ def _value(name: str, value: Any) -> Any:
         return whole(value)  # a column of whole numbers with gaps is often stored as floating point
     if name == "custom_id" and isinstance(value, int):
         return str(value)
-    if kind is Kind.OBJECT and isinstance(value, str):
+    if kind in (Kind.OBJECT, Kind.OBJECTS) and isinstance(value, str):
         try:
             return parse_value(value)
         except InvalidRequestError:

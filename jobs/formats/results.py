@@ -11,6 +11,7 @@ from datetime import datetime
 from nightmill.jobs.contract import JsonObject, StopReason
 from nightmill.jobs.formats.rows import FileFormat
 from nightmill.jobs.job import Answer, Job
+from nightmill.jobs.reading import Reply, ToolCall
 
 RESULT_COLUMNS = {
     "custom_id": "string",
@@ -21,6 +22,9 @@ RESULT_COLUMNS = {
     "completion_tokens": "int64",
     "seed": "int64",
     "answers": "string",
+    "content": "string",
+    "reasoning": "string",
+    "tool_calls": "string",
 }
 """The columns of results in a table, and their types."""
 ERROR_COLUMNS = {
@@ -32,6 +36,9 @@ ERROR_COLUMNS = {
     "message": "string",
     "text": "string",
     "answers": "string",
+    "content": "string",
+    "reasoning": "string",
+    "tool_calls": "string",
 }
 """The columns of errors in a table, and their types."""
 
@@ -86,6 +93,18 @@ def error_row(job: Job, format: FileFormat, *, model: str = "") -> JsonObject:
     return {name: flat.get(name) for name in ERROR_COLUMNS}
 
 
+READ = ("content", "reasoning", "tool_calls")
+"""What rows have besides where a text holds thoughts or calls."""
+
+
+def reply_values(reply: Reply) -> JsonObject:
+    """READ of a reply that is not all of its text; nothing of one that is."""
+    if reply.reasoning is None and not reply.tool_calls:
+        return {}
+    calls = [{"id": call.id, "name": call.name, "arguments": call.arguments} for call in reply.tool_calls]
+    return {"content": reply.content, "reasoning": reply.reasoning, "tool_calls": calls}
+
+
 def answer_values(job: Job) -> list[JsonObject]:
     """All answers of a job that was to have several, in order; none of any other job."""
     return [
@@ -95,15 +114,23 @@ def answer_values(job: Job) -> list[JsonObject]:
             "completion_tokens": answer.completion_tokens,
             "seed": answer.seed,
         }
-        for answer in job.several
+        | reply_values(reply)
+        for answer, reply in zip(job.several, job.replies if job.several else (), strict=True)
     ]
 
 
 def _answers_of(job: Job, format: FileFormat) -> JsonObject:
     answers = answer_values(job)
+    read = reply_values(job.replies[0]) if job.markup is not None and job.answers else {}
     if format is FileFormat.JSONL:
-        return {"answers": answers} if answers else {}
-    return {"answers": json.dumps(answers, ensure_ascii=False) if answers else None}
+        return ({"answers": answers} if answers else {}) | read
+    calls = read.get("tool_calls")
+    return {
+        "answers": json.dumps(answers, ensure_ascii=False) if answers else None,
+        "content": read.get("content"),
+        "reasoning": read.get("reasoning"),
+        "tool_calls": json.dumps(calls, ensure_ascii=False) if calls else None,
+    }
 
 
 def _error(job: Job) -> JsonObject:
@@ -134,20 +161,38 @@ def completion_body(job: Job, model: str) -> JsonObject:
         "object": "chat.completion" if chat else "text_completion",
         "created": _seconds(job.finished_at or job.created_at),
         "model": model,
-        "choices": [_choice(index, answer, chat) for index, answer in enumerate(job.answers)],
+        "choices": [
+            _choice(index, answer, reply, chat)
+            for index, (answer, reply) in enumerate(zip(job.answers, job.replies, strict=True))
+        ],
         "usage": usage(job),
         "stop_reason": None if job.stop_reason is None else str(job.stop_reason),
         "seed": job.seed,
     }
 
 
-def _choice(index: int, answer: Answer, chat: bool) -> JsonObject:
-    said: JsonObject = (
-        {"message": {"role": "assistant", "content": answer.text, "refusal": None}}
-        if chat
-        else {"text": answer.text}
-    )
-    return {"index": index} | said | {"logprobs": None, "finish_reason": finish_reason(answer)}
+def _choice(index: int, answer: Answer, reply: Reply, chat: bool) -> JsonObject:
+    said: JsonObject = {"message": _message(reply)} if chat else {"text": answer.text}
+    return {"index": index} | said | {"logprobs": None, "finish_reason": finish_reason(answer, reply)}
+
+
+def _message(reply: Reply) -> JsonObject:
+    made: JsonObject = {"role": "assistant", "content": reply.content, "refusal": None}
+    if reply.reasoning is not None:
+        made["reasoning_content"] = reply.reasoning
+    if reply.tool_calls:
+        made["content"] = reply.content or None
+        made["tool_calls"] = list(map(call_value, reply.tool_calls))
+    return made
+
+
+def call_value(call: ToolCall) -> JsonObject:
+    """A call as OpenAI's API has it."""
+    return {
+        "id": call.id,
+        "type": "function",
+        "function": {"name": call.name, "arguments": call.arguments},
+    }
 
 
 def completion_id(job_id: str, chat: bool) -> str:
@@ -155,9 +200,10 @@ def completion_id(job_id: str, chat: bool) -> str:
     return f"{'chatcmpl' if chat else 'cmpl'}-{job_id}"
 
 
-def finish_reason(answer: Answer) -> str:
+def finish_reason(answer: Answer, reply: Reply) -> str:
     """Why a text ends, in OpenAI's words."""
-    return _FINISH_REASONS.get(answer.stop_reason, "length")
+    reason = _FINISH_REASONS.get(answer.stop_reason, "length")
+    return "tool_calls" if reply.tool_calls and reason == "stop" else reason
 
 
 def usage(job: Job) -> JsonObject:

@@ -18,7 +18,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
-from nightmill.jobs.contract import unstorable
+from nightmill.jobs.contract import Markup, unstorable
 from nightmill.jobs.errors import BrokerError
 from nightmill.jobs.messages.broker import Broker
 
@@ -46,6 +46,7 @@ class Part(NamedTuple):
     line: str
     start: int = 0
     text: str | None = None
+    markup: Markup | None = None
 
 
 class _Line:
@@ -183,7 +184,8 @@ def _messages(parts: Iterable[Part]) -> Iterator[str]:
         if message and len(part.text or "") > room:
             yield json.dumps(message, ensure_ascii=False)
             message, room = [], PIECE_CHARACTERS
-        message.append([part.line] if part.text is None else part)
+        said = [part.line] if part.text is None else [part.line, part.start, part.text]
+        message.append(said if part.markup is None else [*said, part.markup.values()])
         room -= len(part.text or "")
     if message:
         yield json.dumps(message, ensure_ascii=False)
@@ -201,3 +203,5 @@ def _parts(message: bytes) -> Iterator[Part]:
                 yield Part(line)
             case [str(line), int(start), str(text)] if start >= 0 and text and not unstorable(text):
                 yield Part(line, start, text)
+            case [str(line), int(start), str(text), markup] if start >= 0 and text and not unstorable(text):
+                yield Part(line, start, text, Markup.read(markup))

@@ -15,9 +15,11 @@ from starlette.responses import JSONResponse, Response
 from nightmill.jobs.contract import JsonObject
 from nightmill.jobs.errors import NightmillError
 from nightmill.jobs.formats.openai import CHAT, COMPLETIONS, body_job
-from nightmill.jobs.formats.results import completion_body, completion_id, finish_reason, usage
+from nightmill.jobs.formats.results import call_value, completion_body, completion_id, finish_reason, usage
 from nightmill.jobs.job import Job
+from nightmill.jobs.pieces import Piece
 from nightmill.jobs.prompts import json_type
+from nightmill.jobs.reading import Part, Reading
 from nightmill.jobs.server.bodies import read_object
 from nightmill.jobs.server.desk import Desk, idempotency_key
 from nightmill.jobs.server.errors import HttpError, http_error_of, http_error_of_job, invalid
@@ -77,7 +79,7 @@ class Completions:
             spec = replace(spec, idempotency_key=key)
         job_id = await desk.enqueue(caller, spec)
         if delivery.stream:
-            chunks = _Chunks(job_id, url == CHAT, await self._model_of(spec), spec.params.n, delivery)
+            chunks = _Chunks(job_id, url == CHAT, await self._model_of(spec), spec, delivery)
             return EventStream(
                 job_id,
                 self._events(job_id, chunks),
@@ -109,7 +111,10 @@ class Completions:
                 yield event(chunk)
             texts = [self._desk.pieces(job_id, answer=index) for index in range(chunks.answers)]
             async for piece in with_pauses(merged(texts)):
-                yield COMMENT if piece is None else event(chunks.piece(*piece))
+                if piece is None:
+                    yield COMMENT
+                for chunk in () if piece is None else chunks.piece(*piece):
+                    yield event(chunk)
             job = await self._desk.run(self._desk.client.get, job_id)
             chunks.over = True
             if (failure := http_error_of_job(job)) is not None:
@@ -125,10 +130,13 @@ class Completions:
 class _Chunks:
     """The objects that a streamed answer consists of."""
 
-    def __init__(self, job_id: str, chat: bool, model: str, answers: int, delivery: Delivery) -> None:
+    def __init__(self, job_id: str, chat: bool, model: str, spec: JobSpec, delivery: Delivery) -> None:
         self.over = False
-        self.answers = answers
+        self.answers = spec.params.n
         self._chat = chat
+        self._job_id, self._tools = job_id, spec.tools
+        self._readings: dict[int, Reading] = {}
+        self._calls = [0] * self.answers
         self._usage: JsonObject = {"usage": None} if delivery.include_usage else {}
         self._frame: JsonObject = {
             "id": completion_id(job_id, chat),
@@ -144,15 +152,34 @@ class _Chunks:
         begin = {"role": "assistant", "content": ""}
         return [self._chunk(index, begin, None) for index in range(self.answers)]
 
-    def piece(self, index: int, text: str) -> JsonObject:
-        """A piece of an answer."""
-        return self._chunk(index, {"content": text} if self._chat else text, None)
+    def piece(self, index: int, piece: Piece) -> list[JsonObject]:
+        """What a piece of an answer's text holds."""
+        if not self._chat:
+            return [self._chunk(index, piece, None)]
+        if index not in self._readings:
+            self._readings[index] = Reading(piece.markup, self._tools, self._job_id, index)
+        return self._parts(index, self._readings[index].push(piece))
+
+    def _parts(self, index: int, parts: list[Part]) -> list[JsonObject]:
+        return [self._chunk(index, self._delta(index, part), None) for part in parts]
+
+    def _delta(self, index: int, part: Part) -> JsonObject:
+        if part.call is not None:
+            number = self._calls[index]
+            self._calls[index] += 1
+            return {"tool_calls": [{"index": number} | call_value(part.call)]}
+        return {"reasoning_content": part.reasoning} if part.reasoning else {"content": part.content}
 
     def last(self, job: Job) -> list[JsonObject]:
         """After them."""
-        ends = [
-            self._chunk(index, {} if self._chat else "", finish_reason(answer))
-            for index, answer in enumerate(job.answers)
+        held = [
+            chunk
+            for index in sorted(self._readings)
+            for chunk in self._parts(index, self._readings[index].end())
+        ]
+        ends = held + [
+            self._chunk(index, {} if self._chat else "", finish_reason(answer, reply))
+            for index, (answer, reply) in enumerate(zip(job.answers, job.replies, strict=True))
         ]
         return [*ends, self._frame | {"choices": [], "usage": usage(job)}] if self._usage else ends
 

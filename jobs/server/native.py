@@ -13,7 +13,7 @@ from starlette.responses import JSONResponse, Response
 from nightmill.jobs.contract import JobState, JsonObject
 from nightmill.jobs.errors import NightmillError
 from nightmill.jobs.fields import FIELDS, unknown_field
-from nightmill.jobs.formats.results import answer_values
+from nightmill.jobs.formats.results import answer_values, reply_values
 from nightmill.jobs.job import Job
 from nightmill.jobs.pieces import START, Place
 from nightmill.jobs.prompts import json_type
@@ -162,6 +162,7 @@ def job_object(job: Job) -> JsonObject:
         "deadline_at": _time(job.deadline_at),
         "text": job.text,
         "answers": answer_values(job),
+        **(reply_values(job.replies[0]) if job.answers else {}),
     } | _outcome(job)
 
 

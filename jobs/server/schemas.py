@@ -10,6 +10,7 @@ from nightmill.jobs.constrained import FORMS
 from nightmill.jobs.contract import JobState, JsonObject, StopReason
 from nightmill.jobs.fields import FIELDS, OF_A_BATCH, Kind
 from nightmill.jobs.formats.openai import CHAT, COMPLETIONS, body_keys
+from nightmill.jobs.formats.results import READ
 from nightmill.jobs.parameters import GenerationParams
 from nightmill.jobs.server.native import DELIVERY, JOB_FIELDS
 from nightmill.jobs.sql.files import UPLOADED, WRITTEN
@@ -30,6 +31,7 @@ _KINDS: dict[Kind, JsonObject] = {
     Kind.INTEGERS: {"type": ["integer", "array", "null"], "items": _NUMBER},
     Kind.MOMENT: {"type": ["string", "null"], "examples": ["8h", "2026-11-22T06:00+01:00"]},
     Kind.OBJECT: {"type": ["object", "null"]},
+    Kind.OBJECTS: {"type": ["array", "null"], "items": {"type": "object"}},
 }
 """In bodies: null counts as not given."""
 
@@ -68,6 +70,8 @@ _BOUND_KEYS = ("minimum", "maximum", "exclusiveMinimum", "default")
 def _field(name: str) -> JsonObject:
     """What a field of a job takes."""
     field = FIELDS[name]
+    if name == "tool_choice":  # a word, or OpenAI's object
+        return {"type": ["string", "object", "null"], "description": field.says}
     said = _BOUNDS.get(name, {})
     bounds = {key: value for key, value in said.get("anyOf", [said])[0].items() if key in _BOUND_KEYS}
     return ({} if name in FORMS else _KINDS[field.kind]) | bounds | {"description": field.says}
@@ -120,7 +124,7 @@ _BATCH_BODY = _object(
 # -- what is answered ----------------------------------------------------------------------------
 
 _USAGE = _object({"prompt_tokens": _NUMBER, "completion_tokens": _NUMBER, "total_tokens": _NUMBER})
-_REASON: JsonObject = {"enum": ["stop", "length"]}
+_REASON: JsonObject = {"enum": ["stop", "length", "tool_calls"]}
 _STOP_REASON: JsonObject = {"enum": [*map(str, StopReason), None]}
 _MODEL = _object({"id": TEXT, "object": {"const": "model"}, "created": _NUMBER, "owned_by": TEXT})
 _OUTCOME: JsonObject = {
@@ -133,9 +137,19 @@ _OUTCOME: JsonObject = {
     "started_at": _TIME,
     "finished_at": _TIME,
 }
-_ANSWER = _object({"text": TEXT, "stop_reason": _STOP_REASON, "completion_tokens": _NUMBER, "seed": _NUMBER})
+_READ: JsonObject = {
+    "content": TEXT,
+    "reasoning": _MAYBE_TEXT,
+    "tool_calls": {"type": "array", "items": _object({"id": TEXT, "name": TEXT, "arguments": TEXT})},
+}
+"""Only of texts that hold thoughts or calls of tools."""
+_ANSWER = _object(
+    {"text": TEXT, "stop_reason": _STOP_REASON, "completion_tokens": _NUMBER, "seed": _NUMBER} | _READ,
+    optional=READ,
+)
 _JOB = _object(
-    {
+    _READ
+    | {
         "id": TEXT,
         "object": {"const": "job"},
         "owner": _MAYBE_TEXT,
@@ -149,7 +163,8 @@ _JOB = _object(
         "text": _MAYBE_TEXT,
         "answers": {"type": "array", "items": _ANSWER},
     }
-    | _OUTCOME
+    | _OUTCOME,
+    optional=READ,
 )
 
 _FILE = _object(
@@ -208,6 +223,25 @@ _NIGHT = _object(
 )
 
 
+_CALL = _object(
+    {
+        "id": TEXT,
+        "type": {"const": "function"},
+        "function": _object({"name": TEXT, "arguments": TEXT}),
+    }
+)
+_MESSAGE = _object(
+    {
+        "role": {"const": "assistant"},
+        "content": _MAYBE_TEXT,
+        "refusal": {"type": "null"},
+        "reasoning_content": TEXT,
+        "tool_calls": {"type": "array", "items": _CALL},
+    },
+    optional=("reasoning_content", "tool_calls"),
+)
+
+
 def _completion(kind: str, content: JsonObject) -> JsonObject:
     choice = _object({"index": _NUMBER} | content | {"logprobs": {"type": "null"}, "finish_reason": _REASON})
     return _object(
@@ -233,7 +267,7 @@ SCHEMAS: dict[str, JsonObject] = {
     "JobRequest": _job_body(),
     "ChatCompletion": _completion(
         "chat.completion",
-        {"message": _object({"role": {"const": "assistant"}, "content": TEXT, "refusal": {"type": "null"}})},
+        {"message": _MESSAGE},
     ),
     "Completion": _completion("text_completion", {"text": TEXT}),
     "Model": _MODEL,

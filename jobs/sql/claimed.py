@@ -7,7 +7,7 @@ from datetime import datetime
 from typing import Any
 
 from nightmill.jobs.checks import template_variables
-from nightmill.jobs.contract import Constrained, ConstraintKind, JsonObject, Rendering, is_token_ids
+from nightmill.jobs.contract import KINDS_OF_ROWS, Constrained, JsonObject, Rendering, is_token_ids
 from nightmill.jobs.errors import InvalidParameterError
 from nightmill.jobs.parameters import GenerationParams
 from nightmill.jobs.sql.partials import SavedTokens
@@ -52,8 +52,8 @@ def read_claim(row: Any, saved: SavedTokens | None) -> Claim:
     if row.prompt_ids is not None and not is_token_ids(row.prompt_ids):
         fault = "prompt_ids: not a list of token ids"
     constrained = Constrained.read(row.constrained)
-    if row.constrained is not None and (constrained is None or constrained.kind not in list(ConstraintKind)):
-        fault = f"constrained: not one of {', '.join(ConstraintKind)}"
+    if row.constrained is not None and (constrained is None or constrained.kind not in KINDS_OF_ROWS):
+        fault = f"constrained: not one of {', '.join(KINDS_OF_ROWS)}"
     rendering = Rendering.read(row.rendering)
     if row.rendering is not None:
         try:

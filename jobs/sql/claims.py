@@ -14,7 +14,7 @@ from typing import Any
 
 from sqlalchemy import Connection, Text, bindparam, cast, select, update
 
-from nightmill.jobs.contract import JobState, StopReason
+from nightmill.jobs.contract import JobState, Markup, StopReason
 from nightmill.jobs.job import Answer
 from nightmill.jobs.sql import answers, partials, suspects
 from nightmill.jobs.sql.claimed import Claim, read_claim
@@ -40,6 +40,7 @@ class Outcome:
     completion_tokens: int  # of all answers
     error: str | None = None
     arithmetic: str | None = None  # by which the text was computed; None if nothing was
+    markup: Markup | None = None  # what the texts hold beside the answers
     answers: tuple[Answer, ...] = ()  # all of them, where the job was to have several
 
 
@@ -293,6 +294,7 @@ _FINISH = (
         prompt_tokens=bindparam("new_prompt_tokens"),
         completion_tokens=bindparam("new_completion_tokens"),
         arithmetic=bindparam("new_arithmetic"),
+        markup=bindparam("new_markup"),
         error=bindparam("new_error"),
         finished_at=bindparam("new_finished_at"),
     )
@@ -318,6 +320,7 @@ def _finish_values(outcome: Outcome, worker_id: str, now: datetime) -> dict[str,
         "new_prompt_tokens": outcome.prompt_tokens,
         "new_completion_tokens": outcome.completion_tokens,
         "new_arithmetic": outcome.arithmetic,
+        "new_markup": None if outcome.markup is None else outcome.markup.values(),
         "new_error": error,
         "new_finished_at": now,
     }

@@ -26,7 +26,7 @@ from sqlalchemy.dialects.postgresql import insert as postgresql_insert
 from sqlalchemy.dialects.sqlite import insert as sqlite_insert
 from sqlalchemy.orm import InstrumentedAttribute
 
-from nightmill.jobs.contract import FINAL_STATES, Constrained, JobState, Rendering, StopReason
+from nightmill.jobs.contract import FINAL_STATES, Constrained, JobState, Markup, Rendering, StopReason
 from nightmill.jobs.errors import InvalidTransitionError, JobNotFoundError
 from nightmill.jobs.job import Answer, Job
 from nightmill.jobs.parameters import GenerationParams
@@ -321,6 +321,7 @@ def retried_values(now: datetime, deadline: datetime | None) -> dict[str, Any]:
         "prompt_tokens": None,
         "completion_tokens": None,
         "arithmetic": None,
+        "markup": None,
         "error": None,
         "started_at": None,
         "finished_at": None,
@@ -365,6 +366,7 @@ def job_from_row(row: RowMapping, several: tuple[Answer, ...] = ()) -> Job:
         params=GenerationParams.read((_of_kind(row["params"], dict) or {}) | {"seed": row["seed"]}),
         rendering=Rendering.read(row["rendering"]),
         constrained=Constrained.read(row["constrained"]),
+        markup=Markup.read(row["markup"]),
         errors=[one for one in _of_kind(row["errors"], list) or [] if isinstance(one, dict)],
         metadata=_of_kind(row["metadata"], dict) or {},
     )
@@ -380,6 +382,7 @@ _SHOWN_AS_THEY_ARE = {field.name for field in fields(Job)} - {
         "params",
         "rendering",
         "constrained",
+        "markup",
         "errors",
         "metadata",
     )

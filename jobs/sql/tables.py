@@ -24,7 +24,7 @@ from sqlalchemy.types import TypeDecorator
 
 from nightmill.jobs.contract import MAX_ERROR_LENGTH, JobState, JsonObject, storable
 
-SCHEMA_REVISION = "0014"
+SCHEMA_REVISION = "0015"
 """The migration that these declarations match."""
 
 
@@ -165,6 +165,7 @@ class JobRow(Base):
     prompt_tokens: Mapped[int | None]
     completion_tokens: Mapped[int | None]
     arithmetic: Mapped[str | None] = mapped_column(StorableText())  # that computed the text
+    markup: Mapped[JsonObject | None] = mapped_column(JSON(none_as_null=True))  # what the text holds beside
     error: Mapped[str | None] = mapped_column(StorableText(MAX_ERROR_LENGTH))
     errors: Mapped[list[Any] | None] = mapped_column(JSON(none_as_null=True))
 

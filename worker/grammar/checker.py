@@ -73,8 +73,13 @@ class Checker:
         """
         try:
             lark = lark_of(asked)
-        except (ValueError, TypeError, RecursionError) as error:  # a row that no client of ours has written
-            raise ConstraintError(f"{asked.kind}: cannot be read: {error}") from error
+        except (
+            ValueError,
+            TypeError,
+            KeyError,
+            RecursionError,
+        ) as error:  # a row that no client of ours has written
+            raise ConstraintError(f"{_named(asked)}: cannot be read: {error}") from error
         question = json.dumps(
             {"lark": lark, "may_be_gbnf": asked.kind is ConstraintKind.GRAMMAR, "options": complete("")}
         ).encode()
@@ -85,12 +90,12 @@ class Checker:
             except LostError as lost:
                 self._drop()
                 if lost.convicts:
-                    raise ConstraintError(f"{asked.kind}: {lost}; simplify it") from lost
+                    raise ConstraintError(f"{_named(asked)}: {lost}; simplify it") from lost
                 if last:
-                    raise UncheckedError(f"{asked.kind}: {lost}; retry the job, or simplify it") from lost
+                    raise UncheckedError(f"{_named(asked)}: {lost}; retry the job, or simplify it") from lost
         if "lark" in said:
             return said["lark"]
-        raise ConstraintError(f"{asked.kind}: {_plain(said.get('refused', ''), asked.kind)}")
+        raise ConstraintError(f"{_named(asked)}: {_plain(said.get('refused', ''), asked.kind)}")
 
     def close(self) -> None:
         """End the process, whatever it does; it is not started again. It also ends when this one does."""
@@ -172,6 +177,11 @@ class _Child:
             self._connection.send_bytes(frame)
         except OSError as error:
             raise self.process.lost() from error
+
+
+def _named(asked: Constrained) -> str:
+    """What a row calls it."""
+    return "tools" if asked.kind is ConstraintKind.CALLS else str(asked.kind)
 
 
 _PLACE = re.compile(r"^(at )?\d+\(\d+\): (failed to compile JSON schema: )?")

@@ -1,5 +1,6 @@
 """Compiled grammars by what rows ask for: each is compiled once, and the engine does not wait for it."""
 
+import threading
 import time
 from collections import OrderedDict
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -7,12 +8,12 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from queue import LifoQueue
 
-from nightmill.jobs.contract import Constrained
+from nightmill.jobs.contract import Constrained, ConstraintKind
 from nightmill.jobs.errors import ConstraintError
 from nightmill.worker.engine.constraints import Begin
 from nightmill.worker.grammar.checker import Checker, Limits, UncheckedError
 from nightmill.worker.grammar.matching import Grammar, Matchings
-from nightmill.worker.grammar.tokens import grammar_tokens
+from nightmill.worker.grammar.tokens import GrammarTokens, grammar_tokens
 from nightmill.worker.model.tokenizer.vocabulary import Vocabulary
 
 COMPILERS = 4  # grammars compiled at once: one that takes seconds delays no others but with three of its like
@@ -50,6 +51,9 @@ class Grammars(Matchings):
         for checker in self._all_checkers:
             self._checkers.put(checker)
         self._tokens = self._pool.submit(grammar_tokens, vocabulary, vocab)
+        self._vocabulary, self._vocab = vocabulary, vocab
+        self._marked: GrammarTokens | None = None
+        self._marking = threading.Lock()
         self.compiled = 0
 
     def compile(self, asked: Constrained) -> Future[Begin]:
@@ -80,7 +84,7 @@ class Grammars(Matchings):
             lark = checker.check(asked)
         finally:
             self._checkers.put(checker)
-        tokens = self._tokens.result()
+        tokens = self._tokens_of_calls() if asked.kind is ConstraintKind.CALLS else self._tokens.result()
         began = time.monotonic()
         grammar = Grammar(asked, lark, tokens, self._limits.parser)
         grammar.seconds = time.monotonic() - began
@@ -109,6 +113,13 @@ class Grammars(Matchings):
 
         known.begins[0].add_done_callback(go_on)
         return another
+
+    def _tokens_of_calls(self) -> GrammarTokens:
+        """Made when a call must first be made: most nights have none."""
+        with self._marking:
+            if self._marked is None:
+                self._marked = grammar_tokens(self._vocabulary, self._vocab, marked=True)
+            return self._marked
 
     def _forget(self) -> None:
         """Let go of those that were asked for longest ago; rows that have begun keep theirs."""

@@ -6,6 +6,7 @@ from typing import Any, Final
 from llguidance import regex_to_lark
 
 from nightmill.jobs.contract import Constrained, ConstraintKind
+from nightmill.worker.grammar.calls import calls_lark
 
 WHITESPACE: Final = r" |\n {0,12}"
 """What may stand between two marks of JSON: nothing, a blank, or a line's end and an indentation.
@@ -40,6 +41,8 @@ def lark_of(asked: Constrained) -> str:
             return "start: CHOICE\nCHOICE: " + " | ".join(map(json.dumps, json.loads(asked.text)))
         case ConstraintKind.GRAMMAR:
             return asked.text
+        case ConstraintKind.CALLS:
+            return calls_lark(asked.text, _JSON)
     raise ValueError(f"{asked.kind} is not known")
 
 

@@ -43,11 +43,12 @@ class GrammarTokens:
     ends: IntArray
 
 
-def grammar_tokens(vocabulary: Vocabulary, vocab: int) -> GrammarTokens:
+def grammar_tokens(vocabulary: Vocabulary, vocab: int, *, marked: bool = False) -> GrammarTokens:
     """The tokens of a model whose ids are below `vocab`: 0.7 s for 128,000 of them.
 
     A token that structures prompts (control tokens, `<tool_call>`) has no bytes here: whatever a grammar
-    says, no answer is spelt with one. Raises ConstraintError for a model without a token that ends a text.
+    says, no answer is spelt with one. `marked`: but for those that calls of tools are marked up with. Raises
+    ConstraintError for a model without a token that ends a text.
     """
     ends = sorted(vocabulary.eos_ids)
     if not ends:
@@ -55,8 +56,9 @@ def grammar_tokens(vocabulary: Vocabulary, vocab: int) -> GrammarTokens:
             "this model's file names no token that ends a text, so no answer can be held to it"
         )
     markers = vocabulary.markers().keys()
+    marks = vocabulary.marks if marked else frozenset()
     spelt = [
-        b"" if text in markers else vocabulary.bytes_of(token_id)
+        b"" if text in markers and token_id not in marks else vocabulary.bytes_of(token_id)
         for token_id, text in enumerate(vocabulary.tokens[:vocab])
     ]
     for end in ends:

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from threadpoolctl import threadpool_limits
 
 from nightmill import package_directory
-from nightmill.jobs.contract import AS_USUAL, Prompt, Rendering, is_token_ids
+from nightmill.jobs.contract import AS_USUAL, CallFormat, Markup, Prompt, Rendering, is_token_ids
 from nightmill.jobs.errors import ChatTemplateError, InvalidParameterError, NightmillError, SettingsError
 from nightmill.jobs.parameters import MAX_BANNED_TOKENS
 from nightmill.jobs.settings import Settings
@@ -73,6 +73,12 @@ class LoadedModel(OpenModel):
         Raises RunnerError where the process that renders chats cannot be started, which is no job's fault.
         """
         return self.encode_all([_prompt_of(claim) for claim in claims], [claim.rendering for claim in claims])
+
+    def markup(self, claim: "Claim", prompt_ids: Sequence[int]) -> Markup | None:
+        """What the texts of a chat, whose prompt this is, hold beside its answers; None for other prompts."""
+        if claim.messages is None or isinstance(self.chat, str):
+            return None
+        return self.chat.markup(claim.rendering, prompt_ids)
 
     def spell(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """The runs of tokens that a text may hold these words as: each at its beginning, and after a space.
@@ -188,7 +194,12 @@ def load_model(settings: Settings) -> LoadedModel:
     fitting = spec.context_length * max(len(token.encode()) for token in tokenizer.vocabulary.tokens)
     limits = Limits(answer_bytes=min(fitting, Limits.answer_bytes))
     try:
-        chat: ChatTemplate | str = ChatTemplate.from_gguf(file, tokenizer, limits)
+        chat: ChatTemplate | str = ChatTemplate.from_gguf(
+            file,
+            tokenizer,
+            limits,
+            None if settings.tool_format == "auto" else CallFormat(settings.tool_format),
+        )
     except ChatTemplateError as error:  # plain prompts work without one
         chat = str(error)
     return LoadedModel(

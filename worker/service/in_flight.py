@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable, Sequence
 
+from nightmill.jobs.contract import Markup
 from nightmill.jobs.sql.claims import Claim
 
 JobKey = tuple[str, int]  # job id, attempt
@@ -42,6 +43,7 @@ class InFlight:
         self._changed = threading.Condition()
         self._reserved = 0
         self._jobs: dict[JobKey, str] = {}  # with the fingerprint of its prompt, once that is known
+        self._markups: dict[JobKey, Markup] = {}  # of those whose texts hold more than answers
         self._further: dict[JobKey, int] = {}  # places beyond the first, of jobs with several answers
         self._awaited: dict[JobKey, list[_Countdown]] = {}
         self._closed = False
@@ -107,22 +109,30 @@ class InFlight:
                 self._further[key] = further
                 self._changed.notify_all()
 
-    def mark(self, key: JobKey, fingerprint: str) -> None:
-        """Note what saved tokens of a job depend on."""
+    def mark(self, key: JobKey, fingerprint: str, markup: Markup | None = None) -> None:
+        """Note what saved tokens of a job depend on, and what its texts hold."""
         with self._changed:
             if key in self._jobs:
                 self._jobs[key] = fingerprint
+                if markup is not None:
+                    self._markups[key] = markup
 
     def fingerprint(self, key: JobKey) -> str:
         """What `mark` noted; empty if the job is not in flight."""
         with self._changed:
             return self._jobs.get(key, "")
 
+    def markup(self, key: JobKey) -> Markup | None:
+        """What `mark` noted."""
+        with self._changed:
+            return self._markups.get(key)
+
     def remove(self, keys: Sequence[JobKey]) -> None:
         """These jobs are not this worker's any more."""
         with self._changed:
             for key in keys:
                 self._jobs.pop(key, None)
+                self._markups.pop(key, None)
                 self._further.pop(key, None)
                 for waiting in self._awaited.pop(key, ()):
                     waiting.release()

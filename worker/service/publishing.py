@@ -13,7 +13,7 @@ from queue import Empty, SimpleQueue
 from typing import NamedTuple
 
 from nightmill.jobs.answers import split_answer_id
-from nightmill.jobs.contract import storable
+from nightmill.jobs.contract import Markup, storable
 from nightmill.jobs.errors import BrokerError
 from nightmill.jobs.messages.streams import PIECE_CHARACTERS, Followers, Part
 from nightmill.worker.engine.request import Growth
@@ -42,6 +42,7 @@ class _Text:
 
     def __init__(self) -> None:
         self.text = ""
+        self.markup: Markup | None = None
         self.sent: dict[tuple[str, str], int] = {}  # characters, by follower and line
 
     def grow(self, growth: Growth) -> None:
@@ -64,7 +65,7 @@ class _Text:
         start = self.sent.get((follower, line), 0)
         self.sent[follower, line] = len(self.text)
         return [
-            Part(line, place, self.text[place : place + PIECE_CHARACTERS])
+            Part(line, place, self.text[place : place + PIECE_CHARACTERS], self.markup)
             for place in range(start, len(self.text), PIECE_CHARACTERS)
         ]
 
@@ -146,7 +147,13 @@ class Publisher:
                     if isinstance(one, str):
                         ended.add(one)
                     elif (text := self._texts.get(one.job_id)) is not None:
-                        text.end(one.text) if isinstance(one, _Answered) else text.grow(one)
+                        if isinstance(one, _Answered):
+                            text.end(one.text)
+                        else:
+                            text.grow(one)
+                            text.markup = self._in_flight.markup(
+                                (split_answer_id(one.job_id)[0], one.attempt)
+                            )
                 news = self._news.get_nowait()
         except Empty:
             return ended

@@ -9,10 +9,11 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from datetime import timedelta
 
 from nightmill.jobs.answers import split_answer_id
-from nightmill.jobs.contract import StopReason
+from nightmill.jobs.contract import Markup, StopReason
 from nightmill.jobs.errors import (
     DatabaseError,
     DatabaseRefusedError,
@@ -25,6 +26,7 @@ from nightmill.jobs.sql.claims import Claim, Claims, Outcome
 from nightmill.jobs.sql.jobs import chunked
 from nightmill.jobs.sql.partials import SavedTokens
 from nightmill.worker.engine.request import Completion, Progress, Request
+from nightmill.worker.grammar.calls import calls_asked
 from nightmill.worker.link.link import EngineLink
 from nightmill.worker.service.answering import Answering
 from nightmill.worker.service.in_flight import InFlight, JobKey
@@ -43,6 +45,9 @@ _CLAIM_SETTLED = timedelta(seconds=30)
 _CLAIM_PATIENCE = 35.0  # SQLite waits 30 s for its write lock
 
 Prompt = tuple[int, ...] | NightmillError  # its token ids, or why there are none
+
+MarkupOf = Callable[[Claim, tuple[int, ...]], Markup | None]
+"""What the texts of a job hold beside its answers, given its prompt."""
 
 Tokenize = Callable[[Sequence[Claim]], Sequence[Prompt]]
 """A shard at once: one answer for each claim, in their order."""
@@ -65,6 +70,7 @@ class Service:
         drain_seconds: float,
         followers: Followers,
         on_fatal: Callable[[str], None],
+        markup: MarkupOf = lambda claim, prompt_ids: None,
         while_loading: Callable[[str | None], None] = lambda news: None,
     ) -> None:
         self.claims = claims
@@ -74,6 +80,7 @@ class Service:
         self.last_shard_at = time.monotonic()
         self._tokenize = tokenize
         self._spell = spell
+        self._markup = markup
         self._on_fatal = on_fatal
         self._drain_until: float | None = None
         self._cancels_sent: set[JobKey] = set()
@@ -213,7 +220,13 @@ class Service:
     def _request(self, claim: Claim, prompt_ids: tuple[int, ...]) -> Request:
         """What the engine is to do for a job, whatever the number of its answers."""
         mark = fingerprint(self.engine.arithmetic, prompt_ids)
-        self.in_flight.mark((claim.job_id, claim.attempt), mark)
+        markup, constrained = self._markup(claim, prompt_ids), claim.constrained
+        tools = None if claim.rendering is None else claim.rendering.tools
+        if markup is not None and markup.calls is not None and tools is not None and tools.required:
+            constrained = calls_asked(tools, markup.calls)
+        if markup is not None and constrained is not None:  # which leaves no room for thoughts
+            markup = replace(markup, thinking=None)
+        self.in_flight.mark((claim.job_id, claim.attempt), mark, markup)
         deadline = None
         if claim.deadline_at is not None:  # the engine counts on this host's clock, the row on the database's
             deadline = time.time() + (claim.deadline_at - self.claims.database.now()).total_seconds()
@@ -227,7 +240,7 @@ class Service:
             deadline=deadline,
             priority=claim.priority,
             generated_ids=tokens_to_resume(claim.saved, mark),
-            constrained=claim.constrained,
+            constrained=constrained,
             banned=self._spell(claim.params.bad_words) if claim.params.bad_words else (),
         )
 
@@ -274,7 +287,8 @@ class Service:
     def _on_completion(self, completion: Completion) -> None:
         outcome = self._answering.completed(completion, str(self.engine.arithmetic))
         if outcome is not None:
-            self._writer.put(outcome)
+            markup = self.in_flight.markup((outcome.job_id, outcome.attempt))
+            self._writer.put(outcome if markup is None else replace(outcome, markup=markup))
         else:
             self._publisher.answered(completion.job_id, completion.text)
 

@@ -26,6 +26,7 @@ from nightmill.jobs.formats.rows import printable
 from nightmill.jobs.settings import Settings
 from nightmill.jobs.sql.jobs import JOBS
 from nightmill.jobs.sql.tables import JobRow
+from nightmill.jobs.tools import TOOL_KEYS
 from tests.servers import worker_env
 
 Found = tuple[str, Any]
@@ -68,6 +69,14 @@ GOOD: dict[str, st.SearchStrategy[Any]] = {
     "regex": st.sampled_from(["[a-z]+", r"\d{3}", "\u00fc|/"]),
     "choice": st.lists(TEXTS, min_size=1, max_size=5),
     "grammar": st.sampled_from(['start: "a"+', 'root ::= "a" | "b"']),
+    "tools": st.lists(TEXTS, min_size=1, max_size=2).map(
+        lambda texts: [
+            {"type": "function", "function": {"name": f"f{n}", "description": text}}
+            for n, text in enumerate(texts)
+        ]
+    ),
+    "tool_choice": st.sampled_from(["auto", "none", "required", "f0"]),
+    "parallel_tool_calls": st.booleans(),
     "model": st.from_regex(r"\A[A-Za-z0-9][A-Za-z0-9._:+/@-]{0,20}\Z"),
     "custom_id": TEXTS,
     "priority": st.integers(0, 9),
@@ -96,6 +105,8 @@ BAD: dict[str, st.SearchStrategy[Any]] = {
     "regex": st.just("a\0") | st.just("a" * 8_193),
     "choice": st.just(["a", ""]) | st.just(["a\0"]),
     "grammar": st.just("a\0"),
+    "tools": st.sampled_from([[{"type": "web_search"}], [{"type": "function", "function": {"name": "a b"}}]]),
+    "tool_choice": st.just("nobody"),
     "model": st.just("two words") | st.just("m" * 201),
     "custom_id": st.just("c" * 513) | st.just("a\0b"),
     "priority": st.integers(10, 99) | st.integers(-9, -1),
@@ -168,12 +179,12 @@ class Doors:
                 arguments.append("--chat")
             elif name in ("stop", "choice", "stop_token_ids", "bad_words"):
                 arguments += [argument for one in value for argument in (option, str(one))]
-            elif name == "add_generation_prompt":
+            elif name in ("add_generation_prompt", "parallel_tool_calls"):
                 arguments.append(option if value else f"--no-{option.removeprefix('--')}")
             elif name in ("ignore_eos", "continue_final_message"):
                 arguments += [option] * value
             elif name != "prompt":
-                arguments += [option, json.dumps(value) if isinstance(value, dict) else str(value)]
+                arguments += [option, json.dumps(value) if isinstance(value, dict | list) else str(value)]
         prompt = job["prompt"] if "prompt" in job else job["messages"][0]["content"]
         done = CliRunner().invoke(main, [*arguments, "--", prompt], env=worker_env(self.client.settings))
         if done.exit_code:
@@ -238,6 +249,7 @@ def test_the_table_of_fields_is_what_calls_and_commands_take() -> None:
         | FORMS.keys()
         | {*("priority", "max_attempts", "model", "scheduled_at", "deadline")}
         | {"chat_template_kwargs", "add_generation_prompt", "continue_final_message"}
+        | TOOL_KEYS.keys()
     )
     assert FIELDS.keys() - {"batch", "scheduled_at", "deadline", "idempotency_key"} == ROW_FIELDS
     assert all(field.says.endswith(".") for field in FIELDS.values())

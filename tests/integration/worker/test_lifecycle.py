@@ -4,16 +4,19 @@ Most are tried on one database: that the SQL of claims, ends and hand-backs does
 `tests/integration/jobs`, and workers are killed and drained on both by the campaign.
 """
 
+import json
 import signal
 import time
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from nightmill.jobs.client import Client
-from nightmill.jobs.contract import JobState, StopReason
+from nightmill.jobs.contract import CallFormat, JobState, Markup, StopReason
 from nightmill.jobs.job import Job
+from tests.ggufs import write_model
 from tests.integration.worker.conftest import StartWorker, on_postgresql, on_sqlite
 from tests.servers import ENDLESS_TOKENS, LONG_TOKENS, wait_until
 
@@ -202,12 +205,58 @@ def test_redelivered_shard_runs_nothing_twice(jobs_client: Client, start_worker:
     assert {job.completion_tokens for job in finished} == {40}
 
 
+HERMES = (
+    "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}: {{ m.content }}{% for c in m.tool_calls or [] %}"
+    "<tool_call>\n{{ {'name': c.function.name, 'arguments': c.function.arguments} | tojson }}\n</tool_call>"
+    "{% endfor %}<|im_end|>{% endfor %}<|im_start|>assistant: "
+)
+WET = {"properties": {"wet": {"type": "boolean"}}, "required": ["wet"], "additionalProperties": False}
+TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": WET}}]
+
+
 @on_sqlite
-def test_worker_serves_the_model_that_jobs_name(jobs_client: Client, start_worker: StartWorker) -> None:
-    with start_worker("a", "--name", "alpha"):
-        named = jobs_client.enqueue("Count from 1 to 3", model="alpha", max_tokens=2)
-        any_model = jobs_client.enqueue("Count from 1 to 3", max_tokens=2)
-        jobs_client.wait([named, any_model], timeout=PATIENCE)
-    assert jobs_client.get(named).model == "alpha"
-    with pytest.raises(ValueError, match=r"no worker has ever served 'alhpa'.*Did you mean 'alpha'"):
-        jobs_client.enqueue("x", model="alhpa")
+def test_rows_of_a_file_may_name_different_models_and_call_their_tools(
+    jobs_client: Client, start_worker: StartWorker, tmp_path: Path
+) -> None:
+    chat = [{"role": "user", "content": "Rain?"}]
+    called = [
+        *chat,
+        {
+            "role": "assistant",
+            "tool_calls": [{"id": "a", "function": {"name": "weather", "arguments": "{}"}}],
+        },
+        {"role": "tool", "tool_call_id": "a", "content": "wet"},
+    ]
+    rows: list[dict[str, Any]] = [
+        {"custom_id": "alpha", "prompt": "Count from 1 to 3", "model": "alpha", "max_tokens": 2},
+        {"custom_id": "any", "prompt": "Count from 1 to 3", "max_tokens": 2},
+        {"custom_id": "plain", "messages": called, "model": "beta", "max_tokens": 3},
+        {"custom_id": "ignorant", "messages": chat, "model": "alpha", "tools": TOOLS},
+        *(
+            {"custom_id": f"call {n}", "messages": called, "model": "beta", "tools": TOOLS, "seed": n,
+             "tool_choice": "required" if n % 2 else "weather", "max_tokens": 250}
+            for n in range(4)
+        ),
+    ]  # fmt: skip
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    model = write_model(tmp_path / "beta.gguf", chat_template=HERMES, context_length=1024)
+    with start_worker("a", "--name", "alpha"), start_worker("b", "--name", "beta", model=model):
+        batch = jobs_client.submit_batch(path, name="models")
+        batch.wait()
+        serves = {worker.id: worker.model for worker in jobs_client.workers()}
+        with pytest.raises(ValueError, match=r"no worker has ever served 'alhpa'.*Did you mean 'alpha'"):
+            jobs_client.enqueue("x", model="alhpa")
+    done = {job.custom_id: job for job in batch.results()}
+    assert {name: serves[job.worker or ""] for name, job in done.items() if name != "any"} == {
+        "alpha": "alpha", "plain": "beta", **{f"call {n}": "beta" for n in range(4)}
+    }  # fmt: skip
+    (ignorant,) = batch.errors()
+    assert "--tool-format json" in (ignorant.error or "")
+    calls = [done[f"call {n}"] for n in range(4)]
+    assert any(job.stop_reason is StopReason.EOS for job in calls)
+    for job in (one for one in calls if one.stop_reason is StopReason.EOS):
+        assert job.content == "" and job.markup == Markup(CallFormat.HERMES)
+        assert {call.name for call in job.tool_calls} == {"weather"}
+        assert all(call.parsed.keys() == {"wet"} for call in job.tool_calls)

@@ -12,6 +12,7 @@ from nightmill.jobs.fields import FIELDS
 from nightmill.jobs.formats import FileFormat, InputFile, InputRow
 from nightmill.jobs.job import Job
 from nightmill.jobs.parameters import GenerationParams
+from nightmill.jobs.tools import TOOL_KEYS
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -48,9 +49,14 @@ def said(row: InputRow) -> dict[str, Any]:
     found = {
         name: values[name]
         for name, field in FIELDS.items()
-        if name not in FORMS and values[name] != field.default and name != "custom_id"
+        if name not in FORMS
+        and name not in TOOL_KEYS
+        and values[name] != field.default
+        and name != "custom_id"
     }
-    return found if spec.constrained is None else found | {"constrained": spec.constrained}
+    if spec.constrained is not None:
+        found["constrained"] = spec.constrained
+    return found if spec.tools is None else found | {"tools": spec.tools}
 
 
 def job(**values: Any) -> Job:

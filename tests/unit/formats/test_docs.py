@@ -10,7 +10,7 @@ from openai.types.chat import ChatCompletion
 
 from nightmill.jobs.answers import answer_seed
 from nightmill.jobs.constrained import FORMS, MAX_BYTES, MAX_CHOICES, MAX_REGEX
-from nightmill.jobs.contract import JobState, StopReason
+from nightmill.jobs.contract import CallFormat, JobState, Markup, Rendering, StopReason, Tools
 from nightmill.jobs.errors import RowCode
 from nightmill.jobs.formats import FileFormat, InputFile, error_row, result_row
 from nightmill.jobs.formats.openai import GUIDED, IGNORED, NEUTRAL
@@ -96,6 +96,17 @@ def test_rows_with_several_answers_look_as_the_page_says(format: str, text: str)
     assert shape(shown) == shape(result_row(job(several=answers), FileFormat(format)))
 
 
+@pytest.mark.parametrize(("format", "text"), examples("calls"))
+def test_rows_with_calls_look_as_the_page_says(format: str, text: str) -> None:
+    shown = json.loads(text)
+    tools = Tools([{"type": "function", "function": {"name": "weather"}}])
+    told = job(text=shown["text"], rendering=Rendering(tools=tools), markup=Markup(CallFormat.HERMES))
+    made = result_row(told, FileFormat(format))
+    assert shape(shown) == shape(made)
+    calls, read = shown["tool_calls"], made["tool_calls"]
+    assert [call | {"id": ""} for call in calls] == [call | {"id": ""} for call in read]
+
+
 @pytest.mark.parametrize(("format", "text"), examples("failures"))
 def test_error_rows_look_as_the_page_says(format: str, text: str) -> None:
     if format == "csv":
@@ -125,6 +136,7 @@ def test_every_key_of_an_openai_body_is_described() -> None:
     frame = {"custom_id", "method", "url", "body"}
     ours = {"top_k", "min_p", "repetition_penalty", "ignore_eos", "stop_token_ids", "min_tokens", "best_of"}
     ours |= {"presence_penalty", "frequency_penalty", "logit_bias", "bad_words"}
+    ours |= {"tools", "tool_choice", "parallel_tool_calls"}
     ours |= {"chat_template_kwargs", "add_generation_prompt", "continue_final_message"}
     ours |= FORMS.keys() | GUIDED.keys() | {"structured_outputs"}
     parameters = {"max_tokens", "max_completion_tokens", "temperature", "top_p", "seed", "stop", "model", "n"}

@@ -115,7 +115,9 @@ def test_keys_without_effect_are_accepted_and_leave_no_setting(tmp_path: Path, b
     ("body", "field"),
     [
         ({"n": 2, "best_of": 3}, "best_of"), ({"stream": True}, "stream"), ({"stream": 0}, "stream"),
-        ({"tools": [{"type": "function"}]}, "tools"), ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"use_beam_search": True}, "use_beam_search"),
+        ({"skip_special_tokens": False}, "skip_special_tokens"),
         ({"functions": [{}]}, "functions"), ({"function_call": {"name": "f"}}, "function_call"),
         ({"response_format": {"type": "grammar"}}, "response_format.type"), ({"logprobs": True}, "logprobs"),
         ({"structured_outputs": {"structural_tag": {}}}, "structured_outputs.structural_tag"),
@@ -148,9 +150,12 @@ def test_keys_that_would_change_the_answer_are_refused_by_name(
         ),
         (
             {"tools": [{"type": "function"}]},
-            "body.tools: this list is not supported yet: models call no tools",
+            "body.tools[0].function: must be an object with a name, not null",
         ),
-        ({"tool_choice": "x" * 100}, "body.tool_choice: this text is not supported yet: "),
+        (
+            {"functions": [{}]},
+            "body.functions: this list is not supported: it is OpenAI's older word for tools",
+        ),
         ({"audio": {"voice": "x"}}, 'body.audio: {"voice": "x"} is not supported; remove it'),
     ],
 )
@@ -194,8 +199,8 @@ def test_values_out_of_range_are_refused_by_name(tmp_path: Path, body: dict[str,
         ([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], "messages[0].content[0]"),
         ([{"role": "user", "content": [{"type": "input_audio"}]}], "messages[0].content[0]"),
         ([{"role": "user", "content": "x", "name": "Ann"}], "messages[0].name"),
-        ([{"role": "assistant", "content": "x", "tool_calls": [{}]}], "messages[0].tool_calls"),
-        ([{"role": "tool", "content": "x", "tool_call_id": "1"}], "messages[0].tool_call_id"),
+        ([{"role": "user", "content": "x", "tool_calls": [{}]}], "messages[0].tool_calls"),
+        ([{"role": "assistant", "content": "x", "audio": {"id": "a"}}], "messages[0].audio"),
     ],
 )
 def test_contents_other_than_text_are_refused_by_name(

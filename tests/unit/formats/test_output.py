@@ -93,7 +93,9 @@ def test_without_append_a_file_is_begun_anew(tmp_path: Path) -> None:
 
 def test_a_csv_of_no_rows_names_its_columns(tmp_path: Path) -> None:
     ResultFile(tmp_path / "out.csv", FileFormat.CSV, errors=True).close()
-    assert (tmp_path / "out.csv").read_text() == "custom_id,id,line,code,field,message,text,answers\n"
+    assert (
+        tmp_path / "out.csv"
+    ).read_text() == "custom_id,id,line,code,field,message,text,answers,content,reasoning,tool_calls\n"
 
 
 def test_errors_in_a_csv_are_flat(tmp_path: Path) -> None:

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from openai.types import Completion
 from openai.types.chat import ChatCompletion
 
-from nightmill.jobs.contract import JobState, StopReason
+from nightmill.jobs.contract import CallFormat, JobState, Markup, Rendering, StopReason, Tools
 from nightmill.jobs.formats import FileFormat, InputFile, ResultFile, RowError, error_row, result_row
 from nightmill.jobs.formats.ours import job_ids
+from nightmill.jobs.formats.results import completion_body
 from nightmill.jobs.job import Answer, Job
 from nightmill.jobs.parameters import GenerationParams
 from tests.unit.formats.files import FINISHED, chat, completion, job, write_lines
@@ -173,7 +174,7 @@ def test_several_answers_are_in_one_row_of_each_format(tmp_path: Path) -> None:
 def test_in_tables_every_row_has_the_same_columns(format: FileFormat) -> None:
     assert list(result_row(job(), format)) == [
         "custom_id", "id", "text", "stop_reason", "prompt_tokens", "completion_tokens", "seed",
-        "answers",
+        "answers", "content", "reasoning", "tool_calls",
     ]  # fmt: skip
     refused = bad(RowError("invalid_json", "is not JSON"), custom_id=None)
     assert error_row(refused, format) == {
@@ -185,7 +186,50 @@ def test_in_tables_every_row_has_the_same_columns(format: FileFormat) -> None:
         "message": "is not JSON",
         "text": None,
         "answers": None,
+        "content": None,
+        "reasoning": None,
+        "tool_calls": None,
     }
+
+
+CALL = '<tool_call>{"name": "weather", "arguments": {"place": "Bonn"}}</tool_call>'
+TOLD: dict[str, Any] = {
+    "prompt": None,
+    "messages": [{"role": "user", "content": "Rain?"}],
+    "rendering": Rendering(tools=Tools([{"type": "function", "function": {"name": "weather"}}])),
+    "markup": Markup(CallFormat.HERMES, ("<think>", "</think>")),
+}
+
+
+def test_thoughts_and_calls_are_told_apart_in_each_format(tmp_path: Path) -> None:
+    made = job(**TOLD, text=f"<think>hm</think>Let me see. {CALL}")
+    (call,) = made.tool_calls
+    assert (made.reasoning, made.content, call.parsed) == ("hm", "Let me see.", {"place": "Bonn"})
+    shown = [{"id": call.id, "name": "weather", "arguments": '{"place": "Bonn"}'}]
+    plain = result_row(made, FileFormat.JSONL)
+    assert (plain["content"], plain["reasoning"], plain["tool_calls"]) == ("Let me see.", "hm", shown)
+    assert plain["text"] == made.text
+    for format in FileFormat:
+        cut = job(**TOLD, text=made.text, state=JobState.FAILED, stop_reason=StopReason.DEADLINE)
+        for row, errors in ((result_row(made, format), False), (error_row(cut, format), True)):
+            path = tmp_path / f"{errors}.{format}"
+            with ResultFile(path, format, errors=errors) as file:
+                file.write(row)
+            assert list(job_ids(path, format, errors=errors)) == [made.id]
+            if format in (FileFormat.CSV, FileFormat.PARQUET):
+                assert json.loads(row["tool_calls"]) == shown and row["reasoning"] == "hm"
+    body = result_row(made, FileFormat.OPENAI)["response"]["body"]
+    choice = ChatCompletion.model_validate(body, strict=True).choices[0]
+    assert choice.finish_reason == "tool_calls" and choice.message.tool_calls is not None
+    assert body["choices"][0]["message"]["reasoning_content"] == "hm"
+    late = job(**TOLD, text=made.text, stop_reason=StopReason.LENGTH)
+    assert completion_body(late, "m")["choices"][0]["finish_reason"] == "length"
+    both = (Answer(CALL, StopReason.EOS, 3, 1), Answer("no", StopReason.EOS, 1, 2))
+    several = job(**TOLD, several=both, text=CALL)
+    answers = result_row(several, FileFormat.JSONL)["answers"]
+    assert answers[0]["tool_calls"][0]["name"] == "weather" and "tool_calls" not in answers[1]
+    messages = [choice["message"] for choice in completion_body(several, "m")["choices"]]
+    assert messages[0]["content"] is None and messages[1]["content"] == "no"
 
 
 @settings(deadline=None, max_examples=50)

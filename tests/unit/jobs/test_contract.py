@@ -183,8 +183,8 @@ def test_a_bad_value_fails_with_the_name_of_its_field(
         ([{"role": "user", "content": "x", "name": "y"}], "messages[0].name", "is not supported"),
         (
             [{"role": "user", "content": "x"}, {"role": "assistant", "content": "", "tool_calls": [1]}],
-            "messages[1].tool_calls",
-            "is not supported",
+            "messages[1].tool_calls[0]",
+            'must be {"id": ..., "type": "function"',
         ),
         ([{"role": "user", "content": NUL}], "messages[0].content", NUL_SAID),
         ([{"role": "user", "content": SURROGATE}], "messages[0].content", SURROGATE_SAID),

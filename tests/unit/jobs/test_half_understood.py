@@ -39,8 +39,9 @@ def row(**changes: Any) -> Any:
     columns: dict[str, Any] = dict.fromkeys(
         [
             "batch", "row", "custom_id", "model", "messages", "stop_reason", "text", "prompt_tokens",
-            "completion_tokens", "arithmetic", "error", "errors", "worker", "idempotency_key", "metadata",
-            "owner", "cancel_requested_at", "scheduled_at", "deadline_at", "started_at", "finished_at",
+            "completion_tokens", "arithmetic", "markup", "error", "errors", "worker", "idempotency_key",
+            "metadata", "owner", "cancel_requested_at", "scheduled_at", "deadline_at", "started_at",
+            "finished_at",
             "constrained", "prompt_ids", "rendering",
         ]
     )  # fmt: skip

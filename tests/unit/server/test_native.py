@@ -103,6 +103,9 @@ def test_everything_that_enqueue_may_be_told_may_be_said_here(server: Server) ->
         "frequency_penalty": -0.5,
         "logit_bias": {"5": 1.0},
         "bad_words": ["x"],
+        "tools": [{"type": "function", "function": {"name": "weather"}}],
+        "tool_choice": "auto",
+        "parallel_tool_calls": False,
         "chat_template_kwargs": {"enable_thinking": False},
         "add_generation_prompt": True,
         "continue_final_message": False,
@@ -120,6 +123,8 @@ def test_everything_that_enqueue_may_be_told_may_be_said_here(server: Server) ->
         job = server.client.get(answer.json()["id"])
         chosen = http.post("/v1/jobs", json={"prompt": "Once", "choice": ["yes", "no"], "scheduled_at": "8h"})
         constrained = server.client.get(chosen.json()["id"]).constrained
+    assert job.rendering is not None and job.rendering.tools is not None
+    assert job.rendering.tools.names == {"weather"} and not job.rendering.tools.parallel
     assert constrained is not None and "no" in repr(constrained)
     params = {name: value for name, value in said.items() if name in PARAMETERS}
     assert job.params.model_dump(mode="json") == params

@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 
 from nightmill.jobs.client import Client
-from nightmill.jobs.contract import JobState
+from nightmill.jobs.contract import CallFormat, JobState, Markup
 from nightmill.jobs.errors import JobNotFoundError, NightmillError, StreamChangedError, WaitTimeoutError
 from nightmill.jobs.messages.streams import Followers, Part
 from nightmill.jobs.pieces import Piece
@@ -26,6 +26,7 @@ from tests.unit.worker.bench import Bench, Pausing, stop
 from tests.unit.worker.test_service_resume import LONG, undisturbed
 
 PATIENCE = 60.0
+MARKUP = Markup(CallFormat.HERMES, ("<think>", "</think>"), opened=True)
 
 
 class Slow(ScriptedRunner):
@@ -214,6 +215,9 @@ def test_an_engine_that_was_not_told_what_is_followed_is_told_at_the_next_look()
         def keys(self) -> list[tuple[str, int]]:
             return [("j", 1)]
 
+        def markup(self, key: tuple[str, int]) -> Markup | None:
+            return MARKUP if key == ("j", 1) else None
+
     class Watching(Followers):
         def __init__(self) -> None:
             self.sent: list[Part] = []
@@ -242,7 +246,7 @@ def test_an_engine_that_was_not_told_what_is_followed_is_told_at_the_next_look()
     wait_until(lambda: bool(followers.sent))
     publisher.close()
     assert told == [["j"], ["j"]]
-    assert followers.sent == [Part("j:1", 0, "once")]
+    assert followers.sent == [Part("j:1", 0, "once", MARKUP)]
 
 
 def test_a_reader_of_a_client_that_is_closed_is_told(sqlite_settings: Settings) -> None:

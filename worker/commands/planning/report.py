@@ -34,10 +34,15 @@ def describe_plan(plan: Plan) -> Iterator[str]:
             f"note: {found.cut:,} rows have max_tokens beyond what the context of {plan.limits.context:,} "
             "tokens leaves them; an answer that long is cut there (stop reason context_full)"
         )
-    if found.constrained:
-        kinds = ", ".join(f"{count:,} by {kind}" for kind, count in found.constrained.most_common())
+    if found.tools:
         yield (
-            f"note: {sum(found.constrained.values()):,} rows say what their answer must be ({kinds}); "
+            f"note: {found.tools:,} rows name tools; the calls that they are answered with are for you to "
+            "make"
+        )
+    if found.constrained.total():
+        kinds = ", ".join(f"{count:,} by {kind}" for kind, count in found.constrained.most_common() if count)
+        yield (
+            f"note: {found.constrained.total():,} rows say what their answer must be ({kinds}); "
             "what that costs, and where it ends their answers, is not measured"
         )
     if not found.good:

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from nightmill.jobs.contract import Prompt, Rendering
+from nightmill.jobs.contract import ConstraintKind, Prompt, Rendering
 from nightmill.jobs.errors import NightmillError, RowCode
 from nightmill.jobs.formats import InputFile, InputRow
 from nightmill.jobs.parameters import MAX_SEED
@@ -47,7 +47,9 @@ class Survey:
     models: Counter[str] = field(default_factory=Counter)
     """How many rows ask for which model by name."""
     constrained: Counter[str] = field(default_factory=Counter)
-    """How many rows say what their answer must be, by the kind of it."""
+    """How many rows say what their answer must be, by the kind of it; `calls`: of tools."""
+    tools: int = 0
+    """Rows that name tools."""
     sample: list[Request] = field(default_factory=list)
     """Good rows, drawn at random and in random order."""
 
@@ -106,6 +108,7 @@ def _tokenise(row: InputRow, encode: Encode) -> tuple[tuple[int, ...], BadRow | 
         return encode(spec.prompt, spec.rendering), None
     except NightmillError as refused:
         name = "prompt" if spec.messages is None else "messages"
+        name = "tools" if str(refused).startswith("tools: ") else name
         return (), BadRow(row.number, row.custom_id, "chat_template", name, str(refused))
 
 
@@ -119,6 +122,9 @@ def _count(found: Survey, spec: JobSpec, prompt_ids: tuple[int, ...], limits: Li
     found.cut += params.max_tokens > room
     if spec.constrained is not None:
         found.constrained[str(spec.constrained.kind)] += 1
+    if spec.tools is not None:
+        found.tools += 1
+        found.constrained[str(ConstraintKind.CALLS)] += spec.tools.required
     if spec.model is not None:
         found.models[spec.model] += 1
 

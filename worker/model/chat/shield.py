@@ -16,6 +16,14 @@ from nightmill.worker.model.tokenizer.finding import alternatives
 Messages = Sequence[Mapping[str, Any]]
 # Such a role may form a token with the template: '<|' + role + '|>'
 _ROLE = re.compile(r"[A-Za-z0-9_-]{1,64}")
+# What calls and schemas are made of: templates look for it, and no token can be completed by it.
+_STRUCTURE = frozenset(
+    {
+        "id", "type", "function", "name", "description", "parameters", "arguments", "strict", "text",
+        "properties", "required", "items", "enum", "default", "anyOf", "oneOf", "allOf",
+        "additionalProperties", "object", "array", "string", "number", "integer", "boolean", "null",
+    }
+)  # fmt: skip
 _USUAL_MARK = "\ufdd0"
 
 
@@ -108,7 +116,12 @@ def _map_content(messages: Messages, change: Callable[[str], str]) -> list[dict[
         if isinstance(value, str):
             return change(value)
         if isinstance(value, Mapping):
-            return {visit(key): visit(item) for key, item in value.items()}
+            return {
+                key if key in _STRUCTURE else visit(key): item
+                if key == "type" and isinstance(item, str) and item in _STRUCTURE
+                else visit(item)
+                for key, item in value.items()
+            }
         if isinstance(value, list | tuple):
             return [visit(item) for item in value]
         return value

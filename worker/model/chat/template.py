@@ -12,14 +12,15 @@ templates may trim, test or split contents. Where marks do change what a templat
 the template too.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
-from nightmill.jobs.contract import AS_USUAL, Rendering
+from nightmill.jobs.contract import AS_USUAL, CallFormat, Markup, Rendering
 from nightmill.jobs.errors import ChatTemplateError, NightmillError
 from nightmill.worker.model.chat.renderer import Limits, Renderer
 from nightmill.worker.model.chat.shield import Messages, Shield, strings, unused_character
+from nightmill.worker.model.chat.tools import ToolUse, tool_use
 from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.model.tokenizer.tokenizer import Piece, Tokenizer
 
@@ -27,14 +28,24 @@ _KEY = "tokenizer.chat_template"
 
 Rendered = str | ChatTemplateError
 
+THINKING = (("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<seed:think>", "</seed:think>"))
+"""What models put around what they think before they answer."""
+_END_TOKENS = 16  # of a prompt, in which such a mark may stand; it may be spelt out
+
 
 @dataclass(frozen=True)
 class _Chat:
-    """Messages and how to render them. `end`: a character of its own behind a last message to go on with."""
+    """Messages and tools as the template takes them, and how to render them.
+
+    end    a character of its own behind a last message to go on with
+    fault  why the template cannot be given them
+    """
 
     messages: Messages
     rendering: Rendering
     end: str
+    tools: Messages | None = None
+    fault: ChatTemplateError | None = None
 
     def variables(self) -> dict[str, Any]:
         """What the template sees; nothing that a caller names takes the place of ours."""
@@ -43,7 +54,9 @@ class _Chat:
             last = messages[-1]
             messages[-1] = {**last, "content": last["content"] + self.end}
         opens = self.rendering.add_generation_prompt
-        return {**self.rendering.variables, "messages": messages, "add_generation_prompt": opens}
+        tools = None if self.tools is None else list(self.tools)
+        ours = {"messages": messages, "tools": tools, "add_generation_prompt": opens}
+        return {**self.rendering.variables, **ours}
 
     def cut(self, text: Rendered) -> Rendered:
         """The rendered text up to where the model is to go on."""
@@ -61,19 +74,37 @@ class _Chat:
 class ChatTemplate:
     """A model's chat template with its tokenizer. Safe to use from several threads; `close` it."""
 
-    def __init__(self, source: str, tokenizer: Tokenizer, label: str, limits: Limits | None = None) -> None:
-        """Compile `source`. Raises ChatTemplateError where it is broken, RunnerError where nothing starts."""
+    def __init__(
+        self,
+        source: str,
+        tokenizer: Tokenizer,
+        label: str,
+        limits: Limits | None = None,
+        calls: CallFormat | None = None,
+    ) -> None:
+        """Compile `source`. Raises ChatTemplateError where it is broken, RunnerError where nothing starts.
+
+        calls: how the model writes calls of tools; by default as its template shows
+        """
+        self._calls = calls
+        self._use: ToolUse | None = None
         self._source = source
         self._tokenizer = tokenizer
         self._shield = Shield(tokenizer.markers)
         vocabulary = tokenizer.vocabulary
         ends = {"bos_token": vocabulary.bos_id, "eos_token": vocabulary.eos_id}
         texts = {name: "" if number is None else vocabulary.text_of(number) for name, number in ends.items()}
-        variables = {**texts, "tools": None, "documents": None}
+        variables = {**texts, "documents": None}
         self._renderer = Renderer(source, variables, limits or Limits(), f"{label}: {_KEY}")
 
     @classmethod
-    def from_gguf(cls, file: GgufFile, tokenizer: Tokenizer, limits: Limits | None = None) -> Self:
+    def from_gguf(
+        cls,
+        file: GgufFile,
+        tokenizer: Tokenizer,
+        limits: Limits | None = None,
+        calls: CallFormat | None = None,
+    ) -> Self:
         """The file's template; raises ChatTemplateError where it has none, or a broken one."""
         source = file.string(_KEY, default="")
         if not source.strip():
@@ -81,7 +112,7 @@ class ChatTemplate:
                 f"{file.path}: {_KEY}: the model has no chat template; give plain prompts instead of "
                 "messages, or add a template with gguf-new-metadata --chat-template"
             )
-        return cls(source, tokenizer, str(file.path), limits)
+        return cls(source, tokenizer, str(file.path), limits, calls)
 
     def render(self, messages: Messages, rendering: Rendering = AS_USUAL) -> str:
         """The prompt as text. Raises ChatTemplateError where the template is broken or refuses."""
@@ -142,7 +173,38 @@ class ChatTemplate:
             if rendering.continue_final_message
             else ""
         )
-        return _Chat(messages, rendering, end)
+        if rendering.tools is None and not any(map(_concerns_tools, messages)):
+            return _Chat(messages, rendering, end)
+        try:
+            use = self._tool_use()
+        except ChatTemplateError as error:
+            if rendering.tools is not None:
+                return _Chat(messages, rendering, end, fault=error)
+            use = ToolUse(CallFormat.JSON)  # earlier calls alone: the template may do with them what it likes
+        told, tools = use.told(messages, rendering.tools)
+        return _Chat(told, rendering, end, tools)
+
+    def _tool_use(self) -> ToolUse:
+        """What the template does with tools; raises ChatTemplateError."""
+        if self._use is None:
+            self._use = tool_use(lambda chat: self._renderer.render_all([chat])[0], self._calls)
+        return self._use
+
+    def markup(self, rendering: Rendering | None, prompt_ids: Sequence[int]) -> Markup | None:
+        """What answers to a chat hold beside what they say; its prompt begins them if it ends in thinking.
+
+        Raises ChatTemplateError where `encode` does.
+        """
+        calls = None
+        if rendering is not None and rendering.tools is not None:
+            calls = self._tool_use().calls
+        thinking = next((marks for marks in THINKING if marks[1] in self._source), None)
+        if calls is None and thinking is None:
+            return None
+        opened = thinking is not None and self._tokenizer.decode(
+            prompt_ids[-_END_TOKENS:], special=True
+        ).rstrip().endswith(thinking[0])
+        return Markup(calls, thinking, opened)
 
     def _render_all(self, chats: Sequence["_Chat"]) -> list[Rendered]:
         faults = [self._fault(chat) for chat in chats]
@@ -152,6 +214,8 @@ class ChatTemplate:
 
     def _fault(self, chat: "_Chat") -> ChatTemplateError | None:
         """Why a chat cannot be given to the template."""
+        if chat.fault is not None:
+            return chat.fault
         for name, value in chat.rendering.variables.items():
             if isinstance(value, str) and (found := self._tokenizer.next_marker(value, 0)):
                 return ChatTemplateError(
@@ -174,19 +238,22 @@ class ChatTemplate:
             for index in indexes:
                 chat = chats[index]
                 try:
-                    texts = [str(plain[index]), self._source, chat.end, *strings(chat.messages)]
+                    given = [*chat.messages, *(chat.tools or ())]
+                    texts = [str(plain[index]), self._source, chat.end, *strings(given)]
                     marks[index] = unused_character(texts)
-                    messages = self._shield.mark(chat.messages, marks[index], broken=broken)
-                    if messages != list(chat.messages):
-                        shielded[index] = replace(chat, messages=messages)
+                    changed = self._shield.mark(given, marks[index], broken=broken)
+                    if changed != given:
+                        count = len(chat.messages)
+                        tools = None if chat.tools is None else changed[count:]
+                        shielded[index] = replace(chat, messages=changed[:count], tools=tools)
                 except RecursionError:
                     marked[index] = ChatTemplateError("the messages are nested too deep")
-            changed = self._render_all(list(shielded.values()))
-            for index, text in zip(shielded, changed, strict=True):
+            anew = self._render_all(list(shielded.values()))
+            for index, text in zip(shielded, anew, strict=True):
                 marked[index] = text
             return [
                 index
-                for index, text in zip(shielded, changed, strict=True)
+                for index, text in zip(shielded, anew, strict=True)
                 if isinstance(text, str) and text.replace(marks[index], "") != plain[index]
             ]
 
@@ -208,3 +275,7 @@ class ChatTemplate:
             yield self._tokenizer.markers[match[0]]
             start = search = self._tokenizer.after(match)
         yield from self._tokenizer.split(text[start:].replace(mark, ""), special=False)
+
+
+def _concerns_tools(message: Mapping[str, Any]) -> bool:
+    return message.get("role") == "tool" or bool(message.get("tool_calls"))

@@ -27,6 +27,14 @@ _MARKUP = re.compile(
     r"(?!</?(?:table|caption|thead|tbody|tfoot|tr|th|td|h[1-6]|blockquote|strong|em|[biu]|su[bp]|code)>)"
     r"<\S+>|\[\S+\]"
 )
+# What models put around thoughts and calls of tools, which whoever reads their texts looks for. It counts if
+# the model's template has it: else it is a token that means nothing.
+_MARKS: Final = frozenset(
+    {
+        "<think>", "</think>", "[THINK]", "[/THINK]", "<seed:think>", "</seed:think>",
+        "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]", "<|python_tag|>",
+    }
+)  # fmt: skip
 _SPECIAL = (TokenType.CONTROL, TokenType.UNKNOWN, TokenType.USER_DEFINED)
 _SILENT = (TokenType.CONTROL, TokenType.UNKNOWN, TokenType.UNUSED)
 
@@ -55,6 +63,8 @@ class Vocabulary:
     bos_id: int | None
     eos_id: int | None
     eos_ids: frozenset[int]
+    marks: frozenset[int] = frozenset()
+    """Tokens that answers are marked up with; they are shown in texts, control tokens or not."""
     _bytes: list[bytes | None] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -93,7 +103,9 @@ class Vocabulary:
                 f"all, more than {MAX_SPECIAL:,}"
             )
         byte_level = how is not None and how.byte_alphabet
-        return cls(byte_level, tokens, kinds, bos_id, eos_id, without_steps(ends, tokens))
+        template = file.string("tokenizer.chat_template", default="")
+        marks = {index for index, text in enumerate(tokens) if text in _MARKS and text in template} - ends
+        return cls(byte_level, tokens, kinds, bos_id, eos_id, without_steps(ends, tokens), frozenset(marks))
 
     def ordinary(self) -> dict[str, int]:
         """Ids of the tokens that text is spelt with; of tokens with the same text the last counts."""
@@ -150,6 +162,8 @@ class Vocabulary:
 
     def _spell(self, token_id: int) -> bytes:
         text, kind = self.tokens[token_id], self.kinds[token_id]
+        if token_id in self.marks:
+            return text.encode()
         if kind in _SILENT:
             return b""
         if not self.byte_level:

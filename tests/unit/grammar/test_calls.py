@@ -1,0 +1,98 @@
+"""A call that must be made is one that can be read, of a function that there is, with arguments that obey."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jsonschema import Draft202012Validator
+
+from nightmill.jobs.contract import CallFormat, Constrained, ConstraintKind, Markup, StopReason, Tools
+from nightmill.jobs.parameters import GenerationParams
+from nightmill.jobs.reading import read_reply
+from nightmill.worker.engine.request import Request
+from nightmill.worker.grammar.calls import calls_asked
+from tests import constrained
+from tests.ggufs import CHATML, byte_vocabulary, write_model
+
+WEATHER = {
+    "type": "object",
+    "properties": {
+        "place": {"enum": ["Bonn", 'a "b" <tool_call>']},
+        "days": {"type": "integer", "maximum": 9},
+    },
+    "required": ["place", "days"],
+    "additionalProperties": False,
+}
+SCHEMAS: dict[str, dict[str, Any]] = {
+    "weather": WEATHER,
+    "news": {
+        "type": "object", "properties": {"of": {"type": "boolean"}}, "required": ["of"],
+        "additionalProperties": False,
+    },
+    "no.args-1": {"type": "object", "properties": {}, "additionalProperties": False},
+}  # fmt: skip
+FUNCTIONS = [
+    {"type": "function", "function": {"name": name, "parameters": schema}} for name, schema in SCHEMAS.items()
+]
+ANY = Tools(FUNCTIONS, required=True)
+ONE = Tools(FUNCTIONS, required=True, parallel=False)
+NEWS = Tools(FUNCTIONS, required=True, function="news")
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    vocabulary = byte_vocabulary(extra=[("[TOOL_CALLS]", 3), ("[ARGS]", 3), ("</tool_call>", 4)])
+    template = "{{ '<tool_call></tool_call>[TOOL_CALLS][ARGS]' }}" + CHATML
+    path = tmp_path_factory.mktemp("calls") / "m.gguf"
+    return write_model(path, vocabulary=vocabulary, chat_template=template, context_length=1024)
+
+
+def request(name: str, seed: int, asked: Constrained) -> Request:
+    return Request(name, 1, (seed % 200, 7), GenerationParams(max_tokens=400), seed, constrained=asked)
+
+
+def test_every_finished_answer_is_calls_that_obey(model_path: Path) -> None:
+    asked = {
+        f"{written} {which} {seed}": (written, tools, seed)
+        for written in CallFormat
+        for which, tools in enumerate((ANY, ONE, NEWS))
+        for seed in range(2 if tools is ANY else 1)
+    }
+    with constrained.Constrained(model_path) as model:
+        requests = [
+            request(name, seed, calls_asked(tools, written)) for name, (written, tools, seed) in asked.items()
+        ]
+        done = model.run(requests, slots=len(requests))
+        marks = model.vocabulary.marks
+    finished, with_marks = set(), 0
+    for name, (written, tools, _) in asked.items():
+        one = done[name]
+        assert one.error is None
+        if one.stop_reason is not StopReason.EOS:
+            continue
+        finished.add(written)
+        with_marks += not marks.isdisjoint(one.token_ids)
+        reply = read_reply(one.text, Markup(written), tools, name)
+        assert reply.content == "" and reply.tool_calls
+        assert tools is ANY or len(reply.tool_calls) == 1
+        assert tools is not NEWS or reply.tool_calls[0].name == "news"
+        for call in reply.tool_calls:
+            Draft202012Validator(SCHEMAS[call.name]).validate(json.loads(call.arguments))
+    assert finished == set(CallFormat)
+    assert with_marks  # not only spelt out
+
+
+def test_what_is_no_tools_fails_alone(model_path: Path) -> None:
+    refused = {"type": "object", "properties": {"a": {"not": {}}}}
+    texts = [
+        "", "[]", '{"written": "smoke"}', '{"written": "hermes", "several": true, "functions": [["f"]]}',
+        json.dumps({"written": "json", "several": False, "functions": [["f", refused]]}),
+    ]  # fmt: skip
+    with constrained.Constrained(model_path) as model:
+        strange = [
+            request(str(n), n, Constrained(ConstraintKind.CALLS, text)) for n, text in enumerate(texts)
+        ]
+        done = model.run([*strange, request("good", 1, calls_asked(NEWS, CallFormat.HERMES))])
+    assert done.pop("good").error is None
+    assert [name for name, one in done.items() if not (one.error or "").startswith("tools: ")] == []

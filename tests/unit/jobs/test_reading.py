@@ -1,0 +1,142 @@
+"""Thoughts, answers and calls are told apart, and the same way whether a text comes whole or in pieces."""
+
+import json
+import random
+from itertools import product
+
+import pytest
+
+from nightmill.jobs.contract import CallFormat, Markup, Tools
+from nightmill.jobs.reading import Reading, Reply, call_id, read_reply
+
+TOOLS = Tools([{"type": "function", "function": {"name": name}} for name in ("weather", "news")])
+HERMES, LLAMA, MISTRAL, NAMED, JSON = (
+    CallFormat.HERMES, CallFormat.LLAMA, CallFormat.MISTRAL, CallFormat.MISTRAL_NAMED, CallFormat.JSON
+)  # fmt: skip
+CALL = '{"name": "weather", "arguments": {"place": "Bonn"}}'
+BONN = ("weather", {"place": "Bonn"})
+# (format, text, content, calls)
+CASES: list[tuple[CallFormat, str, str, list[tuple[str, object]]]] = [
+    (HERMES, f"<tool_call>\n{CALL}\n</tool_call>", "", [BONN]),
+    (HERMES, f"Let me see.\n<tool_call>{CALL}</tool_call>\n<tool_call>{CALL}</tool_call> \n",
+     "Let me see.", [BONN, BONN]),
+    (HERMES, f"<tool_call>{CALL}</tool_call>\n\nDone.", "\n\nDone.", [BONN]),
+    (HERMES, f"<tool_call>{CALL}", "", [BONN]),  # cut after the call, or an end that is not written
+    (HERMES, '<tool_call>{"name": "weather", "arguments": {"place": "</tool_call>"}}</tool_call>',
+     "", [("weather", {"place": "</tool_call>"})]),
+    (HERMES, '<tool_call>{"name": "weather", "arguments": "{\\"place\\": \\"Bonn\\"}"}</tool_call>',
+     "", [BONN]),
+    (HERMES, "<tool_call>{bad}</tool_call> or", "<tool_call>{bad}</tool_call> or", []),
+    (HERMES, '<tool_call>{"name": "weather", "arguments": {"n": 1e999}}</tool_call>',
+     '<tool_call>{"name": "weather", "arguments": {"n": 1e999}}</tool_call>', []),
+    (HERMES, '<tool_call>{"name": "weather", "arguments": {"n": "\\ud800"}}</tool_call>',
+     '<tool_call>{"name": "weather", "arguments": {"n": "\\ud800"}}</tool_call>', []),
+    (HERMES, '<tool_call>{"name": "wea', '<tool_call>{"name": "wea', []),
+    (HERMES, "1 < 2, <tool", "1 < 2, <tool", []),
+    (HERMES, "<tool_call>" + "[" * 100_000, "<tool_call>" + "[" * 100_000, []),
+    (LLAMA, '{"name": "weather", "parameters": {"place": "Bonn"}}', "", [BONN]),
+    (LLAMA, '<|python_tag|>{"name": "weather", "parameters": {"place": "Bonn"}}; {"name": "news"}',
+     "", [BONN, ("news", {})]),
+    (LLAMA, '{"name": "Ada", "parameters": {}}', '{"name": "Ada", "parameters": {}}', []),
+    (LLAMA, "<|python_tag|>print(1)", "<|python_tag|>print(1)", []),
+    (LLAMA, " It rains. ", " It rains. ", []),
+    (MISTRAL, f'[TOOL_CALLS][{CALL[:-1]}, "id": "abcdefghi"}}, {CALL}]', "", [BONN, BONN]),
+    (MISTRAL, "Well: [TOOL", "Well: [TOOL", []),
+    (NAMED, '[TOOL_CALLS]weather[ARGS]{"place": "Bonn"}[TOOL_CALLS]news{}', "", [BONN, ("news", {})]),
+    (NAMED, 'I look.[TOOL_CALLS]weather[CALL_ID]abcdefghi[ARGS]{"place": "Bonn"}', "I look.", [BONN]),
+    (NAMED, "[TOOL_CALLS]weather, please", "[TOOL_CALLS]weather, please", []),
+    (JSON, f"```json\n[{CALL}]\n```", "", [BONN]),
+    (JSON, f" {CALL}\n", "", [BONN]),
+    (JSON, '{"place": "Bonn"}', '{"place": "Bonn"}', []),
+    (JSON, "[1, 2]", "[1, 2]", []),
+]  # fmt: skip
+THINK = ("<think>", "</think>")
+
+
+def in_pieces(text: str, markup: Markup, draw: random.Random) -> Reply:
+    reading = Reading(markup, TOOLS, "j")
+    parts, left = [], text
+    while left:
+        size = draw.choice((1, 2, 3, 7, 40_000))
+        parts += reading.push(left[:size])
+        left = left[size:]
+    parts += reading.end()
+    calls = tuple(part.call for part in parts if part.call is not None)
+    thoughts = "".join(part.reasoning for part in parts)
+    return Reply("".join(part.content for part in parts), thoughts or None, calls)
+
+
+@pytest.mark.parametrize(("written", "text", "content", "calls"), CASES)
+def test_calls_are_read_and_what_is_none_stays_text(
+    written: CallFormat, text: str, content: str, calls: list[tuple[str, object]]
+) -> None:
+    draw = random.Random(len(text))
+    for thinking, opened in ((None, False), (THINK, False), (THINK, True)):
+        thought = (
+            "" if thinking is None else ("" if opened else " <think>") + "\nIs it </thin?\n\n</think>\n\n"
+        )
+        markup = Markup(written, thinking, opened)
+        whole = read_reply(thought + text, markup, TOOLS, "j")
+        assert whole.reasoning == (None if thinking is None else "Is it </thin?")
+        assert whole.content == (content if thinking is None or calls else content.lstrip())
+        assert [(call.name, call.parsed) for call in whole.tool_calls] == calls
+        for _ in range(1 if len(text) > 1_000 else 8):
+            assert in_pieces(thought + text, markup, draw) == whole
+
+
+@pytest.mark.parametrize(
+    ("text", "opened", "reasoning", "content"),
+    [
+        ("yes", False, None, "yes"),
+        ("<think>\nhm", False, "hm", ""),
+        ("hm", True, "hm", ""),
+        ("", True, None, ""),
+        ("<think>\n\n</think>\n\nyes", False, None, "yes"),
+        ("a <think>b</think>", False, None, "a <think>b</think>"),
+        ("<thi", False, None, "<thi"),
+        (" \n", False, None, " \n"),
+        ("hm</think>a</think>b", True, "hm", "a</think>b"),
+    ],
+)
+def test_thoughts_stand_at_the_beginning(
+    text: str, opened: bool, reasoning: str | None, content: str
+) -> None:
+    assert read_reply(text, Markup(None, THINK, opened), None, "j") == Reply(content, reasoning)
+
+
+def test_text_without_marks_is_not_looked_at() -> None:
+    text = f"<think>hm</think><tool_call>{CALL}</tool_call>"
+    assert read_reply(text, None, TOOLS, "j") == Reply(text)
+    assert read_reply(text, Markup(HERMES), None, "j") == Reply(text)  # it was not told of tools
+
+
+def test_one_call_at_most() -> None:
+    one = Tools(TOOLS.functions, parallel=False)
+    text = f"<tool_call>{CALL}</tool_call>" * 3
+    assert len(read_reply(text, Markup(HERMES), one, "j").tool_calls) == 1
+
+
+def test_ids_of_calls_follow_from_the_job() -> None:
+    text = f"<tool_call>{CALL}</tool_call>" * 2
+    calls = read_reply(text, Markup(HERMES), TOOLS, "j", 1).tool_calls
+    assert [call.id for call in calls] == [call_id("j", 1, 0), call_id("j", 1, 1)]
+    ids = {call_id(job, answer, number) for job, answer, number in product("jk", range(9), range(9))}
+    assert len(ids) == 162 and all(len(one) == 9 and one.isalnum() for one in ids)
+
+
+def test_what_models_may_write_never_raises_and_loses_nothing() -> None:
+    draw = random.Random(5)
+    pieces = [
+        "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "<think>", "</think>",
+        "weather", "{", "}", "[", "]", '"', ":", ",", '{"name": "weather", "arguments": {}}', "\\u12", "1e9",
+        "é", "\n", " ", "```",
+    ]  # fmt: skip
+    for _ in range(1_500):
+        text = "".join(draw.choices(pieces, k=draw.randrange(14)))
+        markup = Markup(draw.choice(list(CallFormat)), draw.choice((None, THINK)), draw.random() < 0.3)
+        whole = read_reply(text, markup, TOOLS, "j")
+        assert in_pieces(text, markup, draw) == whole
+        for call in whole.tool_calls:
+            assert isinstance(json.loads(call.arguments), dict)
+        if markup.thinking is None and not whole.tool_calls:
+            assert whole.content == text

@@ -1,0 +1,103 @@
+"""Calls of tools and thoughts, as OpenAI's own client reads them: whole, and streamed."""
+
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import openai
+import pytest
+
+from nightmill.jobs.client import Client
+from nightmill.jobs.contract import CallFormat, Markup
+from nightmill.jobs.settings import Settings
+from tests.unit.engine import scripted
+from tests.unit.server.conftest import KEYS, Server, Slow, listening, working
+from tests.unit.worker.bench import PROMPT, Bench, stop
+
+TEXT = (
+    "<think>\nIs it raining?\n</think>\n\nI'll look.\n"
+    '<tool_call>\n{"name": "weather", "arguments": {"place": "Köln"}}\n</tool_call>\n'
+    '<tool_call>\n{"name": "news", "arguments": {}}\n</tool_call>'
+)
+TOOLS: Any = [{"type": "function", "function": {"name": name}} for name in ("weather", "news")]
+HELLO: Any = [{"role": "user", "content": "Rain in Köln?"}]
+ASKED: dict[str, Any] = {"model": "model", "messages": HELLO, "seed": len(PROMPT), "max_tokens": 40}
+
+
+@pytest.fixture
+def talking(sqlite_settings: Settings, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    """A server whose worker answers TEXT to everything, in pieces of six bytes or so."""
+    said = TEXT.encode()
+    size = -(-len(said) // scripted.EOS)
+    pieces = [said[start : start + size] for start in range(0, len(said), size)]
+    script = [*range(len(pieces)), scripted.EOS]
+    monkeypatch.setattr(scripted, "PIECES", [*pieces, *[b"?"] * (scripted.VOCAB - len(pieces))])
+    with Client(sqlite_settings) as client:
+        bench = Bench(client, Slow(script=script))
+        monkeypatch.setattr(
+            bench.service,
+            "_markup",
+            lambda claim, ids: Markup(
+                None if claim.rendering is None else CallFormat.HERMES, ("<think>", "</think>")
+            ),
+        )
+        try:
+            with listening(client, KEYS) as port, working(client, bench):
+                yield Server(client, bench, port)
+        finally:
+            stop(bench)
+
+
+def test_calls_and_thoughts_come_whole_and_streamed_and_go_back(talking: Server) -> None:
+    client = talking.openai()
+    whole = client.chat.completions.create(**ASKED, tools=TOOLS)
+    (choice,) = whole.choices
+    assert choice.finish_reason == "tool_calls"
+    assert choice.message.content == "I'll look."
+    assert choice.message.reasoning_content == "Is it raining?"  # type: ignore[attr-defined]
+    calls = choice.message.tool_calls or []
+    assert [(call.type, call.function.name, json.loads(call.function.arguments)) for call in calls] == [
+        ("function", "weather", {"place": "Köln"}),
+        ("function", "news", {}),
+    ]
+    assert len({call.id for call in calls}) == 2
+    job = talking.client.get(whole.id.removeprefix("chatcmpl-"))
+    assert job.text == TEXT and [call.id for call in job.tool_calls] == [call.id for call in calls]
+
+    with client.chat.completions.stream(**ASKED, tools=TOOLS) as stream:
+        thoughts = [
+            event.chunk.choices[0].delta.reasoning_content  # type: ignore[attr-defined]
+            for event in stream
+            if event.type == "chunk" and hasattr(event.chunk.choices[0].delta, "reasoning_content")
+        ]
+        final = stream.get_final_completion().choices[0]
+    assert "".join(thoughts) == "Is it raining?"
+    assert (final.finish_reason, final.message.content) == ("tool_calls", "I'll look.")
+    streamed = final.message.tool_calls or []
+    assert [(call.function.name, call.function.arguments) for call in streamed] == [
+        (call.function.name, call.function.arguments) for call in calls
+    ]
+
+    results = [{"role": "tool", "tool_call_id": call.id, "content": "wet"} for call in calls]
+    chat = [*HELLO, choice.message.model_dump(), *results]
+    again = client.chat.completions.create(**ASKED | {"messages": chat}, tools=TOOLS, tool_choice="none")
+    messages = talking.client.get(again.id.removeprefix("chatcmpl-")).messages
+    assert messages is not None and messages[1]["reasoning_content"] == "Is it raining?"
+    assert messages[1]["tool_calls"][0]["function"] == {"name": "weather", "arguments": '{"place": "Köln"}'}
+    assert messages[2] == {"role": "tool", "tool_call_id": calls[0].id, "content": "wet"}
+    message = again.choices[0].message
+    assert message.tool_calls is None and "<tool_call>" in (message.content or "")
+
+
+def test_what_cannot_be_called_is_refused_by_name(start: Callable[..., Any]) -> None:
+    refused: list[tuple[dict[str, Any], str]] = [
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": TOOLS, "tool_choice": "sing"}, "tool_choice"),
+        ({"tools": TOOLS, "response_format": {"type": "json_object"}}, "tools"),
+        ({"messages": [*HELLO, {"role": "assistant", "tool_calls": [{}]}]}, "messages[1].tool_calls[0]"),
+    ]
+    with start(worker=False) as server:
+        for more, param in refused:
+            with pytest.raises(openai.BadRequestError) as error:
+                server.openai().chat.completions.create(**ASKED | more)
+            assert error.value.param == param

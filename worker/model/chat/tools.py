@@ -1,0 +1,164 @@
+"""How a model's template deals with tools, found out by what it makes of a call.
+
+Templates say nowhere how their model writes a call. But they write the calls of earlier messages in the same
+way: so a chat with one is rendered, and the call looked for in the text. That also shows whether the template
+tells the model of tools at all, and whether it takes arguments as objects or as texts of JSON.
+"""
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from nightmill.jobs.contract import CallFormat, Tools
+from nightmill.jobs.errors import ChatTemplateError
+
+Messages = Sequence[Mapping[str, Any]]
+Render = Callable[[Mapping[str, Any]], str | ChatTemplateError]
+"""A chat's variables to its text."""
+
+_NAME, _KEY, _VALUE, _RESULT = "night_function", "night_key", "night_value", "night_result"
+_TOOL: Final = {
+    "type": "function",
+    "function": {
+        "name": _NAME,
+        "description": "Looks something up.",
+        "parameters": {"type": "object", "properties": {_KEY: {"type": "string"}}, "required": [_KEY]},
+    },
+}
+_ID: Final = "abcdefghi"  # Mistral's templates want nine letters and digits
+_ARGUMENTS: Final = {_KEY: _VALUE}
+_PLAIN = re.compile(rf'\{{\s*"{_KEY}":\s*"{_VALUE}"\s*\}}')
+_CALL = rf'\{{\s*"name":\s*"{_NAME}",\s*"(arguments|parameters)":\s*\{{[^{{}}]*\}}'
+_SHAPES: Final[tuple[tuple[CallFormat, re.Pattern[str]], ...]] = (
+    (CallFormat.HERMES, re.compile(rf"<tool_call>\s*{_CALL}\s*\}}\s*</tool_call>")),
+    (CallFormat.MISTRAL, re.compile(rf"\[TOOL_CALLS\]\s*\[\s*{_CALL}")),
+    (CallFormat.MISTRAL_NAMED, re.compile(rf"\[TOOL_CALLS\]\s*{_NAME}(\[CALL_ID\]{_ID})?(\[ARGS\])?\s*\{{")),
+)
+_BARE = re.compile(rf"\s*(?:<\|python_tag\|>)?{_CALL}\s*\}}")
+REMEDY: Final = (
+    "serve the model with --tool-format json, by which a system message describes tools, or remove them"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ToolUse:
+    """How tools are told to a model, and how it calls them.
+
+    calls          how it writes calls
+    as_text        the template takes the arguments of calls as JSON texts, and not as objects
+    in_words       the template does not know tools: they are described in a system message
+    """
+
+    calls: CallFormat
+    as_text: bool = False
+    in_words: bool = False
+
+    def told(
+        self, messages: Messages, tools: Tools | None
+    ) -> tuple[list[Mapping[str, Any]], list[Mapping[str, Any]] | None]:
+        """The messages and tools that the template is given."""
+        if self.in_words:
+            return _in_words(messages, tools), None
+        told = list(messages) if self.as_text else [_with_objects(message) for message in messages]
+        return told, None if tools is None else list(tools.functions)
+
+
+def tool_use(render: Render, wanted: CallFormat | None) -> ToolUse:
+    """What is found out; `wanted` is how the model is said to write calls, whatever its template shows.
+
+    Raises ChatTemplateError if the template knows no tools, or nobody knows how its calls are written.
+    """
+    if wanted is CallFormat.JSON:
+        return ToolUse(CallFormat.JSON, in_words=True)
+    told = render({"messages": [_user()], "tools": [_TOOL], "add_generation_prompt": True})
+    if isinstance(told, ChatTemplateError) or _NAME not in told:
+        raise ChatTemplateError(f"tools: the model's chat template does not know them; {REMEDY}")
+    for as_text in (False, True):
+        text = render({"messages": _chat(as_text), "tools": [_TOOL], "add_generation_prompt": True})
+        if isinstance(text, ChatTemplateError) or not _PLAIN.search(text):
+            continue
+        found = wanted or _format_of(text, told)
+        if found is not None:
+            return ToolUse(found, as_text)
+    if wanted is not None:
+        return ToolUse(wanted)
+    raise ChatTemplateError(
+        f"tools: how calls are written by the model's chat template is not known here; {REMEDY}"
+    )
+
+
+def _format_of(text: str, prompt: str) -> CallFormat | None:
+    """How the call is written in this text, in which an answer to `prompt` makes it."""
+    for style, shape in _SHAPES:
+        if shape.search(text):
+            return style
+    bare = _BARE.match(text.removeprefix(prompt)) if text.startswith(prompt) else None
+    if bare is None:
+        return None
+    return CallFormat.LLAMA if bare[1] == "parameters" else CallFormat.JSON
+
+
+def _user() -> dict[str, Any]:
+    return {"role": "user", "content": "Hello"}
+
+
+def _chat(as_text: bool) -> list[dict[str, Any]]:
+    arguments = json.dumps(_ARGUMENTS) if as_text else _ARGUMENTS
+    call = {"id": _ID, "type": "function", "function": {"name": _NAME, "arguments": arguments}}
+    return [
+        _user(),
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": _ID, "name": _NAME, "content": _RESULT},
+    ]
+
+
+def _with_objects(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A message whose calls have their arguments as objects."""
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list):
+        return message
+    return {**message, "tool_calls": [_with_object(call) for call in calls]}
+
+
+def _with_object(call: Any) -> Any:
+    try:
+        arguments = json.loads(call["function"]["arguments"])
+    except (TypeError, KeyError, ValueError, RecursionError):  # a row that no client of ours has written
+        return call
+    return {**call, "function": {**call["function"], "arguments": arguments}}
+
+
+# -- in words ------------------------------------------------------------------------------------
+
+_INSTRUCTION: Final = (
+    "You may call these functions, described as JSON:\n{functions}\n"
+    'To call one, answer with nothing but {{"name": NAME, "arguments": OBJECT}}{several}. '
+    "Else answer as usual."
+)
+_SEVERAL: Final = ", and to call several, with a list of such objects"
+
+
+def _in_words(messages: Messages, tools: Tools | None) -> list[Mapping[str, Any]]:
+    """The messages as a template without tools takes them: nothing but roles and texts."""
+    told: list[Mapping[str, Any]] = [_plain(message) for message in messages]
+    if tools is None:
+        return told
+    functions = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools.functions)
+    said = _INSTRUCTION.format(functions=functions, several=_SEVERAL if tools.parallel else "")
+    if told and told[0]["role"] == "system":
+        return [{**told[0], "content": f"{told[0]['content']}\n\n{said}"}, *told[1:]]
+    return [{"role": "system", "content": said}, *told]
+
+
+def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
+    content = message.get("content")
+    if message.get("role") == "tool":
+        return {"role": "user", "content": f"Result of {message.get('name') or 'the call'}:\n{content}"}
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list) or not calls:
+        return {name: value for name, value in message.items() if name in ("role", "content")}
+    functions = [_with_object(call).get("function") for call in calls if isinstance(call, Mapping)]
+    written = json.dumps(functions[0] if len(functions) == 1 else functions, ensure_ascii=False)
+    return {"role": "assistant", "content": f"{content}\n{written}" if content else written}
