@@ -8,8 +8,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from nightmill.jobs.server.errors import HttpError
 
-OPEN_PATHS = frozenset({"/health", "/ready"})
-"""What a load balancer asks for, also of a server that is full."""
+OPEN_PATHS = frozenset({"/health", "/ready", "/metrics"})
+"""What those who watch over a server ask for, also of one that is full."""
 
 
 class OpenRequests:

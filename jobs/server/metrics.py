@@ -16,6 +16,7 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from nightmill.jobs.contract import JobState
+from nightmill.jobs.errors import DatabaseError
 from nightmill.jobs.server.desk import Desk
 from nightmill.jobs.server.errors import HttpError
 from nightmill.jobs.server.keys import Right
@@ -112,10 +113,11 @@ class Metrics:
         self._desk = desk
         self._standing = Standing(desk.client.database)
         self._asking = asyncio.Lock()
-        self._queued = _Counted(self._standing.queued, {})
-        self._running = _Counted(self._standing.running, {})
-        self._ended = _Counted(self._standing.ended, {})
-        self._workers = _Counted(self._standing.workers, {})
+        self._queued = _Counted(self._standing.queued)
+        self._running = _Counted(self._standing.running)
+        self._ended = _Counted(self._standing.ended)
+        self._workers = _Counted(self._standing.workers)
+        self._database_up = False
         self.traffic = Traffic()
         if self.traffic.registry is not None:
             self.traffic.registry.register(self)
@@ -135,8 +137,15 @@ class Metrics:
             return Response(generate_latest(self.traffic.registry), media_type=CONTENT_TYPE_LATEST)
 
     def _count(self) -> None:
-        for counted in (self._queued, self._running, self._ended, self._workers):
-            counted.look()
+        all_counted = (self._queued, self._running, self._ended, self._workers)
+        try:
+            for counted in all_counted:
+                counted.look()
+            self._database_up = True
+        except DatabaseError:
+            for counted in all_counted:
+                counted.forget()
+            self._database_up = False
 
     def describe(self) -> "Iterable[Metric]":
         """Nothing: a registry would else collect at once, before anything is counted."""
@@ -144,6 +153,11 @@ class Metrics:
 
     def collect(self) -> "Iterator[Metric]":
         """What was counted last."""
+        from prometheus_client.core import GaugeMetricFamily
+
+        up = GaugeMetricFamily("nightmill_database_up", "1 if the database answers.")
+        up.add_metric([], self._database_up)
+        yield up
         queued, running, ended = self._queued.found, self._running.found, self._ended.found
         jobs = dict(ended)
         jobs |= {(model, JobState.QUEUED): waiting.jobs for model, waiting in queued.items()}
@@ -172,9 +186,14 @@ class Metrics:
 class _Counted:
     """What a statement finds, asked again only if the last answer is old for what it took."""
 
-    def __init__(self, ask: Callable[[], Mapping[Any, Any]], found: Mapping[Any, Any]) -> None:
-        self.found = found
+    def __init__(self, ask: Callable[[], Mapping[Any, Any]]) -> None:
+        self.found: Mapping[Any, Any] = {}
         self._ask = ask
+        self._again_at = float("-inf")
+
+    def forget(self) -> None:
+        """Nothing is known any more."""
+        self.found = {}
         self._again_at = float("-inf")
 
     def look(self) -> None:

@@ -1,13 +1,16 @@
 """The Dockerfile and compose.yaml name extras, settings, volumes and services that there are."""
 
+import json
 import re
 import tomllib
 import urllib.request
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from jsonschema.validators import validator_for
 
 from nightmill.jobs.commands.serve import serve
 from nightmill.jobs.server.guards import OPEN_PATHS, is_loopback
@@ -16,6 +19,11 @@ from nightmill.jobs.settings import PREFIX, Settings
 ROOT = Path(__file__).parents[2]
 DOCKERFILE = (ROOT / "Dockerfile").read_text(encoding="utf-8")
 COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "compose.yaml").read_text(encoding="utf-8"))
+
+
+def test_compose_obeys_its_specification() -> None:
+    schema = json.loads((files("check_jsonschema.builtin_schemas.vendor") / "compose-spec.json").read_text())
+    assert [error.message for error in validator_for(schema)(schema).iter_errors(COMPOSE)] == []
 
 
 def test_the_image_is_installed_with_extras_that_there_are_and_takes_models_by_name() -> None:

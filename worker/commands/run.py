@@ -3,7 +3,7 @@
 import logging
 import signal
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from types import FrameType
 from typing import Any, Self
 
@@ -21,7 +21,7 @@ from nightmill.jobs.commands.options import LOG_FORMAT, json_option
 from nightmill.jobs.commands.printing import describe_status
 from nightmill.jobs.commands.progress import BatchProgress, log_of_command, logged_errors
 from nightmill.jobs.commands.terminal import echo, echo_err, echo_json
-from nightmill.jobs.errors import DatabaseUnreachableError, SettingsError
+from nightmill.jobs.errors import DatabaseError, DatabaseUnreachableError, SettingsError
 from nightmill.jobs.formats import FileFormat
 from nightmill.jobs.formats.places import STANDARD, brought_to, check_apart, errors_name, taken_from
 from nightmill.jobs.logs import LogFormat
@@ -153,7 +153,8 @@ def run(
                 stream.finish()
                 for place in places:
                     place.deliver()
-                client.courier.look(batch.name)  # our worker ends with us; others try again
+                with suppress(DatabaseError):  # our worker ends with us, but others try again
+                    client.courier.look(batch.name)
         summary = status_values(status)
         if status.state.final and at_end is not None:
             code = run_on_end(at_end, status, on_end_seconds, say, results=output, errors=errors)
@@ -163,8 +164,10 @@ def run(
         echo_json(summary, err=piped)
     else:
         echo(describe_status(status), err=piped)
-        where = printable(errors) if errors else f"nightmill batch errors {printable(batch.name)} -o FILE"
-        echo(f"Results: {printable(output)}; errors: {where}", err=piped)
+        written, failed = (printable(place.label) for place in places)
+        if errors is None:
+            failed = f"nightmill batch errors {printable(batch.name)} -o FILE"
+        echo(f"Results: {written}; errors: {failed}", err=piped)
     raise SystemExit(EXIT_CODES[status.state] if status.state.final else INTERRUPTED)
 
 

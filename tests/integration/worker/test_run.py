@@ -155,7 +155,7 @@ def test_a_second_run_does_nothing_twice_and_says_the_same(
         results, said = first.communicate(timeout=PATIENCE)
     assert (first.returncode, [one.path for one in receiver.received]) == (0, ["/night"]), said
     assert [row["custom_id"] for row in csv.DictReader(io.StringIO(results))] == ["row-1", "row-2", "row-3"]
-    assert "3 succeeded" in said and "Results: -; errors: nightmill batch errors stdin-" in said
+    assert "3 succeeded" in said and "Results: standard output; errors: nightmill batch errors stdin-" in said
     told = tmp_path / "told.json"
     told_by = f"{sys.executable} -c \"import os, sys; open(sys.argv[1], 'w').write(sys.stdin.read()); "
     at_end = f"{told_by} print('end of', os.environ['NIGHTMILL_END_BATCH']); sys.exit(7)\" '{told}'"

@@ -1,18 +1,28 @@
 """Progress in words: everything that a person asks of a night, on one line."""
 
 import io
+import json
 import re
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 
 import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
 from nightmill.jobs.batch_status import BatchRecord, BatchStatus, Pace, RowCount, make_status
-from nightmill.jobs.commands.progress import BatchProgress, describe, duration
+from nightmill.jobs.commands.progress import (
+    BatchProgress,
+    describe,
+    duration,
+    log_of_command,
+    logged_errors,
+)
 from nightmill.jobs.commands.terminal import Line
 from nightmill.jobs.contract import JobState, StopReason
+from nightmill.jobs.errors import BatchFileError
+from nightmill.jobs.settings import Settings
 
 RECORD = BatchRecord("night", "model", datetime.now(UTC), format="jsonl", row_count=1_200)
 
@@ -23,6 +33,26 @@ def status(*counts: RowCount, pace: Pace | None = None) -> BatchStatus:
 
 DONE = RowCount(JobState.SUCCEEDED, StopReason.EOS, 1_000, 9, 9)
 FAILED = RowCount(JobState.FAILED, StopReason.ERROR, 2)
+
+
+def test_a_log_for_programs_has_the_numbers_as_fields_and_errors_as_lines(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    log = log_of_command(Settings(data_dir=tmp_path, log_format="json"))
+    assert log is not None and log_of_command(Settings(data_dir=tmp_path)) is None
+    with pytest.raises(SystemExit) as ended, logged_errors(log), BatchProgress("night", log=log) as line:
+        line.show(status(DONE, FAILED, RowCount(JobState.QUEUED, None, 198)))
+        line.show(status(DONE, FAILED, RowCount(JobState.QUEUED, None, 100)))  # too soon after the last
+        line.say("waiting")
+        raise BatchFileError("out.jsonl: is\nfull")
+    assert ended.value.code == 1
+    first, second, last = map(json.loads, capsys.readouterr().err.splitlines())
+    fields = {"batch": "night", "state": "queued", "rows": 1_200, "done": 1_002, "queued": 198, "failed": 2}
+    assert first.items() >= fields.items()
+    assert [(one["level"], one["message"]) for one in (second, last)] == [
+        ("info", "waiting"),
+        ("critical", "out.jsonl: is\nfull"),
+    ]
 
 
 def test_a_running_batch_says_how_fast_it_is_and_when_it_ends() -> None:

@@ -7,10 +7,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from nightmill.jobs.contract import StopReason
+from nightmill.jobs.errors import DatabaseUnreachableError
 from nightmill.jobs.server.metrics import ANY, MOST_MODELS, OTHERS, names_of
 from nightmill.worker.service.metrics import WorkerMetrics
 from tests.servers import wait_until
@@ -31,7 +33,7 @@ def samples(text: str) -> dict[Sample, float]:
 
 
 def test_numbers_of_servers_and_workers_are_true_and_those_of_the_board_are_there(
-    start: Callable[..., Any],
+    start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with start(worker=False) as server, server.http() as alice, server.http(OPS) as ops:
         bench, client = server.bench, server.client
@@ -59,6 +61,13 @@ def test_numbers_of_servers_and_workers_are_true_and_those_of_the_board_are_ther
         assert told["nightmill_http_requests_open", ()] == 1  # this one
         client.enqueue("waits, too", model="model")
         wait_until(lambda: samples(ops.get("/metrics").text)["nightmill_jobs", ("model", "queued")] == 2)
+        assert told["nightmill_database_up", ()] == 1
+        time.sleep(1)  # for so long an answer is good
+        with monkeypatch.context() as patched:
+            patched.setattr(client.database, "read", _away)
+            without = samples(ops.get("/metrics").text)
+        assert without["nightmill_database_up", ()] == 0 < without["nightmill_http_requests_open", ()]
+        assert not [name for name, _ in without if name in ("nightmill_jobs", "nightmill_workers")]
 
         registry = CollectorRegistry()
         registry.register(WorkerMetrics(bench.service, "model", "GPU 0"))
@@ -82,6 +91,10 @@ def test_numbers_of_servers_and_workers_are_true_and_those_of_the_board_are_ther
         assert shown <= there and len(shown) > 15
         documented = set(re.findall(r"`(nightmill_\w+)`", BOARD.with_name("operations.md").read_text()))
         assert {re.sub(r"_(bucket|sum|count)$", "", name) for name in there} == documented
+
+
+def _away() -> None:
+    raise DatabaseUnreachableError("the database does not answer")
 
 
 def _queries() -> list[str]:
