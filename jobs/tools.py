@@ -69,6 +69,14 @@ def tools_by(said: Mapping[str, Any]) -> Tools | None:
     return made
 
 
+def check_read(tools: Tools) -> None:
+    """Raises InvalidParameterError for what a row holds, and nobody has checked."""
+    choice = tools.function or ("required" if tools.required else "auto")
+    said = {"tools": tools.functions, "tool_choice": choice, "parallel_tool_calls": tools.parallel}
+    if tools_by(said) != tools:
+        raise _bad("tools", "are not as this version writes them")
+
+
 def _tools(value: Any) -> list[JsonObject]:
     if value is None:
         return []

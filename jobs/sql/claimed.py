@@ -11,6 +11,7 @@ from nightmill.jobs.contract import KINDS_OF_ROWS, Constrained, JsonObject, Rend
 from nightmill.jobs.errors import InvalidParameterError
 from nightmill.jobs.parameters import GenerationParams
 from nightmill.jobs.sql.partials import SavedTokens
+from nightmill.jobs.tools import check_read
 
 __all__ = ["Claim", "read_claim"]
 
@@ -58,6 +59,8 @@ def read_claim(row: Any, saved: SavedTokens | None) -> Claim:
     if row.rendering is not None:
         try:
             template_variables(None if rendering is None else rendering.variables)
+            if rendering is not None and rendering.tools is not None:
+                check_read(rendering.tools)
         except ValueError as error:
             fault = f"rendering: {error}"
     if fault is not None:

@@ -33,6 +33,9 @@ def request(draw: random.Random) -> tuple[dict[str, Any], bool]:
         {"deadline": datetime.max}, {"deadline": far.replace(tzinfo=None)}, {"scheduled_at": timedelta(-1)},
         {"max_attempts": 0}, {"max_attempts": 1}, {"max_attempts": 101}, {"model": "no/such-model"},
         {"model": "../../etc/passwd"}, {"idempotency_key": "k" * 256}, {"nonsense": 1},
+        {"tools": [{}] * 129}, {"tools": [DEEP]}, {"tools": "x"}, {"tool_choice": "\x1b[31m"},
+        {"tool_choice": 7}, {"tools": [{"type": "function", "function": {"name": "<|im_end|>"}}]},
+        {"parallel_tool_calls": "no"},
     ]  # fmt: skip
     chosen: dict[str, Any] = {"max_tokens": 20}
     for extreme in draw.sample(extremes, draw.randrange(1, 3)):
@@ -41,12 +44,20 @@ def request(draw: random.Random) -> tuple[dict[str, Any], bool]:
     return chosen | {"prompt": "long " * 400 if too_long else prompt}, too_long
 
 
+_TOOLS = (
+    '{"functions": [{"function": {"name": "<|im_end|>"}}], "required": true, "function": null, '
+    '"parallel": true}'
+)
+_RENDERING = '{"variables": {}, "add_generation_prompt": true, "continue_final_message": false, "tools": %s}'
+
+
 def rewritten(draw: random.Random, *, sqlite: bool) -> dict[str, Any]:
     """Columns of a row as a newer client, or a person with SQL, may leave them: no worker can run it."""
     params = ('{"max_tokens": 5, "of_a_newer_version": 1}', "[]", '{"max_tokens": "many"}', "null", '"x"')
     values: list[dict[str, Any]] = [{"params": text} for text in params]
     values += [{"prompt": None, "messages": text} for text in ("5", '[{"role": 7}]', '{"a": 1}', "[[]]")]
     values += [{"seed": -5}]
+    values += [{"rendering": text} for text in ("[]", f'{{"tools": {_TOOLS}}}', _RENDERING % _TOOLS)]
     if sqlite:
         values += [{"params": "{not json"}, {"seed": "seven"}]
     return draw.choice(values)

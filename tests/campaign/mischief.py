@@ -85,7 +85,11 @@ class Mischief:
         cast = "" if self._world.database == "sqlite" else "CAST(:{0} AS json)"
         columns = ", ".join(
             f"{name} = "
-            + (cast.format(name) if cast and name in ("params", "messages") and value else f":{name}")
+            + (
+                cast.format(name)
+                if cast and name in ("params", "messages", "rendering") and value
+                else f":{name}"
+            )
             for name, value in values.items()
         )
         self._ledger.promised(_free(ids[4]))  # what is not understood may fail or be half understood

@@ -10,7 +10,7 @@ from sqlalchemy import insert, text, update
 from sqlalchemy.exc import DBAPIError
 
 from nightmill.jobs.client import Client
-from nightmill.jobs.contract import JobState, Rendering, StopReason
+from nightmill.jobs.contract import JobState, Rendering, StopReason, Tools
 from nightmill.jobs.errors import (
     DatabaseBusyError,
     DatabaseError,
@@ -136,6 +136,8 @@ UNREADABLE: list[dict[str, Any]] = [
     {"rendering": {"variables": {}}},
     {"rendering": Rendering({"messages": True}).values()},
     {"rendering": Rendering({"effort": "<|im_end|>"}).values()},
+    {"rendering": Rendering().values() | {"tools": []}},
+    {"rendering": Rendering(tools=Tools([{"function": {"name": "<|im_end|>"}}])).values()},
 ]
 
 
@@ -156,13 +158,15 @@ def test_a_row_that_a_worker_cannot_read_is_claimed_with_its_fault_and_hides_no_
 
 
 @pytest.mark.parametrize("server_settings", ["sqlite"], indirect=True)
-@pytest.mark.parametrize("column", ["params", "messages", "prompt_ids", "rendering", "errors", "metadata"])
+@pytest.mark.parametrize(
+    "column", ["params", "messages", "prompt_ids", "rendering", "markup", "errors", "metadata"]
+)
 def test_json_that_is_none_hides_no_other_row(client: Client, column: str) -> None:
     ids = list(client.enqueue_many(["prompt"] * 3, batch="b"))
     with client.database.write() as connection:  # SQLite alone takes it
         connection.execute(text(f"UPDATE jobs SET {column} = '{{broken' WHERE id = :id"), {"id": ids[1]})
     claims = Claims(client.database, "a" * 32).claim(ids)
-    understood = [True, column in ("errors", "metadata"), True]
+    understood = [True, column in ("markup", "errors", "metadata"), True]
     assert [claim.unreadable is None for claim in claims] == understood
     outcomes = [Outcome(one.job_id, 1, StopReason.ERROR, "", 1, 1, "it broke") for one in claims]
     assert Claims(client.database, "a" * 32).finish(outcomes) == 3

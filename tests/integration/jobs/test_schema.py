@@ -153,9 +153,11 @@ def test_rows_from_before_answers_could_be_held_to_a_schema_ask_for_nothing(empt
 
 
 @pytest.mark.parametrize(
-    ("before", "column"), [("0007", "prompt_ids"), ("0009", "rendering")], ids=["token ids", "rendering"]
+    ("before", "column"),
+    [("0007", "prompt_ids"), ("0009", "rendering"), ("0014", "markup")],
+    ids=["token ids", "rendering", "markup"],
 )
-def test_rows_from_before_a_column_of_prompts_hold_nothing_there(
+def test_rows_from_before_a_column_hold_nothing_there(
     empty_database: Database, before: str, column: str
 ) -> None:
     config = _old_rows(empty_database, before, FAILED)

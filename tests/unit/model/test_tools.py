@@ -241,3 +241,23 @@ def test_marks_of_a_template_are_shown_in_texts(tmp_path: Path) -> None:
         tokenizer = Tokenizer.from_gguf(file)
     ids = [tokenizer.markers[text] for text in ("[TOOL_CALLS]", "[ARGS]", "<|im_end|>")]
     assert tokenizer.decode(ids) == "[TOOL_CALLS]"  # the others mean nothing to this template's model
+
+
+STRANGE: list[Any] = [
+    7, "x", {}, [], [7], [None], [{}], [{"function": 7}], [{"function": {"arguments": "{"}}],
+    [{"function": {"name": "f", "arguments": "[" * 100_000}}], [{"function": {"name": 7, "arguments": 7}}],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("source", [TAGGED, TEXTUAL, WORDY])
+def test_calls_of_any_shape_are_an_error_of_that_chat_at_most(tokenizer: Tokenizer, source: str) -> None:
+    template = ChatTemplate(source, tokenizer, "m", calls=CallFormat.JSON if source == WORDY else None)
+    strange = [[{"role": "assistant", "content": None, "tool_calls": calls}] for calls in STRANGE]
+    try:
+        *answers, good = template.encode_all(
+            [*strange, chat("{}")], [Rendering(tools=TOOLS)] * (len(strange) + 1)
+        )
+    finally:
+        template.close()
+    assert isinstance(good, list)
+    assert all(isinstance(answer, list | ChatTemplateError) for answer in answers)

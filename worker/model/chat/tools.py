@@ -160,5 +160,5 @@ def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(calls, list) or not calls:
         return {name: value for name, value in message.items() if name in ("role", "content")}
     functions = [_with_object(call).get("function") for call in calls if isinstance(call, Mapping)]
-    written = json.dumps(functions[0] if len(functions) == 1 else functions, ensure_ascii=False)
+    written = json.dumps(functions if len(functions) != 1 else functions[0], ensure_ascii=False)
     return {"role": "assistant", "content": f"{content}\n{written}" if content else written}
