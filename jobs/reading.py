@@ -19,6 +19,10 @@ _ID_LENGTH = 9
 """Letters and digits: Mistral's templates refuse other ids, and all take these."""
 _ID_LETTERS = string.ascii_letters + string.digits
 _MOST_ENDS = 8  # marks of an end that may stand within the arguments of a call
+CHANNELS = ("<|channel|>analysis<|message|>", "<|end|><|start|>assistant<|channel|>final<|message|>")
+"""The marks of thinking in models that write messages to several channels, as gpt-oss does."""
+_STRAIGHT = {CHANNELS: "<|channel|>final<|message|>"}
+"""How an answer begins before which such a model has not thought."""
 _BEGIN_MISTRAL, _BEGIN_LLAMA = "[TOOL_CALLS]", "<|python_tag|>"
 _NAMED = re.compile(r"([A-Za-z0-9_.-]{1,64})(?:\[CALL_ID\][\w-]{0,64})?(?:\[ARGS\]|(?=\s*\{))\s*")
 _BETWEEN = re.compile(r"[\s;,]*")  # calls that follow one another
@@ -130,6 +134,7 @@ class _Thoughts:
 
     def __init__(self, begin: str, end: str, opened: bool) -> None:
         self._begin, self._end = begin, end
+        self._straight = _STRAIGHT.get((begin, end), "")
         self._inside, self._over = opened, False
         self._held = ""  # what is not known yet
         self._bare = True  # nothing but white space was seen since the last mark
@@ -141,11 +146,14 @@ class _Thoughts:
         self._held += text
         if not self._inside:
             seen = self._held.lstrip()
-            if self._begin.startswith(seen) and seen != self._begin:
+            if any(mark.startswith(seen) and seen != mark for mark in (self._begin, self._straight)):
                 return "", ""
             if not seen.startswith(self._begin):
                 self._over, self._bare = True, False
-                return "", self._released()
+                held = self._released()
+                if self._straight and seen.startswith(self._straight):
+                    return "", seen.removeprefix(self._straight)
+                return "", held
             self._held = seen.removeprefix(self._begin)
             self._inside = True
         place = self._held.find(self._end)

@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 
 from nightmill.jobs.contract import CallFormat, Markup, Tools
-from nightmill.jobs.reading import Reading, Reply, call_id, read_reply
+from nightmill.jobs.reading import CHANNELS, Reading, Reply, call_id, read_reply
 
 TOOLS = Tools([{"type": "function", "function": {"name": name}} for name in ("weather", "news")])
 HERMES, LLAMA, MISTRAL, NAMED, JSON = (
@@ -102,6 +102,22 @@ def test_thoughts_stand_at_the_beginning(
     text: str, opened: bool, reasoning: str | None, content: str
 ) -> None:
     assert read_reply(text, Markup(None, THINK, opened), None, "j") == Reply(content, reasoning)
+
+
+@pytest.mark.parametrize(
+    ("text", "reasoning", "content"),
+    [
+        (f"{CHANNELS[0]}hm{CHANNELS[1]}yes", "hm", "yes"),
+        ("<|channel|>final<|message|>yes", None, "yes"),
+        (f"{CHANNELS[0]}hm<|end|><|start|>", "hm<|end|><|start|>", ""),
+        ("<|channel|>fin", None, "<|channel|>fin"),
+        ("yes", None, "yes"),
+    ],
+)
+def test_a_model_may_think_in_a_channel_of_its_own(text: str, reasoning: str | None, content: str) -> None:
+    markup = Markup(None, CHANNELS)
+    assert read_reply(text, markup, None, "j") == Reply(content, reasoning)
+    assert in_pieces(text, markup, random.Random(1)) == Reply(content, reasoning)
 
 
 def test_text_without_marks_is_not_looked_at() -> None:

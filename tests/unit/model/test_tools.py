@@ -10,7 +10,9 @@ import pytest
 
 from nightmill.jobs.contract import CallFormat, Markup, Rendering, Tools
 from nightmill.jobs.errors import ChatTemplateError
+from nightmill.jobs.reading import CHANNELS
 from nightmill.worker.model.chat import ChatTemplate
+from nightmill.worker.model.chat.template import thinking_marks
 from nightmill.worker.model.chat.tools import tool_use
 from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.model.tokenizer import Tokenizer
@@ -231,6 +233,26 @@ def test_a_prompt_may_open_the_thinking(tokenizer: Tokenizer, ending: str, opene
         assert template.markup(None, ids) == Markup(None, ("<think>", "</think>"), opened)
     finally:
         template.close()
+
+
+def test_real_templates_say_how_their_models_think(tokenizer: Tokenizer) -> None:
+    if not (DOWNLOADED / "templates").exists():
+        missing(f"no templates in {DOWNLOADED}: run `make vocabularies`, or set NIGHTMILL_TEST_VOCAB")
+    marked = {
+        "Qwen-Qwen3-0.6B": "</think>",
+        "deepseek-ai-DeepSeek-R1-Distill-Qwen-32B": "</think>",
+        "HuggingFaceTB-SmolLM3-3B": "</think>",
+        "mistralai-Ministral-3-14B-Reasoning-2512": "[/THINK]",
+        "ByteDance-Seed-OSS": "</seed:think>",
+        "CohereForAI-c4ai-command-r7b-12-2024-tool_use": "<|END_THINKING|>",
+        "openai-gpt-oss-120b": CHANNELS[1],
+        "Qwen-Qwen2.5-7B-Instruct": None,
+        "meta-llama-Llama-3.1-8B-Instruct": None,
+    }
+    for name, end in marked.items():
+        source = (DOWNLOADED / "templates" / f"{name}.jinja").read_text(encoding="utf-8")
+        marks = thinking_marks(source)
+        assert (None if marks is None else marks[1]) == end, name
 
 
 def test_marks_of_a_template_are_shown_in_texts(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from typing import Any, Self
 
 from nightmill.jobs.contract import AS_USUAL, CallFormat, Markup, Rendering
 from nightmill.jobs.errors import ChatTemplateError, NightmillError
+from nightmill.jobs.reading import CHANNELS
 from nightmill.worker.model.chat.renderer import Limits, Renderer
 from nightmill.worker.model.chat.shield import Messages, Shield, strings, unused_character
 from nightmill.worker.model.chat.tools import ToolUse, tool_use
@@ -28,8 +29,14 @@ _KEY = "tokenizer.chat_template"
 
 Rendered = str | ChatTemplateError
 
-THINKING = (("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<seed:think>", "</seed:think>"))
-"""What models put around what they think before they answer."""
+_THINKING = {
+    "</think>": ("<think>", "</think>"),
+    "[/THINK]": ("[THINK]", "[/THINK]"),
+    "</seed:think>": ("<seed:think>", "</seed:think>"),
+    "<|END_THINKING|>": ("<|START_THINKING|>", "<|END_THINKING|>"),
+    "<|start|>assistant<|channel|>final<|message|>": CHANNELS,
+}
+"""What models put around what they think before they answer, by what their templates have of it."""
 _END_TOKENS = 16  # of a prompt, in which such a mark may stand; it may be spelt out
 
 
@@ -198,7 +205,7 @@ class ChatTemplate:
         calls = None
         if rendering is not None and rendering.tools is not None:
             calls = self._tool_use().calls
-        thinking = next((marks for marks in THINKING if marks[1] in self._source), None)
+        thinking = thinking_marks(self._source)
         if calls is None and thinking is None:
             return None
         opened = thinking is not None and self._tokenizer.decode(
@@ -279,3 +286,8 @@ class ChatTemplate:
 
 def _concerns_tools(message: Mapping[str, Any]) -> bool:
     return message.get("role") == "tool" or bool(message.get("tool_calls"))
+
+
+def thinking_marks(source: str) -> tuple[str, str] | None:
+    """What the model of this template puts around its thoughts; None if nothing that is known."""
+    return next((marks for sign, marks in _THINKING.items() if sign in source), None)

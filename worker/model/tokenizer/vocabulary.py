@@ -32,6 +32,7 @@ _MARKUP = re.compile(
 _MARKS: Final = frozenset(
     {
         "<think>", "</think>", "[THINK]", "[/THINK]", "<seed:think>", "</seed:think>",
+        "<|START_THINKING|>", "<|END_THINKING|>", "<|start|>", "<|channel|>", "<|message|>", "<|end|>",
         "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]", "<|python_tag|>",
     }
 )  # fmt: skip
