@@ -31,7 +31,7 @@ from tests.small_hub import SmallHub, serving
 PATIENCE = 120.0
 MODEL = "nightmill-demo"
 ROWS = 48
-BAD = {5: "{broken", 20: '{"prompt": "x", "tools": []}'}
+BAD = {5: "{broken", 20: '{"prompt": "x", "prompts": []}'}
 LEAST = 16  # tokens of an answer, to which the number of its row is added: two seconds for all
 
 
