@@ -138,6 +138,7 @@ class Worker:
     started_at: datetime
     heartbeat_at: datetime
     detail: str | None  # what it is doing, as while it loads
+    stats: JsonObject | None = None  # what its engine has done, and how full it is, as of the heartbeat
 
     @property
     def has_served(self) -> bool:

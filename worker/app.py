@@ -48,6 +48,7 @@ from nightmill.worker.service.heart import LOADING, Heart
 from nightmill.worker.service.housekeeper import Housekeeper
 from nightmill.worker.service.last_resort import END_SECONDS, LastResort
 from nightmill.worker.service.metrics import WorkerMetrics, serve_metrics
+from nightmill.worker.service.nvml import GpuProbe
 from nightmill.worker.service.shards import Service
 
 log = logging.getLogger("nightmill.worker")
@@ -155,9 +156,12 @@ class EngineStep(bootsteps.StartStopStep):
             with suppress(NightmillError):  # what happened first is what matters
                 self.claims.withdraw()
             raise
-        self.housekeeper = Housekeeper(self.service, self.claims, heart, self.broker, settings, model.name)
+        probe = GpuProbe(gpu)
+        self.housekeeper = Housekeeper(
+            self.service, self.claims, heart, self.broker, settings, model.name, probe
+        )
         if self.registry is not None:
-            self.registry.register(WorkerMetrics(self.service, model.name, named))
+            self.registry.register(WorkerMetrics(self.service, model.name, named, probe))
         tasks.register(parent.app, self.service.run_shard)
         parent.app.amqp.queues.select([queue_name(None), queue_name(model.name)])
         service = self.service

@@ -24,7 +24,7 @@ from sqlalchemy.types import TypeDecorator
 
 from nightmill.jobs.contract import MAX_ERROR_LENGTH, JobState, JsonObject, storable
 
-SCHEMA_REVISION = "0015"
+SCHEMA_REVISION = "0016"
 """The migration that these declarations match."""
 
 
@@ -124,6 +124,7 @@ class WorkerRow(Base):
     started_at: Mapped[datetime]
     heartbeat_at: Mapped[datetime]
     detail: Mapped[str | None] = mapped_column(StorableString(200))  # what it is doing, as while it loads
+    stats: Mapped[JsonObject | None] = mapped_column(JSON(none_as_null=True))  # as of the heartbeat
 
 
 def _partial(name: str, *columns: str, where: str, unique: bool = False) -> Index:

@@ -6,7 +6,7 @@ from typing import Any
 
 from sqlalchemy import delete, insert, select, update
 
-from nightmill.jobs.contract import WorkerState
+from nightmill.jobs.contract import JsonObject, WorkerState
 from nightmill.jobs.job import Worker
 from nightmill.jobs.sql.database import Database
 from nightmill.jobs.sql.retrying import retried
@@ -82,19 +82,20 @@ class RegisteredWorker:
             )
 
     @retried
-    def beat(self, state: WorkerState, detail: str | None = None) -> bool:
+    def beat(self, state: WorkerState, detail: str | None = None, stats: JsonObject | None = None) -> bool:
         """Say that this worker lives, and what it does; False if it was given up and its jobs taken."""
+        said = {"heartbeat_at": self.database.clock_time(), "state": state, "detail": detail, "stats": stats}
         with self.database.write() as connection:
             done = connection.execute(
                 update(WorkerRow)
                 .where(WorkerRow.id == self.worker_id, WorkerRow.state.in_(LIVE))
-                .values(heartbeat_at=self.database.clock_time(), state=state, detail=detail)
+                .values(**said)
             )
             if not done.rowcount:  # declared lost while it was only slow: it may come back, with new claims
                 connection.execute(
                     update(WorkerRow)
                     .where(WorkerRow.id == self.worker_id, WorkerRow.state == WorkerState.LOST)
-                    .values(heartbeat_at=self.database.clock_time(), state=state, detail=detail)
+                    .values(**said)
                 )
         return bool(done.rowcount)
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import datetime
 
-from nightmill.jobs.contract import WorkerState
+from nightmill.jobs.contract import JsonObject, WorkerState
 from nightmill.jobs.errors import DatabaseError
 from nightmill.jobs.sql.claims import Claims
 
@@ -28,9 +28,9 @@ class Heart:
         self._last: tuple[datetime, float] | None = None  # by the database's clock, and by this process's
         self._steady_from = 0.0
 
-    def beat(self, state: WorkerState, detail: str | None = None) -> bool:
+    def beat(self, state: WorkerState, detail: str | None = None, stats: JsonObject | None = None) -> bool:
         """Say that this worker lives; False where it was given up for dead. Raises DatabaseError."""
-        known = self._claims.beat(state, detail)
+        known = self._claims.beat(state, detail, stats)
         database = self._claims.database
         if self._silent_for() >= self._stale:
             self._steady_from = database.monotonic() + self._stale

@@ -18,6 +18,8 @@ from nightmill.jobs.settings import Settings
 from nightmill.jobs.sql.claims import Claims
 from nightmill.jobs.sql.sweep import Announcement, Sweep
 from nightmill.worker.service.heart import Heart
+from nightmill.worker.service.load import Load
+from nightmill.worker.service.nvml import GpuProbe
 from nightmill.worker.service.shards import Service
 from nightmill.worker.service.suspects import LOOK_SECONDS, SuspectsTurn
 from nightmill.worker.silence import Silence
@@ -33,7 +35,7 @@ DEAF_SECONDS = 120.0  # an idle worker that hears nothing for so long, while mes
 
 
 class Housekeeper:
-    """Five chores, each on a thread of its own, so that a broker that hangs delays no cancellation.
+    """Six chores, each on a thread of its own, so that a broker that hangs delays no cancellation.
 
     Database and broker failures are logged once and tried again in the next round.
     """
@@ -46,6 +48,7 @@ class Housekeeper:
         broker: Broker,
         settings: Settings,
         model: str,
+        probe: GpuProbe | None = None,
     ) -> None:
         self._service = service
         self._claims = claims
@@ -60,12 +63,15 @@ class Housekeeper:
         self._suspects = SuspectsTurn(
             claims, service.in_flight, service.begin, (None, model), settings.stale_seconds
         )
+        probe = probe or GpuProbe(None)
+        self._load = Load(service, probe)
         self._closing = threading.Event()
         self._reported = (time.monotonic(), 0)
         beat = settings.heartbeat_seconds
         chores = [
             (CANCEL_POLL_SECONDS, service.poll_cancellations),
             (settings.save_seconds, service.save_partials),
+            (beat, probe.refresh),  # apart from the heartbeat, which no driver may hold up
             (beat, self.beat),
             (beat, self.sweep),
             (LOOK_SECONDS, self._suspects.look),
@@ -102,7 +108,8 @@ class Housekeeper:
 
     def beat(self) -> None:
         """Say that this worker lives, and see which jobs are still its own."""
-        known = self._heart.beat(WorkerState.DRAINING if self._service.draining else WorkerState.READY)
+        state = WorkerState.DRAINING if self._service.draining else WorkerState.READY
+        known = self._heart.beat(state, stats=self._load.read())
         if not known:
             log.warning("this worker had been given up for dead; its jobs went to others")
         self._service.reconcile()

@@ -5,6 +5,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from nightmill.jobs.errors import MissingExtraError, SettingsError
+from nightmill.worker.service.nvml import GpuProbe
 from nightmill.worker.service.tally import BUCKETS, Durations
 
 if TYPE_CHECKING:
@@ -25,13 +26,24 @@ _COUNTERS = {
 """Fields of EngineStats that only grow, and what they say."""
 
 
+_OF_GPU = {
+    "temperature_celsius": ("The GPU's temperature.", "temperature"),
+    "power_watts": ("What the GPU draws.", "power"),
+    "utilization_ratio": ("Share of the time in which the GPU computes something.", "utilization"),
+    "memory_used_bytes": ("The GPU's memory that is taken, by whomever.", "memory_used"),
+    "memory_bytes": ("The GPU's memory.", "memory"),
+}
+"""What they say, and the fields that GpuProbe finds."""
+
+
 class WorkerMetrics:
     """Collects for a registry of prometheus_client."""
 
-    def __init__(self, service: "Service", model: str, gpu: str | None) -> None:
+    def __init__(self, service: "Service", model: str, gpu: str | None, probe: GpuProbe) -> None:
         self._service = service
         self._model = model
         self._gpu = gpu or "none"
+        self._probe = probe
 
     def collect(self) -> "Iterator[Metric]":
         """Every metric, as of now."""
@@ -63,6 +75,12 @@ class WorkerMetrics:
         held.add_metric([self._model], len(self._service.in_flight.keys()))
         yield held
         yield from self._tallied()
+        told = self._probe.last
+        for name, (says, field) in _OF_GPU.items():
+            family = GaugeMetricFamily(f"nightmill_worker_gpu_{name}", says, labels=["model"])
+            if field in told:
+                family.add_metric([self._model], told[field])
+            yield family
 
     def _tallied(self) -> "Iterator[Metric]":
         from prometheus_client.core import CounterMetricFamily

@@ -15,6 +15,8 @@ from nightmill.jobs.contract import StopReason
 from nightmill.jobs.errors import DatabaseUnreachableError
 from nightmill.jobs.server.metrics import ANY, MOST_MODELS, OTHERS, names_of
 from nightmill.worker.service.metrics import WorkerMetrics
+from nightmill.worker.service.nvml import GpuProbe
+from tests.nvml import FakeNvml
 from tests.servers import wait_until
 from tests.unit.server.conftest import EVE, OPS
 
@@ -69,8 +71,9 @@ def test_numbers_of_servers_and_workers_are_true_and_those_of_the_board_are_ther
         assert without["nightmill_database_up", ()] == 0 < without["nightmill_http_requests_open", ()]
         assert not [name for name, _ in without if name in ("nightmill_jobs", "nightmill_workers")]
 
-        registry = CollectorRegistry()
-        registry.register(WorkerMetrics(bench.service, "model", "GPU 0"))
+        registry, probe = CollectorRegistry(), GpuProbe(0, lambda name: FakeNvml())
+        probe.refresh()
+        registry.register(WorkerMetrics(bench.service, "model", "GPU 0", probe))
         worked = samples(generate_latest(registry).decode())
         stats = bench.service.engine.stats
         generated = sum(job.completion_tokens or 0 for job in map(client.get, done))
@@ -80,6 +83,7 @@ def test_numbers_of_servers_and_workers_are_true_and_those_of_the_board_are_ther
         assert worked["nightmill_worker_kv_pages", ("model", "free")] == stats.free_pages
         ended = [worked["nightmill_worker_jobs_total", ("model", str(reason))] for reason in StopReason]
         assert sum(ended) == 3
+        assert worked["nightmill_worker_gpu_power_watts", ("model",)] == 312.5
         for name in ("claim", "write"):
             assert worked[f"nightmill_worker_{name}_seconds_bucket", ("+Inf", "model")] >= 1
             assert 0 < worked[f"nightmill_worker_{name}_seconds_sum", ("model",)] < 60

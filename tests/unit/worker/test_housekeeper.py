@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import asdict
 
 import pytest
 import redis
@@ -12,8 +13,10 @@ from nightmill.jobs.settings import Settings
 from nightmill.jobs.sql.claims import Claims
 from nightmill.worker.service.heart import Heart
 from nightmill.worker.service.housekeeper import DEAF_SECONDS, Housekeeper
+from nightmill.worker.service.nvml import GpuProbe
 from nightmill.worker.silence import Silence
-from tests.servers import Clock
+from tests.nvml import FakeNvml
+from tests.servers import Clock, wait_until
 from tests.unit.engine.scripted import ScriptedRunner
 from tests.unit.worker.bench import Bench, enqueue, these
 
@@ -126,3 +129,22 @@ def test_an_idle_worker_is_deaf_once_messages_have_waited_for_long_before_its_ey
     assert bench.fatal == []
     sweeps(10)
     assert len(bench.fatal) == 1 and "its broker connection is dead" in bench.fatal[0]
+
+
+def test_a_heartbeat_says_what_the_engine_has_done_and_how_its_gpu_is(
+    bench: Bench, clock: Clock, sqlite_settings: Settings
+) -> None:
+    heart, probe = Heart(bench.claims, 30.0), GpuProbe(0, lambda name: FakeNvml())
+    broker = bench.client.broker
+    housekeeper = Housekeeper(bench.service, bench.claims, heart, broker, sqlite_settings, MODEL, probe)
+    ids = enqueue(bench.client, 3, max_tokens=5)
+    bench.service.run_shard(ids)
+    wait_until(lambda: bench.service.engine.stats.generated_tokens >= 3)
+    probe.refresh()
+    housekeeper.beat()
+    (worker,) = bench.client.workers()
+    stats = bench.service.engine.stats
+    assert worker.stats is not None
+    assert worker.stats.items() >= asdict(stats).items()
+    assert worker.stats["tokens_per_second"] > 0 and worker.stats["in_flight"] in range(4)
+    assert (worker.stats["temperature"], worker.stats["power"]) == (61, 312.5)
