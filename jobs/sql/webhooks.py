@@ -83,6 +83,18 @@ class WebhookStore:
             return connection.execute(statement.values(**values)).rowcount == 1
 
     @retried
+    def postpone(self, webhook: Webhook, pause: timedelta) -> None:
+        """Leave one alone for `pause` that nobody has begun; that is no attempt."""
+        values = {"next_at": self.database.now() + pause}
+        with self.database.write() as connection:
+            statement = update(WebhookRow).where(
+                WebhookRow.id == webhook.id,
+                WebhookRow.attempts == webhook.attempts,
+                WebhookRow.next_at.is_not(None),
+            )
+            connection.execute(statement.values(**values))
+
+    @retried
     def delivered(self, webhook: Webhook) -> None:
         """Its receiver has taken it."""
         with self.database.write() as connection:

@@ -1,7 +1,7 @@
 """Delivers webhooks: any worker, server or `nightmill run` that has the secret does, for all batches.
 
-A message says that a batch has ended, and how. It is not on the way of anything else: a receiver that is away
-delays itself alone.
+A message says that a batch has ended, and how. A receiver that is away delays its own messages, and those of
+others by one attempt at a time.
 """
 
 import json
@@ -80,9 +80,15 @@ class Courier:
         """Deliver what is due, of one batch or of all."""
         if not self:
             return
+        away: set[str] = set()  # hosts that did not answer just now
         for webhook in self._webhooks.due(_AT_ONCE, batch):
-            if not self._over.is_set() and self._webhooks.take(webhook, _LEASE):
-                self._deliver(webhook)
+            host = webhook.url.partition("://")[2].partition("/")[0]
+            if self._over.is_set():
+                return
+            if host in away:
+                self._webhooks.postpone(webhook, PAUSES[0])
+            elif self._webhooks.take(webhook, _LEASE) and not self._deliver(webhook):
+                away.add(host)
 
     def _run(self) -> None:
         complaint = ""
@@ -97,7 +103,8 @@ class Courier:
                     log.warning("webhooks wait: %s", error, exc_info=not expected)
             self._over.wait(LOOK_SECONDS)
 
-    def _deliver(self, webhook: Webhook) -> None:
+    def _deliver(self, webhook: Webhook) -> bool:
+        """Make an attempt; False if nobody has answered."""
         try:
             status = self._send(webhook)
         except (sending.NotDeliveredError, ValueError) as error:
@@ -106,12 +113,13 @@ class Courier:
             if 200 <= status < 300:
                 self._webhooks.delivered(webhook)
                 log.info("batch %s: its webhook was delivered", webhook.batch)
-                return
+                return True
             why = f"it was answered with status {status}"
         again = webhook.attempts < len(PAUSES) and status != _GONE
         self._webhooks.failed(webhook, why, PAUSES[webhook.attempts] if again else None)
         then = "tried again" if again else "given up"
         log.warning("batch %s: its webhook was not delivered, and is %s: %s", webhook.batch, then, why)
+        return status != 0
 
     def _send(self, webhook: Webhook) -> int:
         target = Target.parse(webhook.url)

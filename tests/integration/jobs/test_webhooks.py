@@ -20,7 +20,7 @@ from nightmill.jobs.sql.tables import WebhookRow
 from nightmill.jobs.sql.webhooks import WebhookStore
 from nightmill.jobs.webhooks.delivering import PAUSES
 from tests.receiver import Received, Receiver, receiving
-from tests.servers import Clock, worker_env
+from tests.servers import Clock, free_port, worker_env
 
 SECRET = "whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw"
 
@@ -125,6 +125,24 @@ def test_what_fails_is_tried_again_under_its_id_until_it_is_given_up(
         "gone": (False, "it was answered with status 410"),
         "refused": (False, "it was answered with status 500"),
     }
+
+
+def test_a_receiver_that_is_away_costs_one_attempt_and_holds_up_nobody(
+    told: Settings, clock: Clock, receiver: Receiver
+) -> None:
+    nobody = f"http://127.0.0.1:{free_port()}"
+    settings = told.model_copy(update={"webhook_urls": f"{nobody},{receiver.url}"})
+    with Client(settings, clock=clock) as client:
+        for name, url in (("a", nobody), ("b", nobody), ("c", receiver.url)):
+            client.submit_batch(["one"], name=name, webhook=f"{url}/night")
+            clock.advance(seconds=1)
+        finish(client)
+        client.courier.look()
+        assert [verified(one)["data"]["name"] for one in receiver.received] == ["c"]  # type: ignore[index]
+        with client.database.read() as connection:
+            rows = connection.execute(select(WebhookRow.batch, WebhookRow.attempts, WebhookRow.error)).all()
+        attempts = {row.batch: (row.attempts, row.error) for row in rows}
+        assert attempts == {"a": (1, "connection refused"), "b": (0, None), "c": (1, None)}
 
 
 def test_only_allowed_urls_are_taken_and_a_client_without_the_secret_sends_nothing(
