@@ -182,19 +182,26 @@ def default_client() -> Client:
     return Client()
 
 
-def enqueue(prompt: Prompt, *, session: Session | None = None, **settings: Unpack[JobSettings]) -> str:
+def enqueue(
+    prompt: Prompt,
+    *,
+    session: Session | None = None,
+    interactive: bool = False,
+    **settings: Unpack[JobSettings],
+) -> str:
     """Queue one prompt (a text, token ids, or chat messages); returns its job id. See Client.enqueue."""
-    return default_client().enqueue(prompt, session=session, **settings)
+    return default_client().enqueue(prompt, session=session, interactive=interactive, **settings)
 
 
 def enqueue_many(
     prompts: Prompts,
     *,
     session: Session | None = None,
+    interactive: bool = False,
     **settings: Unpack[JobSettings],
 ) -> JobIds:
     """Queue every prompt of an iterable or a table, in constant memory. See Client.enqueue_many."""
-    return default_client().enqueue_many(prompts, session=session, **settings)
+    return default_client().enqueue_many(prompts, session=session, interactive=interactive, **settings)
 
 
 def submit_batch(

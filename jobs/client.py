@@ -66,7 +66,12 @@ class Client:
     # -- in --------------------------------------------------------------------------------------
 
     def enqueue(
-        self, prompt: Prompt, *, session: "Session | None" = None, **settings: Unpack[JobSettings]
+        self,
+        prompt: Prompt,
+        *,
+        session: "Session | None" = None,
+        interactive: bool = False,
+        **settings: Unpack[JobSettings],
     ) -> str:
         """Queue one prompt; returns its job id.
 
@@ -75,13 +80,16 @@ class Client:
         fields of GenerationParams, and the options: model, batch, custom_id, priority (0 to 9, higher is
         sooner), deadline, scheduled_at, idempotency_key, metadata, max_attempts. None counts as not given.
 
+        `interactive`: somebody waits for the answer. Unless `priority` says otherwise the job goes before all
+        others, into places that workers keep for such jobs.
+
         With `session` the row is added to the caller's SQLAlchemy transaction: it becomes visible, and
         its message is sent, when that commits.
 
         Raises InvalidRequestError (naming the field) and DatabaseError. A broker that does not answer is
         a DeliveryDelayedWarning: the job is kept, and a worker will find it.
         """
-        return self.enqueueing.enqueue([prompt], settings, session)[0]
+        return self.enqueueing.enqueue([prompt], settings, session, interactive=interactive)[0]
 
     def enqueue_spec(self, spec: JobSpec, *, owner: str | None) -> str:
         """Queue a job that was parsed elsewhere, for `owner`; returns its id. Raises as `enqueue` does.
@@ -95,6 +103,7 @@ class Client:
         prompts: Prompts,
         *,
         session: "Session | None" = None,
+        interactive: bool = False,
         **settings: Unpack[JobSettings],
     ) -> JobIds:
         """Queue every prompt of an iterable, in constant memory but for 16 bytes a job id.
@@ -105,7 +114,9 @@ class Client:
         queued; the InvalidRequestError says how many, and has their ids as `.enqueued`. With `session` all is
         one transaction, the caller's.
         """
-        return self.enqueueing.enqueue(items_of(prompts, _COLUMNS), settings, session)
+        return self.enqueueing.enqueue(
+            items_of(prompts, _COLUMNS), settings, session, interactive=interactive
+        )
 
     def submit_batch(
         self,

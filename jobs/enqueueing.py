@@ -41,9 +41,13 @@ class Enqueueing:
         items: Iterable[Prompt | Mapping[str, Any]],
         settings: Mapping[str, Any],
         session: "Session | None",
+        *,
+        interactive: bool = False,
     ) -> JobIds:
         """Queue every item, in groups; see `Client.enqueue_many`."""
         defaults = JobSpec.defaults(settings)
+        if interactive and settings.get("priority") is None:
+            defaults = defaults.waited_for()
         self._need_broker()
         ids = JobIds()
         checked_models: set[str] = set()

@@ -20,6 +20,9 @@ from nightmill.jobs.parameters import DEFAULTS, GenerationParams, TokenId
 from nightmill.jobs.tools import TOOL_KEYS
 
 HIGHEST_PRIORITY = 9
+INTERACTIVE = 10
+"""The priority of jobs that somebody waits for, above all that can be asked for: workers have places for such
+jobs alone. It is the doors' to give (`JobSpec.waited_for`), and no row's to ask for."""
 
 
 class BatchSettings(TypedDict, total=False):

@@ -11,7 +11,15 @@ from typing import Any, Self
 from nightmill.jobs.constrained import FORMS, constrained_by
 from nightmill.jobs.contract import AS_USUAL, Constrained, JobState, JsonObject, Prompt, Rendering, Tools
 from nightmill.jobs.errors import InvalidParameterError, InvalidPromptError, RowCode
-from nightmill.jobs.fields import FIELDS, PARAMETERS, Options, check_option, moment, unknown_field
+from nightmill.jobs.fields import (
+    FIELDS,
+    INTERACTIVE,
+    PARAMETERS,
+    Options,
+    check_option,
+    moment,
+    unknown_field,
+)
 from nightmill.jobs.parameters import DEFAULTS, MAX_SEED, GenerationParams
 from nightmill.jobs.prompts import check_messages, check_text, check_token_ids, is_id, json_type
 from nightmill.jobs.tools import TOOL_KEYS, tools_by
@@ -115,6 +123,10 @@ class JobSpec(Options):
             "scheduled_at": moment("scheduled_at", self.scheduled_at, now),
             "deadline_at": moment("deadline", self.deadline, now),
         }
+
+    def waited_for(self) -> Self:
+        """Interactive, unless it is told another priority afterwards."""
+        return self._but({"priority": INTERACTIVE})
 
     def updated(self, settings: Mapping[str, Any], said: Mapping[str, Any] | None = None) -> Self:
         """With these fields in place of its own; `said` is checked already. Raises InvalidParameterError."""

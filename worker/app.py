@@ -38,6 +38,7 @@ from nightmill.worker.link.loading import (
     describe,
     gpu_index,
     hang_seconds,
+    interactive_slots,
     load_model,
     served_name,
 )
@@ -46,6 +47,7 @@ from nightmill.worker.service import tasks
 from nightmill.worker.service.gate import GatedAMQP
 from nightmill.worker.service.heart import LOADING, Heart
 from nightmill.worker.service.housekeeper import Housekeeper
+from nightmill.worker.service.lane import Lane
 from nightmill.worker.service.last_resort import END_SECONDS, LastResort
 from nightmill.worker.service.metrics import WorkerMetrics, serve_metrics
 from nightmill.worker.service.nvml import GpuProbe
@@ -100,6 +102,7 @@ class EngineStep(bootsteps.StartStopStep):
         if self.service is None:
             return
         self.service.drain()
+        self.lane.close()
         self.courier.stop()
         self.housekeeper.close()
         try:
@@ -169,7 +172,15 @@ class EngineStep(bootsteps.StartStopStep):
         self._on_shutdown = lambda **_: service.begin_drain()
         signals.worker_shutting_down.connect(self._on_shutdown, weak=False)
         signal.signal(signal.SIGQUIT, lambda *_: _hand_back(service))
+        self.lane = Lane(
+            self.broker,
+            (None, model.name),
+            service.in_flight,
+            lambda job_ids: service.take(job_ids, interactive=True),
+            service.fail,
+        )
         self.housekeeper.start()
+        self.lane.start()
         announcer = Announcer(self.database, self.broker)
         self.courier = Courier(Batches(BatchStore(self.database), announcer, settings), settings)
         self.courier.start()
@@ -191,6 +202,7 @@ class EngineStep(bootsteps.StartStopStep):
             model.tokenize_all,
             model.spell,
             capacity=capacity(settings),
+            lane=interactive_slots(settings),
             drain_seconds=settings.drain_seconds,
             followers=Followers(self.broker),
             on_fatal=_end_process,

@@ -34,8 +34,8 @@ from nightmill.jobs.when import describe_moment
 @click.option("--chat", is_flag=True, help="Send each prompt as a user's message, through the chat template.")
 @click.option("--system", help="A system message to go before each prompt (implies --chat).")
 @job_options(*FIELDS)
-@click.option("--wait", is_flag=True, help="Wait, and print the texts.")
-@click.option("--stream", is_flag=True, help="Wait, and print each text while it is generated.")
+@click.option("--wait", is_flag=True, help="Wait, as an interactive job, and print the texts.")
+@click.option("--stream", is_flag=True, help="As --wait, and print each text while it is generated.")
 @json_option
 def enqueue(
     prompts: tuple[str, ...],
@@ -57,7 +57,8 @@ def enqueue(
         ids = []
         for prompt in prompts:
             text = sys.stdin.read() if prompt == "-" else prompt
-            ids.append(client.enqueue(_messages(text, system) if chat or system else text, **settings))
+            asked = _messages(text, system) if chat or system else text
+            ids.append(client.enqueue(asked, interactive=wait or stream, **settings))
         if stream:
             ended = [print_stream(client, job_id) for job_id in ids]
             raise SystemExit(_exit_code(ended))

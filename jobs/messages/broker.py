@@ -12,20 +12,30 @@ from celery import Celery
 from kombu import Queue
 
 from nightmill.jobs.errors import BrokerError, BrokerUnreachableError, MessageError
-from nightmill.jobs.fields import HIGHEST_PRIORITY
+from nightmill.jobs.fields import HIGHEST_PRIORITY, INTERACTIVE
 from nightmill.jobs.forking import Forkable
+from nightmill.jobs.ids import is_job_id
 from nightmill.jobs.messages.embedded import EmbeddedRedis
 from nightmill.jobs.messages.shards import TASK, read_shard
 from nightmill.jobs.settings import Settings
 
 DEFAULT_QUEUE = "nightmill"
 _DAY = 24 * 60 * 60
+_LANE = "nightmill:interactive"
 _LOOK_AT = 4  # messages at the head of a queue, to find one that can be read
 
 
 def queue_name(model: str | None) -> str:
     """The queue of jobs for `model`; jobs that name no model share one that every worker serves."""
     return DEFAULT_QUEUE if model is None else f"{DEFAULT_QUEUE}.{model}"
+
+
+def lane_name(model: str | None) -> str:
+    """The Redis list of interactive jobs for `model`, whose entries are single job ids.
+
+    Workers read it beside Celery, which takes no message while a worker has no room for batches.
+    """
+    return _LANE if model is None else f"{_LANE}:{model}"
 
 
 def make_app(broker_url: str | None) -> Celery:
@@ -92,6 +102,9 @@ class Broker(Forkable):
         """Send messages for `job_ids`, a shard each; raises BrokerUnreachableError."""
         size = self.settings.shard_size
         with self.mapped_errors(), self.app.producer_pool.acquire(block=True) as producer:
+            if priority == INTERACTIVE:
+                producer.channel.client.lpush(lane_name(model), *job_ids)
+                return
             for start in range(0, len(job_ids), size):
                 self.app.send_task(
                     TASK,
@@ -125,12 +138,16 @@ class Broker(Forkable):
             with channel.client.pipeline(transaction=False) as pipe:
                 for step in channel.priority_steps:
                     pipe.lrange(channel._q_for_pri(name, step), -_LOOK_AT, -1)
-                found = pipe.execute()
-        return {
+                pipe.lrange(lane_name(model), -_LOOK_AT, -1)
+                *found, lane = pipe.execute()
+        heads = {
             HIGHEST_PRIORITY - step: next(filter(None, map(_job_ids, reversed(messages))), [])
             for step, messages in enumerate(found)
             if messages
         }
+        if lane:
+            heads[INTERACTIVE] = next(([job_id] for job_id in map(read_lane, reversed(lane)) if job_id), [])
+        return heads
 
     def ping(self) -> None:
         """Raise BrokerUnreachableError unless the broker answers."""
@@ -195,6 +212,15 @@ class Broker(Forkable):
 
     def _said(self, error: Exception) -> str:
         return self.settings.scrubbed(error).rstrip(". ")
+
+
+def read_lane(entry: bytes) -> str | None:
+    """The job id that an entry of a list of interactive jobs is; None if it is not one."""
+    try:
+        said = entry.decode("ascii")
+    except UnicodeDecodeError:
+        return None
+    return said if is_job_id(said) else None
 
 
 def _job_ids(message: bytes) -> list[str]:

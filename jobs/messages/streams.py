@@ -49,7 +49,7 @@ class Part(NamedTuple):
     markup: Markup | None = None
 
 
-class _Line:
+class Line:
     """A connection to Redis, made when it is needed and again after a failure. For one thread."""
 
     def __init__(self, broker: Broker) -> None:
@@ -69,6 +69,7 @@ class _Line:
                 raise
 
     def close(self) -> None:
+        """Close it, if it is open."""
         connection, self._connection = self._connection, None
         if connection is not None:
             connection.release()
@@ -78,7 +79,7 @@ class Inbox:
     """A follower's end. One thread uses it; every method raises BrokerError."""
 
     def __init__(self, broker: Broker) -> None:
-        self._redis = _Line(broker)
+        self._redis = Line(broker)
         self._id = uuid.uuid4().hex
         self._last = "0"  # the last message that was read
         self._left: bytes | None = None  # the list as it was left
@@ -123,7 +124,7 @@ class Followers:
     """A worker's end: who follows what, and the way to them. One thread uses it; it raises BrokerError."""
 
     def __init__(self, broker: Broker) -> None:
-        self._redis = _Line(broker)
+        self._redis = Line(broker)
         self._lists: dict[str, bytes] = {}
         self._lines: dict[str, dict[str, str]] = {}
 

@@ -30,8 +30,6 @@ R = TypeVar("R")
 
 DATABASE_THREADS = 8  # fewer than the pool has connections
 _LONGEST_KEY = 128  # of an Idempotency-Key
-PRIORITY = 8
-"""Of jobs that somebody waits for: above batches, whose rows have 5 unless they say otherwise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +61,8 @@ class Desk:
         self.client = client
         self.keys = keys
         self.limits = limits
-        self.waited_for = JobSpec.defaults(
-            {"priority": PRIORITY, "deadline": timedelta(seconds=limits.request_seconds)}
-        )
+        patience = timedelta(seconds=limits.request_seconds)
+        self.waited_for = JobSpec.defaults({"deadline": patience}).waited_for()
         self._threads = ThreadPoolExecutor(DATABASE_THREADS, thread_name_prefix="database")
 
     def close(self) -> None:

@@ -61,7 +61,7 @@ class Native:
 
     def __init__(self, desk: Desk) -> None:
         self._desk = desk
-        self._waited_for = JobSpec.defaults({"priority": desk.waited_for.priority})
+        self._waited_for = JobSpec().waited_for()
 
     async def execute(self, request: Request) -> Response:
         """POST /execute: the text as a stream of events."""

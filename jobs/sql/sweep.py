@@ -13,7 +13,7 @@ from typing import Any
 from sqlalchemy import Connection, exists, func, or_, select, update
 
 from nightmill.jobs.contract import JobState, StopReason, WorkerState
-from nightmill.jobs.fields import HIGHEST_PRIORITY
+from nightmill.jobs.fields import INTERACTIVE
 from nightmill.jobs.sql import partials, suspects
 from nightmill.jobs.sql.claims import hand_back
 from nightmill.jobs.sql.database import Database
@@ -22,7 +22,7 @@ from nightmill.jobs.sql.retrying import retried
 from nightmill.jobs.sql.tables import QUEUED, RUNNING, JobRow, WorkerRow
 from nightmill.jobs.sql.workers import LIVE
 
-_PRIORITIES = range(HIGHEST_PRIORITY, -1, -1)
+_PRIORITIES = range(INTERACTIVE, -1, -1)
 
 
 @dataclass(frozen=True, slots=True)

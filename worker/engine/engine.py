@@ -83,6 +83,7 @@ class Engine:
     context_length   most tokens a sequence may have, prompt included; the KV cache may allow fewer
     max_sequences    most sequences computed at once; at most `runner.slots`
     token_budget     most tokens computed in one step; at least `max_sequences`
+    interactive_slots  of `max_sequences`, those that only interactive requests may have
     model_context    most tokens that the model was made for, where known; what errors may advise
     prefix_sharing   compute equal beginnings of requests once, and keep such requests together
     constraints      makes constraints, and asks those of a step together
@@ -93,6 +94,7 @@ class Engine:
     def __init__(
         self, runner: Runner, *, text_stream: NewTextStream, eos_ids: frozenset[int],
         context_length: int, max_sequences: int, token_budget: int, prefix_sharing: bool = True,
+        interactive_slots: int = 0,
         model_context: int | None = None, decode: Callable[[list[int]], str] | None = None,
         constraints: Constraints | None = None, clock: Callable[[], float] = time.time,
     ) -> None:  # fmt: skip
@@ -112,8 +114,9 @@ class Engine:
         self._clock = clock
         self._pool = BlockPool(runner.kv_blocks, runner.block_size)
         self._scheduler = Scheduler(
-            self._pool, max_sequences=max_sequences, token_budget=token_budget, prefix_sharing=prefix_sharing
-        )
+            self._pool, max_sequences=max_sequences, token_budget=token_budget,
+            prefix_sharing=prefix_sharing, interactive_slots=interactive_slots,
+        )  # fmt: skip
         self._groups = PrefixGroups() if prefix_sharing else None
         pages = self._pool.pages_for(self._limits.cache_context)
         self._builder = BatchBuilder(slots=runner.slots, pages=pages, block_size=runner.block_size)

@@ -20,7 +20,8 @@ class Request:
     submitted before it. `generated_ids`: what an earlier attempt had drawn, to go on from. `constrained`:
     what the answer must be, of which whoever submits makes the `constraint`: what may be drawn, as it stands
     before the first of `generated_ids`. It is this request's alone, and of the kind that the engine's
-    constraints take. `banned`: runs of tokens that the answer must not hold.
+    constraints take. `banned`: runs of tokens that the answer must not hold. `interactive`: somebody waits
+    for it, so it may have slots that are kept for such requests, and steps are short while it is there.
     """
 
     job_id: str
@@ -35,6 +36,7 @@ class Request:
     constrained: Constrained | None = None
     behind: int = 0
     banned: tuple[tuple[int, ...], ...] = ()
+    interactive: bool = False
 
 
 @dataclass(frozen=True, slots=True)

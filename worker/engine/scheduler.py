@@ -10,6 +10,10 @@ tokens are kept, and computed again: the prompt as at first, the drawn ones as w
 itself, but several in a step where slots are free. The highest-ranked sequence never gives way to another,
 and fits the pool alone, so there is always one that gets nearer to its end: no livelock.
 
+Somebody waits for an interactive sequence. It ranks above all others; `interactive_slots` are kept free for
+such; where pages lack for one, the lowest-ranked others give theirs back. While there is one, and a little
+longer, a step computes few tokens of prompts, so that no step is long.
+
 Where prefixes are shared (`PrefixSharing`), a sequence takes the pages that are there already and computes
 the rest. One that waits for pages that a running sequence is computing keeps its place: what ranks below it
 gets neither the slot nor the pages that it will need.
@@ -19,6 +23,7 @@ import heapq
 from bisect import bisect_left, insort
 from collections import deque
 from dataclasses import dataclass
+from itertools import takewhile
 
 from nightmill.worker.engine.kv_cache import BlockPool, CacheIntegrityError
 from nightmill.worker.engine.prefix_tree import PrefixNode
@@ -26,6 +31,11 @@ from nightmill.worker.engine.request import Sequence, SequenceState
 from nightmill.worker.engine.sharing import PrefixSharing
 
 Rank = tuple[int, int, int]
+
+INTERACTIVE_TOKENS = 2048
+"""Of prompts in a step, while there are interactive sequences: 45 ms of a 7B on an H200, where 16,384 take
+350 ms and two such steps may be queued before the next is planned."""
+LINGER_STEPS = 256  # after the last interactive sequence: the next is likely to come soon
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,10 +85,15 @@ class Scheduler:
     """
 
     def __init__(
-        self, pool: BlockPool, *, max_sequences: int, token_budget: int, prefix_sharing: bool = True
-    ) -> None:
+        self, pool: BlockPool, *, max_sequences: int, token_budget: int, prefix_sharing: bool = True,
+        interactive_slots: int = 0,
+    ) -> None:  # fmt: skip
         if max_sequences < 1:
             raise ValueError(f"max_sequences must be at least 1 (got {max_sequences})")
+        if not 0 <= interactive_slots < max_sequences:
+            raise ValueError(
+                f"interactive_slots must leave some of {max_sequences} to others (got {interactive_slots})"
+            )
         if token_budget < max_sequences:
             raise ValueError(
                 f"the token budget of {token_budget} is less than max_sequences ({max_sequences}): "
@@ -93,6 +108,9 @@ class Scheduler:
         self._running: list[Sequence] = []  # by rank
         self._leaving: list[Sequence] = []  # no longer running, but launches may still use their pages
         self._free_slots = list(range(max_sequences - 1, -1, -1))
+        self._interactive_slots = interactive_slots
+        self._interactive = 0  # sequences that wait or run
+        self._linger = 0  # steps for which prompts are still computed in short pieces
         self.preemptions = 0
         self.collected = 0
 
@@ -114,10 +132,13 @@ class Scheduler:
     def add(self, sequence: Sequence) -> None:
         """Queue a new sequence."""
         self._waiting_count += 1
+        self._interactive += sequence.request.interactive
         heapq.heappush(self._waiting, (sequence.rank, sequence))
 
     def finish(self, sequence: Sequence) -> None:
         """Take a sequence out, wherever it stands."""
+        if sequence.state is not SequenceState.FINISHED:
+            self._interactive -= sequence.request.interactive
         if sequence.state is SequenceState.WAITING:
             self._waiting_count -= 1
         elif sequence.state is SequenceState.RUNNING:
@@ -170,9 +191,12 @@ class Scheduler:
         decodes: list[Sequence] = []
         grown: list[Sequence] = []
         preempted: list[Sequence] = []
-        self._grow(decodes, grown, preempted)
-        budget = self._token_budget - len(decodes)
-        admitted = self._admit(budget) if not preempted else []
+        urgent = self._make_way(preempted)
+        admitted = self._admit(self._token_budget - len(self._running), interactive=True)
+        self._grow(decodes, grown, preempted, urgent)
+        budget = self._prompt_budget(self._token_budget - len(decodes))
+        if not preempted:
+            admitted += self._admit(budget)
         chunks: list[Chunk] = []
         spare = self._max_sequences - len(self._running)
         for sequence in [sequence for sequence in self._running if not sequence.decoding]:
@@ -197,12 +221,52 @@ class Scheduler:
             if self._sharing is not None:
                 self._sharing.advance(sequence)
 
-    def _grow(self, decodes: list[Sequence], grown: list[Sequence], preempted: list[Sequence]) -> None:
-        """One token for each generating sequence, best rank first, preempting from the other end."""
+    def _prompt_budget(self, tokens: int) -> int:
+        """Of `tokens` that a step has room for, how many are computed of prompts."""
+        if self._interactive:
+            self._linger = LINGER_STEPS
+        elif self._linger:
+            self._linger -= 1
+        else:
+            return tokens
+        return min(tokens, INTERACTIVE_TOKENS)
+
+    def _make_way(self, preempted: list[Sequence]) -> bool:
+        """Preempt what an interactive sequence that waits needs the pages of.
+
+        True while launches still use those pages: until then they are kept for it.
+        """
+        sequence = self._first_waiting()
+        if sequence is None or not sequence.request.interactive or not self._free_slots:
+            return False
+        needed = self._pool.pages_for(len(sequence.tokens))
+        if needed <= self._pool.free:
+            return False
+        coming = self._pool.free + sum(len(leaving.block_table) for leaving in self._leaving)
+        while needed > coming and self._running and not self._running[-1].request.interactive:
+            coming += len(self._running[-1].block_table)
+            self._preempt(preempted)
+        self.release()
+        return any(leaving.last_launch > self.collected for leaving in self._leaving)
+
+    def _first_waiting(self) -> Sequence | None:
+        while self._waiting and self._waiting[0][1].state is not SequenceState.WAITING:
+            heapq.heappop(self._waiting)
+        return self._waiting[0][1] if self._waiting else None
+
+    def _grow(
+        self, decodes: list[Sequence], grown: list[Sequence], preempted: list[Sequence], urgent: bool
+    ) -> None:
+        """One token for each generating sequence, best rank first, preempting from the other end.
+
+        urgent: only interactive ones may have further pages
+        """
         for sequence in self._running:  # which becomes shorter at its end where sequences give way
             if not sequence.decoding or sequence.computed >= sequence.reach:
                 continue  # the latter waits for the token that is being drawn, or that is its last
             if sequence.computed == sequence.room:
+                if urgent and not sequence.request.interactive:
+                    continue
                 if not self._pool.free and not self._make_room(sequence, preempted):
                     continue
                 sequence.block_table += self._pool.allocate(1)
@@ -218,14 +282,19 @@ class Scheduler:
         while not self._pool.free:
             if any(leaving.last_launch > self.collected for leaving in self._leaving):
                 return False
-            victim = self._running[-1]  # ranks no higher than `sequence`: it is not in this plan yet
-            self._wait_again(victim)
-            preempted.append(victim)
-            self.preemptions += 1
+            victim = self._preempt(preempted)  # ranks no higher than `sequence`: it is not in this plan yet
             self.release()
             if victim is sequence:
                 return False
         return True
+
+    def _preempt(self, preempted: list[Sequence]) -> Sequence:
+        """Have the lowest-ranked running sequence wait again."""
+        victim = self._running[-1]
+        self._wait_again(victim)
+        preempted.append(victim)
+        self.preemptions += 1
+        return victim
 
     def _wait_again(self, sequence: Sequence) -> None:
         """Take a sequence's slot and pages, once no launch uses them; its tokens are kept."""
@@ -239,24 +308,29 @@ class Scheduler:
         if self._sharing is not None:
             self._sharing.stop(sequence)
 
-    def _admit(self, budget: int) -> list[Sequence]:
+    def _admit(self, budget: int, *, interactive: bool = False) -> list[Sequence]:
         """Give slots and pages to waiting sequences in order of rank; the first that does not fit ends it.
 
         So does one that could not begin in this step, since those that rank above it have `budget` tokens of
         prompts to compute: a thousand that come at once delay no step, and keep no slots from their betters.
 
         One page for each running sequence is kept back, so that what is admitted now is not preempted at
-        the next page border. Where nothing runs there is nothing to keep back for.
+        the next page border. Where nothing runs there is nothing to keep back for; an interactive sequence is
+        not preempted for what ranks below it.
+
+        interactive: only such sequences
         """
+        if interactive and not self._interactive:
+            return []
         admitted: list[Sequence] = []
         following: list[Sequence] = []  # each has a slot and `promised` its pages kept for it
         promised = 0
         above = deque(sequence for sequence in self._running if not sequence.decoding)
-        while self._waiting and len(following) < len(self._free_slots):
-            sequence = self._waiting[0][1]
-            if sequence.state is not SequenceState.WAITING:
-                heapq.heappop(self._waiting)
-                continue
+        while (sequence := self._first_waiting()) is not None:
+            if interactive and not sequence.request.interactive:
+                break
+            if len(following) + self._kept(sequence) >= len(self._free_slots):
+                break
             while above and above[0].rank < sequence.rank:
                 budget -= _uncomputed(above.popleft())
             if budget < 1:
@@ -269,7 +343,8 @@ class Scheduler:
                 following.append(heapq.heappop(self._waiting)[1])
                 continue
             taken = pages - self._owned(nodes)
-            if taken + promised + len(self._running) + len(following) > self._pool.free:
+            kept = 0 if sequence.request.interactive else len(self._running) + len(following)
+            if taken + promised + kept > self._pool.free:
                 break
             heapq.heappop(self._waiting)
             self._give_place(sequence, pages, nodes)
@@ -278,6 +353,13 @@ class Scheduler:
         for sequence in following:
             heapq.heappush(self._waiting, (sequence.rank, sequence))
         return admitted
+
+    def _kept(self, sequence: Sequence) -> int:
+        """Free slots that this sequence may not have."""
+        if sequence.request.interactive or not self._interactive_slots:
+            return 0
+        interactive = takewhile(lambda one: one.request.interactive, self._running)
+        return max(0, self._interactive_slots - sum(1 for _ in interactive))
 
     def _owned(self, nodes: list[PrefixNode]) -> int:
         """How many of a path's pages have owners: they come first, for who owns a page owns those before."""
@@ -319,6 +401,12 @@ class Scheduler:
             raise CacheIntegrityError("the running sequences are not in order of rank")
         queued = sum(s.state is SequenceState.WAITING for _, s in self._waiting)
         queued += sum(s.state is SequenceState.WAITING for s in self._leaving)
+        live = [sequence for _, sequence in self._waiting] + holders
+        if (
+            sum(s.request.interactive for s in live if s.state is not SequenceState.FINISHED)
+            != self._interactive
+        ):
+            raise CacheIntegrityError("interactive sequences are miscounted")
         if queued != self._waiting_count:
             raise CacheIntegrityError(f"{queued} sequences wait, {self._waiting_count} are counted")
 

@@ -33,15 +33,25 @@ class InFlight:
     Claiming only what the engine can soon take leaves the rest of a queue to other workers. Jobs that were
     claimed when it was too late go to `hand_back`. A job takes a place for each of its answers that has not
     ended, but never more than half of all: there is room beside it for jobs with one.
+
+    Beside `capacity` places for all there are `lane` more for interactive jobs only. These take theirs first,
+    and where they are full any other, before whoever else waits for one.
     """
 
     def __init__(
-        self, capacity: int, hand_back: Callable[[Sequence[JobKey]], None] = lambda keys: None
+        self,
+        capacity: int,
+        hand_back: Callable[[Sequence[JobKey]], None] = lambda keys: None,
+        *,
+        lane: int = 0,
     ) -> None:
         self.capacity = capacity
+        self.lane = lane
         self._hand_back = hand_back
         self._changed = threading.Condition()
-        self._reserved = 0
+        self._reserved = {False: 0, True: 0}  # for interactive jobs and others
+        self._interactive: set[JobKey] = set()
+        self._urgent = False  # an interactive job waits for a place
         self._jobs: dict[JobKey, str] = {}  # with the fingerprint of its prompt, once that is known
         self._markups: dict[JobKey, Markup] = {}  # of those whose texts hold more than answers
         self._further: dict[JobKey, int] = {}  # places beyond the first, of jobs with several answers
@@ -50,36 +60,56 @@ class InFlight:
         self._ended = False
         self._paused = False
 
-    def reserve(self, wanted: int) -> int:
+    def reserve(self, wanted: int, *, interactive: bool = False) -> int:
         """Wait for room and take up to `wanted` places; 0 once closed."""
         with self._changed:
-            self._changed.wait_for(lambda: self._closed or self.room > 0)
-            if self._closed:
+            if not self._wait_for_room(interactive):
                 return 0
-            taken = min(wanted, self.room)
-            self._reserved += taken
+            taken = min(wanted, self.room_for(interactive))
+            self._reserved[interactive] += taken
             return taken
 
-    def reserve_for(self, answers: Sequence[int]) -> tuple[int, int]:
+    def _wait_for_room(self, interactive: bool) -> bool:
+        """False once closed. One thread at a time asks for interactive jobs."""
+        if not interactive:
+            self._changed.wait_for(lambda: self._closed or (self.room > 0 and not self._urgent))
+        elif not self._closed and self.room_for(True) <= 0:
+            self._urgent = True
+            self._changed.wait_for(lambda: self._closed or self.room_for(True) > 0)
+        return not self._closed
+
+    def wait_for_room(self, seconds: float, *, urgent: bool = False) -> int:
+        """Places that interactive jobs may take, once there are any; 0 after so long.
+
+        urgent: such jobs are there, so until the next call nobody else is given one
+        """
+        with self._changed:
+            if self._urgent and not urgent:
+                self._changed.notify_all()
+            self._urgent = urgent
+            self._changed.wait_for(lambda: self._closed or self.room_for(True) > 0, seconds)
+            return 0 if self._closed else max(0, self.room_for(True))
+
+    def reserve_for(self, answers: Sequence[int], *, interactive: bool = False) -> tuple[int, int]:
         """Wait for room and take the places of the first of these jobs, which have so many answers.
 
         At least of one job, though there be fewer. Returns of how many jobs, and places; (0, 0) once closed.
         """
         with self._changed:
-            self._changed.wait_for(lambda: self._closed or self.room > 0)
-            if self._closed:
+            if not self._wait_for_room(interactive):
                 return 0, 0
+            room = self.room_for(interactive)
             jobs, taken = 1, self._places(answers[0])
-            while jobs < len(answers) and taken + self._places(answers[jobs]) <= self.room:
+            while jobs < len(answers) and taken + self._places(answers[jobs]) <= room:
                 taken += self._places(answers[jobs])
                 jobs += 1
-            self._reserved += taken
+            self._reserved[interactive] += taken
             return jobs, taken
 
     def _places(self, answers: int) -> int:
         return max(1, min(answers, self.capacity // 2))
 
-    def fill(self, reserved: int, claims: Sequence[Claim]) -> bool:
+    def fill(self, reserved: int, claims: Sequence[Claim], *, interactive: bool = False) -> bool:
         """Turn reserved places into claimed jobs; the places of jobs that could not be claimed are free.
 
         False if it is too late: then the jobs have been handed back.
@@ -89,6 +119,8 @@ class InFlight:
             ours = not self._ended
             if ours:
                 self._jobs.update(dict.fromkeys(keys, ""))
+                if interactive:
+                    self._interactive.update(keys)
                 for key, claim in zip(keys, claims, strict=True):
                     if claim.params.n > 1:
                         self._further[key] = self._places(claim.params.n) - 1
@@ -97,7 +129,7 @@ class InFlight:
                 self._hand_back(keys)
         finally:
             with self._changed:
-                self._reserved -= reserved
+                self._reserved[interactive] -= reserved
                 self._changed.notify_all()
         return ours
 
@@ -134,6 +166,7 @@ class InFlight:
                 self._jobs.pop(key, None)
                 self._markups.pop(key, None)
                 self._further.pop(key, None)
+                self._interactive.discard(key)
                 for waiting in self._awaited.pop(key, ()):
                     waiting.release()
             self._changed.notify_all()
@@ -170,7 +203,7 @@ class InFlight:
             self._changed.wait_for(lambda: self._closed or self.idle, timeout)
             if self._closed or not self.idle:
                 return 0
-            self._reserved = self.capacity
+            self._reserved[False] = self.capacity
             return self.capacity
 
     @property
@@ -194,13 +227,13 @@ class InFlight:
     def wait_for_claims(self, seconds: float) -> bool:
         """Return when no claim is under way any more; False if one still is after `seconds`."""
         with self._changed:
-            return self._changed.wait_for(lambda: self._reserved == 0, seconds)
+            return self._changed.wait_for(lambda: not any(self._reserved.values()), seconds)
 
     @property
     def idle(self) -> bool:
         """True if no job is in flight and no claim under way."""
         with self._changed:
-            return self._reserved == 0 and not self._jobs
+            return not self._jobs and not any(self._reserved.values())
 
     def keys(self) -> list[JobKey]:
         """The jobs now in flight."""
@@ -210,6 +243,14 @@ class InFlight:
     @property
     def room(self) -> int:
         """Places that are neither filled nor reserved; none in a pause. Negative if jobs took more."""
+        return self.room_for(False)
+
+    def room_for(self, interactive: bool) -> int:
+        """As `room`, for interactive jobs or for others."""
         if self._paused:
             return 0
-        return self.capacity - self._reserved - len(self._jobs) - sum(self._further.values())
+        in_lane = self._reserved[True] + len(self._interactive)
+        in_lane += sum(self._further.get(key, 0) for key in self._interactive)
+        taken = sum(self._reserved.values()) + len(self._jobs) + sum(self._further.values())
+        room = self.capacity - (taken - in_lane) - max(0, in_lane - self.lane)
+        return max(0, room) + max(0, self.lane - in_lane) if interactive else room

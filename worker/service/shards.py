@@ -9,6 +9,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from datetime import timedelta
 
@@ -21,6 +22,7 @@ from nightmill.jobs.errors import (
     NightmillError,
     RunnerError,
 )
+from nightmill.jobs.fields import INTERACTIVE
 from nightmill.jobs.messages.streams import Followers
 from nightmill.jobs.sql.claims import Claim, Claims, Outcome
 from nightmill.jobs.sql.jobs import chunked
@@ -67,6 +69,7 @@ class Service:
         spell: Spell,
         *,
         capacity: int,
+        lane: int = 0,
         drain_seconds: float,
         followers: Followers,
         on_fatal: Callable[[str], None],
@@ -74,7 +77,7 @@ class Service:
         while_loading: Callable[[str | None], None] = lambda news: None,
     ) -> None:
         self.claims = claims
-        self.in_flight = InFlight(capacity, self._hand_back)
+        self.in_flight = InFlight(capacity, self._hand_back, lane=lane)
         self._answering = Answering(self.in_flight)
         self.drain_seconds = drain_seconds
         self.last_shard_at = time.monotonic()
@@ -107,41 +110,48 @@ class Service:
         """
         self.last_shard_at = time.monotonic()
         try:
-            ours: list[JobKey] = []
-            left = list(job_ids)
-            while left:
-                places = self.in_flight.reserve(len(left))
-                if places == 0:
-                    self._leave_queued(left)
-                    break
-                taken, left = left[:places], left[places:]
-                claimed = self._start(taken)
-                ours += claimed
-                if len(claimed) < places:
-                    ours += self._start_several(set(taken).difference(job_id for job_id, _ in claimed))
-            self.in_flight.wait_for_end(ours)
+            self.in_flight.wait_for_end(self.take(job_ids))
         except Exception as error:
             log.critical("a shard could not be run", exc_info=True)
             self.fail(f"a shard could not be run: {describe(error)}")
 
-    def _start(self, job_ids: Sequence[str], *, several_in: int = 0) -> list[JobKey]:
+    def take(self, job_ids: Sequence[str], *, interactive: bool = False) -> list[JobKey]:
+        """Claim and begin what can be claimed of these jobs, as there is room; returns which those are."""
+        ours: list[JobKey] = []
+        left = list(job_ids)
+        while left:
+            places = self.in_flight.reserve(len(left), interactive=interactive)
+            if places == 0:
+                self._leave_queued(left)
+                break
+            taken, left = left[:places], left[places:]
+            claimed = self._start(taken, interactive=interactive)
+            ours += claimed
+            if len(claimed) < places:
+                several = set(taken).difference(job_id for job_id, _ in claimed)
+                ours += self._start_several(several, interactive)
+        return ours
+
+    def _start(
+        self, job_ids: Sequence[str], *, interactive: bool = False, several_in: int = 0
+    ) -> list[JobKey]:
         """Claim and begin what can be claimed, in reserved places: one for each job, or `several_in` in all
         for jobs with several answers."""
         claims: list[Claim] = []
         late = False
         try:
-            with self._claiming:
+            with nullcontext() if interactive else self._claiming:
                 late = self.in_flight.closed
                 if not late:
                     claim = self.claims.claim_several if several_in else self.claims.claim
                     claims = self._claim(job_ids, self.tally.claims.timed(claim))
         finally:
-            ours = self.in_flight.fill(several_in or len(job_ids), claims)
+            ours = self.in_flight.fill(several_in or len(job_ids), claims, interactive=interactive)
         if late:
             self._leave_queued(job_ids)
         return self.begin(claims) if ours else []
 
-    def _start_several(self, job_ids: set[str]) -> list[JobKey]:
+    def _start_several(self, job_ids: set[str], interactive: bool) -> list[JobKey]:
         """Claim and begin those of these jobs that are to have several answers, as there is room for them."""
         ours: list[JobKey] = []
         try:
@@ -150,13 +160,13 @@ class Service:
             log.warning("%d jobs stay queued, to be announced again: %s", len(job_ids), error)
             return ours
         while answers:
-            jobs, places = self.in_flight.reserve_for(list(answers.values()))
+            jobs, places = self.in_flight.reserve_for(list(answers.values()), interactive=interactive)
             if jobs == 0:
                 self._leave_queued(list(answers))
                 break
             taken = list(answers)[:jobs]
             answers = {job_id: count for job_id, count in answers.items() if job_id not in taken}
-            ours += self._start(taken, several_in=places)
+            ours += self._start(taken, interactive=interactive, several_in=places)
         return ours
 
     def _claim(self, job_ids: Sequence[str], claim: Callable[[Sequence[str]], list[Claim]]) -> list[Claim]:
@@ -239,6 +249,7 @@ class Service:
             seed=claim.params.seed,
             deadline=deadline,
             priority=claim.priority,
+            interactive=claim.priority == INTERACTIVE,
             generated_ids=tokens_to_resume(claim.saved, mark),
             constrained=constrained,
             banned=self._spell(claim.params.bad_words) if claim.params.bad_words else (),

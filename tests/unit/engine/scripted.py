@@ -259,11 +259,14 @@ def make_engine(runner: ScriptedRunner, clock: Clock | None = None, **limits: in
 def make_request(
     job_id: str = "j", prompt: tuple[int, ...] = (0, 1, 2), *, seed: int = 1, deadline: float | None = None,
     priority: int = 5, attempt: int = 1, generated: tuple[int, ...] = (), rule: int | None = None,
-    **params: object,
+    interactive: bool = False, **params: object,
 ) -> Request:  # fmt: skip
     parsed = GenerationParams.parse(params)
     constraint = None if rule is None else Rule(rule)
-    return Request(job_id, attempt, prompt, parsed, seed, deadline, priority, generated, constraint)
+    return Request(
+        job_id, attempt, prompt, parsed, seed, deadline, priority, generated, constraint,
+        interactive=interactive,
+    )  # fmt: skip
 
 
 def run(engine: Engine, steps: int = 10_000) -> list[Completion]:

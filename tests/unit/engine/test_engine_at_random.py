@@ -41,10 +41,11 @@ class EngineMachine(RuleBasedStateMachine):
         spare=st.sampled_from([0, 1, 3, 30]),
         sharing=st.sampled_from([True, True, False]),
         poison=st.sampled_from([None, 3, 9, 13]),
+        lane=st.integers(0, 2),
     )
     def build(
         self, depth: int, blocks: int, block_size: int, slots: int, spare: int, sharing: bool,
-        poison: int | None,
+        poison: int | None, lane: int,
     ) -> None:  # fmt: skip
         self.clock = Clock()
         self.poison = poison
@@ -58,6 +59,7 @@ class EngineMachine(RuleBasedStateMachine):
             context_length=CONTEXT,
             token_budget=slots + spare,
             prefix_sharing=sharing,
+            interactive_slots=min(lane, slots - 1),
         )
         self.requests: dict[tuple[str, int], Request] = {}
         self.attempts: dict[str, int] = {}
@@ -104,6 +106,7 @@ class EngineMachine(RuleBasedStateMachine):
             attempt=attempt,
             deadline=deadline,
             rule=obeys,
+            interactive=params["priority"] == 2,
             max_tokens=max_tokens,
             min_tokens=min(min_tokens, max_tokens),
             **params,

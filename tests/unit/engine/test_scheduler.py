@@ -3,6 +3,7 @@
 import pytest
 
 from nightmill.jobs.parameters import GenerationParams
+from nightmill.worker.engine import scheduler as scheduling
 from nightmill.worker.engine.kv_cache import BlockPool
 from nightmill.worker.engine.request import Request, Sequence, SequenceState
 from nightmill.worker.engine.scheduler import Scheduler, StepPlan
@@ -13,10 +14,14 @@ def sequence(order: int, prompt: int, *, priority: int = 5, limit: int = 1000) -
     return Sequence(request, order, [0] * prompt, limit)
 
 
-def scheduler(*sequences: Sequence, pages: int = 100, slots: int = 8, budget: int = 32) -> Scheduler:
+def scheduler(
+    *sequences: Sequence, pages: int = 100, slots: int = 8, budget: int = 32, lane: int = 0
+) -> Scheduler:
     """The sequences above are all alike, so nothing is shared here; see test_sharing for that."""
     pool = BlockPool(pages, 4)
-    made = Scheduler(pool, max_sequences=slots, token_budget=budget, prefix_sharing=False)
+    made = Scheduler(
+        pool, max_sequences=slots, token_budget=budget, prefix_sharing=False, interactive_slots=lane
+    )
     for one in sequences:
         made.add(one)
     return made
@@ -164,3 +169,56 @@ def test_nothing_is_planned_past_the_length_limit() -> None:
 def test_limits_that_contradict_each_other_are_refused(slots: int, budget: int, fault: str) -> None:
     with pytest.raises(ValueError, match=fault):
         scheduler(slots=slots, budget=budget)
+
+
+def interactive(order: int, prompt: int) -> Sequence:
+    request = Request(f"i{order}", 1, (0,) * prompt, GenerationParams(), 0, priority=10, interactive=True)
+    return Sequence(request, order, [0] * prompt, 1000)
+
+
+def test_slots_are_kept_for_interactive_sequences_which_may_have_any() -> None:
+    made = scheduler(*(sequence(order, 4) for order in range(1, 6)), slots=4, lane=1)
+    step(made)
+    assert (made.running, made.waiting) == (3, 2)
+    for order in (10, 11):
+        made.add(interactive(order, 4))
+    assert step(made)[-1] == ("i10", 0, 4)
+    assert (made.running, made.waiting) == (4, 3)
+    made.finish(made._running[-1])
+    assert step(made)[-1] == ("i11", 0, 4)  # before j4, though the kept slot is taken
+    for one in made._running[:2]:
+        assert one.request.interactive
+        made.finish(one)
+    step(made)
+    assert (made.running, made.waiting) == (3, 1)
+
+
+def test_while_somebody_waits_steps_compute_few_tokens_of_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scheduling, "INTERACTIVE_TOKENS", 10)
+    monkeypatch.setattr(scheduling, "LINGER_STEPS", 2)
+    made = scheduler(sequence(1, 60))
+    assert step(made) == [("j1", 0, 32)]
+    one = interactive(9, 4)
+    made.add(one)
+    assert step(made) == [("i9", 0, 4), ("j1", 32, 6)]
+    made.finish(one)
+    assert [step(made)[-1] for _ in range(3)] == [("j1", 38, 10), ("j1", 48, 10), ("j1", 58, 2)]
+    made.add(sequence(2, 40))
+    assert step(made) == [("j1", 60, 1), ("j2", 0, 31)]
+
+
+def test_who_ranks_last_gives_way_to_an_interactive_sequence_and_nobody_takes_its_pages() -> None:
+    first, last, urgent = sequence(1, 8), sequence(2, 8), interactive(9, 9)
+    made = scheduler(first, last, pages=6, lane=1)
+    step(made)
+    last.last_launch = 1000  # it is outstanding
+    made.add(urgent)
+    plan = made.plan()
+    assert (plan.preempted, plan.empty) == ([last], True)  # of two free pages none is for j1
+    assert made.plan().empty
+    last.last_launch = made.collected
+    plan = made.plan()
+    assert (plan.admitted, shape(plan)) == ([urgent], [("j1", 8, 1), ("i9", 0, 9)])
+    carry_out(made, plan)
+    made.check_integrity()
+    assert made.preemptions == 1

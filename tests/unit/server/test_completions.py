@@ -11,8 +11,9 @@ from pydantic import BaseModel
 
 from nightmill.jobs.answers import answer_seed
 from nightmill.jobs.contract import Constrained, ConstraintKind, JobState
+from nightmill.jobs.fields import INTERACTIVE
 from nightmill.jobs.formats.openai import IGNORED, NEUTRAL
-from nightmill.jobs.server.desk import PRIORITY, Limits
+from nightmill.jobs.server.desk import Limits
 from tests.servers import wait_until
 from tests.unit.server.conftest import BOB, Server, text_of
 
@@ -54,7 +55,7 @@ def test_a_chat_is_a_job_and_its_answer_the_rows(server: Server) -> None:
         "repetition_penalty": 1.2,
         "ignore_eos": True,
     }
-    assert (job.messages, job.owner, job.priority, job.model) == (MESSAGES, "alice", PRIORITY, "model")
+    assert (job.messages, job.owner, job.priority, job.model) == (MESSAGES, "alice", INTERACTIVE, "model")
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -9,9 +9,9 @@ import pytest
 
 from nightmill.jobs.constrained import FORMS
 from nightmill.jobs.contract import JobState
-from nightmill.jobs.fields import FIELDS, PARAMETERS
+from nightmill.jobs.fields import FIELDS, INTERACTIVE, PARAMETERS
 from nightmill.jobs.pieces import START
-from nightmill.jobs.server.desk import PRIORITY, Limits
+from nightmill.jobs.server.desk import Limits
 from tests.servers import wait_until
 from tests.unit.server.conftest import ALICE, BOB, EVE, KEYS, OPS, Server, listening, text_of
 
@@ -50,7 +50,7 @@ def test_execute_gives_the_text_in_numbered_events_and_what_became_of_the_job(se
         )
         assert (end["state"], end["error"]) == ("succeeded", None)
         assert job.finished_at is not None and end["finished_at"] == job.finished_at.isoformat()
-        assert (job.owner, job.priority, job.deadline_at) == ("alice", PRIORITY, None)
+        assert (job.owner, job.priority, job.deadline_at) == ("alice", INTERACTIVE, None)
         again = post_for_events(http, "/execute", job_id="mine", **ASKED)
         assert again[-1][1] == end  # the same job
         other = http.post("/execute", json=ASKED | {"job_id": "mine", "seed": 5})

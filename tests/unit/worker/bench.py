@@ -62,6 +62,7 @@ class Bench:
         client: Client,
         runner: ScriptedRunner,
         capacity: int = 8,
+        lane: int = 0,
         name: str = "a",
     ) -> None:
         self.client = client
@@ -83,6 +84,7 @@ class Bench:
             self.tokenize,
             lambda words: tuple(tuple(map(ord, word)) for word in words),
             capacity=capacity,
+            lane=lane,
             drain_seconds=5.0,
             followers=Followers(client.broker),
             on_fatal=self.fatal.append,

@@ -69,9 +69,9 @@ def in_fill(bench: Bench, victim: str, patch: Patch) -> None:
     """After its work: else the end of the worker would wait for the claim that seems under way."""
     fill = bench.service.in_flight.fill
 
-    def faulty(*arguments: Any) -> None:
+    def faulty(*arguments: Any, **keywords: Any) -> None:
         patch.undo()
-        fill(*arguments)
+        fill(*arguments, **keywords)
         raise odd()
 
     patch.setattr(bench.service.in_flight, "fill", faulty)

@@ -167,7 +167,7 @@ def test_a_shard_that_waits_for_its_turn_to_be_claimed_stays_queued_in_a_drain(
     ids = enqueue(bench.client, CLAIMS_AT_ONCE + 1, max_tokens=3)
     threads = [bench.run([job_id]) for job_id in ids]
     wait_until(lambda: len(bench.client.list_jobs(state="running")) == CLAIMS_AT_ONCE)
-    wait_until(lambda: bench.service.in_flight._reserved == len(ids))
+    wait_until(lambda: bench.service.in_flight._reserved[False] == len(ids))
     drained = threading.Thread(target=bench.service.drain)
     drained.start()
     wait_until(lambda: bench.service.in_flight._closed)
