@@ -7,7 +7,8 @@ from itertools import product
 import pytest
 
 from nightmill.jobs.contract import CallFormat, Markup, Tools
-from nightmill.jobs.reading import CHANNELS, Reading, Reply, call_id, read_reply
+from nightmill.jobs.reading import Reading, Reply, call_id, read_reply
+from nightmill.jobs.thinking import CHANNELS
 
 TOOLS = Tools([{"type": "function", "function": {"name": name}} for name in ("weather", "news")])
 HERMES, LLAMA, MISTRAL, NAMED, JSON = (

@@ -10,7 +10,7 @@ import pytest
 
 from nightmill.jobs.contract import CallFormat, Markup, Rendering, Tools
 from nightmill.jobs.errors import ChatTemplateError
-from nightmill.jobs.reading import CHANNELS
+from nightmill.jobs.thinking import CHANNELS
 from nightmill.worker.model.chat import ChatTemplate
 from nightmill.worker.model.chat.template import thinking_marks
 from nightmill.worker.model.chat.tools import tool_use

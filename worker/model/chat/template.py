@@ -18,7 +18,7 @@ from typing import Any, Self
 
 from nightmill.jobs.contract import AS_USUAL, CallFormat, Markup, Rendering
 from nightmill.jobs.errors import ChatTemplateError, NightmillError
-from nightmill.jobs.reading import CHANNELS
+from nightmill.jobs.thinking import CHANNELS
 from nightmill.worker.model.chat.renderer import Limits, Renderer
 from nightmill.worker.model.chat.shield import Messages, Shield, strings, unused_character
 from nightmill.worker.model.chat.tools import ToolUse, tool_use
