@@ -127,6 +127,11 @@ class Tools:
         """What the functions are called."""
         return frozenset(tool["function"]["name"] for tool in self.functions)
 
+    @property
+    def strict(self) -> bool:
+        """Whether calls of any function are held to its schema where none must be made."""
+        return any(tool["function"].get("strict") is True for tool in self.functions)
+
     def values(self) -> JsonObject:
         """As a row keeps it."""
         return {

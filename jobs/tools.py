@@ -64,8 +64,7 @@ def tools_by(said: Mapping[str, Any]) -> Tools | None:
     if made.function is not None and made.function not in made.names:
         known = ", ".join(sorted(made.names))[:200]
         raise _bad("tool_choice", f"names {made.function!r}, which is not one of the tools: {known}")
-    if made.required:
-        _check_enforced(made)
+    _check_enforced(made)
     return made
 
 
@@ -162,7 +161,8 @@ def _check_enforced(tools: Tools) -> None:
     """That arguments can be held to the schemas of the functions that may be called."""
     for index, tool in enumerate(tools.functions):
         function = tool["function"]
-        if tools.function in (None, function["name"]):
+        enforced = tools.required or function.get("strict")
+        if enforced and tools.function in (None, function["name"]):
             try:
                 check_schema(function["parameters"])
             except ValueError as error:

@@ -1,51 +1,80 @@
-"""Calls of tools that must be made, as grammars: in the model's own way, with arguments by their schemas."""
+"""Calls of tools as grammars: in the model's own way, with arguments by the schemas of their functions.
+
+Where a call must be made there is nothing else. Where functions are strict the model may write what it likes,
+until it begins a call.
+"""
 
 import json
 from typing import Any, Final
 
-from nightmill.jobs.contract import CallFormat, Constrained, ConstraintKind, Tools
+from nightmill.jobs.contract import CallFormat, Constrained, ConstraintKind, JsonObject, Tools
 
 MOST_CALLS: Final = 16
 """Of one answer: a weak model could go on to its limit."""
 
 
 def calls_asked(tools: Tools, written: CallFormat) -> Constrained:
-    """That an answer must be calls, for `Request.constrained`."""
+    """What is asked of an answer, for `Request.constrained`."""
     functions = [
-        [tool["function"]["name"], tool["function"].get("parameters", {})]
+        [tool["function"]["name"], _parameters(tool["function"], tools)]
         for tool in tools.functions
         if tools.function in (None, tool["function"]["name"])
     ]
     several = tools.parallel and tools.function is None
-    said = {"written": str(written), "several": several, "functions": functions}
+    said = {
+        "written": str(written), "free": not tools.required, "several": several, "functions": functions
+    }  # fmt: skip
     return Constrained(ConstraintKind.CALLS, json.dumps(said, ensure_ascii=False, separators=(",", ":")))
+
+
+def _parameters(function: JsonObject, tools: Tools) -> JsonObject:
+    enforced = tools.required or function.get("strict")
+    parameters: JsonObject = function.get("parameters", {}) if enforced else {}
+    return {"type": "object"} | parameters
 
 
 def calls_lark(text: str, schema_options: dict[str, Any]) -> str:
     """The grammar of `calls_asked`'s text. Raises ValueError, TypeError and KeyError for what is none."""
     said = json.loads(text)
-    written = CallFormat(said["written"])
-    rules = []
-    for number, (name, parameters) in enumerate(said["functions"]):
-        schema = {"type": "object"} | parameters | {"x-guidance": schema_options}
-        before, after = _AROUND_ARGUMENTS[written]
-        quoted = json.dumps(name) if written is not CallFormat.MISTRAL_NAMED else name
-        rules += [
-            f"call{number}: {json.dumps(before.replace('NAME', quoted))} arguments{number}"
-            + (f" {json.dumps(after)}" if after else ""),
-            f"arguments{number}: %json {json.dumps(schema)}",
-        ]
-    rules.append("call: " + " | ".join(f"call{number}" for number in range(len(said["functions"]))))
+    written, free, functions = CallFormat(said["written"]), said["free"], said["functions"]
+    mark = _MARKS.get(written, "") if free else ""  # which the rule `head` has eaten
+    before, after = _AROUND_ARGUMENTS[written]
     begin, between, end = _AROUND_CALLS[written]
-    further = (
-        f" ({json.dumps(between) if between else ''} call){{0,{MOST_CALLS - 1}}}" if said["several"] else ""
-    )
-    start = f"{json.dumps(begin)} call{further} {json.dumps(end)}" if begin else f"call{further}"
-    if written is CallFormat.JSON and further:  # a list only of several
-        start = f'call | "[" call{further} "]"'
-    return "\n".join([f"start: {start}", *rules])
+    rules = []
+    for number, (name, parameters) in enumerate(functions):
+        quoted = name if written is CallFormat.MISTRAL_NAMED else json.dumps(name)
+        opening = before.replace("NAME", quoted).removeprefix(mark)
+        rules += [
+            f"call{number}: {json.dumps(opening)} arguments{number} {_literal(after)}",
+            f"arguments{number}: %json {json.dumps(parameters | {'x-guidance': schema_options})}",
+        ]
+    rules.append("call: " + " | ".join(f"call{number}" for number in range(len(functions))))
+    several = f"({_literal(between)} call){{0,{MOST_CALLS - 1}}}" if said["several"] else ""
+    calls = f"{_literal(begin.removeprefix(mark))} call {several} {_literal(end)}"
+    if written is CallFormat.JSON and several:  # a list only of several
+        calls = f'call | "[" call {several} "]"'
+    if not free:
+        return "\n".join([f"start: {calls}", *rules])
+    if not mark:
+        return "\n".join([f"start: {calls} | TEXT", _TEXT.format(r"\s*[{\[]"), *rules])
+    most = MOST_CALLS if said["several"] else 1
+    again = "call" if not begin else f"({calls})"  # a list has all of them behind one mark
+    head = f"head[suffix={json.dumps(mark)}]: /(?s:.*)/"
+    text_rule = _TEXT.format(f"(?s:.*){mark.replace('[', chr(92) + '[').replace(']', chr(92) + ']')}")
+    return "\n".join([f"start: (head {again}){{0,{most}}} TEXT", head, text_rule, *rules])
 
 
+def _literal(text: str) -> str:
+    return json.dumps(text) if text else ""
+
+
+_TEXT: Final = "TEXT: /(?s:.*)/ & ~/{}(?s:.*)/"
+_MARKS: Final = {
+    CallFormat.HERMES: "<tool_call>",
+    CallFormat.MISTRAL: "[TOOL_CALLS]",
+    CallFormat.MISTRAL_NAMED: "[TOOL_CALLS]",
+}
+"""How calls begin that may stand behind text."""
 _AROUND_ARGUMENTS: Final = {
     CallFormat.HERMES: ('<tool_call>\n{"name": NAME, "arguments": ', "}\n</tool_call>"),
     CallFormat.LLAMA: ('{"name": NAME, "parameters": ', "}"),

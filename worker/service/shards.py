@@ -232,10 +232,10 @@ class Service:
         mark = fingerprint(self.engine.arithmetic, prompt_ids)
         markup, constrained = self._markup(claim, prompt_ids), claim.constrained
         tools = None if claim.rendering is None else claim.rendering.tools
-        if markup is not None and markup.calls is not None and tools is not None and tools.required:
-            constrained = calls_asked(tools, markup.calls)
-        if markup is not None and constrained is not None:  # which leaves no room for thoughts
-            markup = replace(markup, thinking=None)
+        if markup is not None and (constrained is not None or (tools is not None and tools.required)):
+            markup = replace(markup, thinking=None)  # there is no room for thoughts
+        if tools is not None and markup is not None and markup.calls is not None:
+            constrained = calls_asked(tools, markup.calls) if tools.required or tools.strict else constrained
         self.in_flight.mark((claim.job_id, claim.attempt), mark, markup)
         deadline = None
         if claim.deadline_at is not None:  # the engine counts on this host's clock, the row on the database's

@@ -99,6 +99,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tools": [tool(f"f{n}") for n in range(129)]}, "tools"),
     ({"tools": [tool(parameters={"description": "x" * (256 << 10)})]}, "tools"),
     ({"tools": [tool(parameters={"not": {}})], "tool_choice": "required"}, "tools[0].function.parameters"),
+    ({"tools": [tool(parameters={"not": {}}, strict=True)]}, "tools[0].function.parameters"),
     ({"tools": [tool()], "tool_choice": "news"}, "tool_choice"),
     ({"tools": [tool()], "tool_choice": 7}, "tool_choice"),
     ({"tools": [tool()], "tool_choice": {"type": "function"}}, "tool_choice"),

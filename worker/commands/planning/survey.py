@@ -124,7 +124,7 @@ def _count(found: Survey, spec: JobSpec, prompt_ids: tuple[int, ...], limits: Li
         found.constrained[str(spec.constrained.kind)] += 1
     if spec.tools is not None:
         found.tools += 1
-        found.constrained[str(ConstraintKind.CALLS)] += spec.tools.required
+        found.constrained[str(ConstraintKind.CALLS)] += spec.tools.required or spec.tools.strict
     if spec.model is not None:
         found.models[spec.model] += 1
 
