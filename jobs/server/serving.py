@@ -19,6 +19,8 @@ from nightmill.jobs.server.guards import is_loopback
 from nightmill.jobs.server.keys import Keys
 from nightmill.jobs.settings import Settings
 
+log = logging.getLogger("nightmill.server")
+
 _END_SECONDS = 30  # for answers that are under way when the server is told to stop
 _HEADER_BYTES = 1 << 16
 _SWITCH_SECONDS = 0.0005
@@ -94,5 +96,5 @@ def _listen(host: str, port: int) -> list[socket.socket]:
             ) from None
         opened.pop_all()
         shown = f"[{host}]" if ":" in host else host
-        logging.info("listening on http://%s:%d; Ctrl-C ends it", shown, port)
+        log.info("listening on http://%s:%d; Ctrl-C ends it", shown, port)
         return sockets
