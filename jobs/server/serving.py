@@ -14,6 +14,7 @@ from nightmill.jobs.client import Client
 from nightmill.jobs.errors import DeliveryDelayedWarning, SettingsError
 from nightmill.jobs.logs import fit
 from nightmill.jobs.server.app import make_app
+from nightmill.jobs.server.connections import Connection, allow_connections, is_news
 from nightmill.jobs.server.desk import Limits
 from nightmill.jobs.server.guards import is_loopback
 from nightmill.jobs.server.keys import Keys
@@ -56,6 +57,8 @@ def serve(settings: Settings, host: str, port: int, limits: Limits) -> None:
     fit(logging.getLogger().handlers, settings.log_format, settings.scrubbed)
     # Which of its own plugins Alembic sets up is of no use to whoever runs a server.
     logging.getLogger("alembic.runtime.plugins").setLevel(logging.WARNING)
+    logging.getLogger("uvicorn.error").addFilter(is_news)
+    allow_connections()
     # The thread that reads files and writes results would keep the event loop waiting for 5 ms at each of the
     # many times that this needs the interpreter. While rows were entered, a list of jobs came after 14 ms in
     # the median and 79 ms at the 99th percentile, in place of 20 and 300 (2 cores with other work besides).
@@ -71,6 +74,7 @@ def serve(settings: Settings, host: str, port: int, limits: Limits) -> None:
                 port=port,
                 log_config=None,
                 access_log=False,
+                http=Connection,
                 server_header=False,
                 h11_max_incomplete_event_size=_HEADER_BYTES,
                 timeout_graceful_shutdown=_END_SECONDS,

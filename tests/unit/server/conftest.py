@@ -14,6 +14,7 @@ from openai import AsyncOpenAI, OpenAI
 from nightmill.jobs.client import Client
 from nightmill.jobs.contract import WorkerState
 from nightmill.jobs.server.app import make_app
+from nightmill.jobs.server.connections import Connection
 from nightmill.jobs.server.desk import Limits
 from nightmill.jobs.server.keys import Keys
 from nightmill.jobs.settings import Settings
@@ -90,7 +91,7 @@ def listening(client: Client, keys: str | None, limits: Limits | None = None) ->
     """A server on a free port, which this gives."""
     port = free_port()
     app = make_app(client, Keys.parse(keys), limits)
-    config = uvicorn.Config(app, port=port, log_config=None, timeout_graceful_shutdown=5)
+    config = uvicorn.Config(app, port=port, log_config=None, timeout_graceful_shutdown=5, http=Connection)
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
