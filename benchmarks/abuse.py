@@ -3,8 +3,8 @@
     python -m benchmarks.abuse [--part idle ...] [--scale 1.0]
 
 A real `nightmill serve` with keys, on Redis and SQLite of its own, and no worker. For each kind of abuse: how
-the server answered, its memory before, at most and afterwards, and how long GET /health took for somebody else
-meanwhile. Prints Markdown for RESULTS.md; fails if the server has died, answered 5xx or grown without bound.
+the server answered, its memory before, at most and afterwards, and how long GET /health took for others.
+Prints Markdown for RESULTS.md; fails if the server has died, answered 5xx or grown without bound.
 """
 
 import argparse

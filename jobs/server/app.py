@@ -9,7 +9,7 @@ from starlette.middleware import Middleware
 from starlette.routing import Route
 
 from nightmill.jobs.client import Client
-from nightmill.jobs.server import openapi
+from nightmill.jobs.server import openapi, reference
 from nightmill.jobs.server.batches import Batches
 from nightmill.jobs.server.completions import Completions
 from nightmill.jobs.server.desk import Desk, Limits
@@ -78,6 +78,7 @@ def make_app(client: Client, keys: Keys, limits: Limits | None = None) -> Starle
             Route("/v1/jobs/{job_id}", native.cancelled, methods=["DELETE"]),
             Route("/v1/jobs/{job_id}/events", native.events),
             Route("/openapi.json", openapi.answer),
+            Route("/docs", reference.answer),
             Route("/health", health.health),
             Route("/ready", health.ready),
             Route("/metrics", metrics.answer),

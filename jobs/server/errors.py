@@ -11,6 +11,7 @@ from typing import Any
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
 
 from nightmill.jobs.contract import JsonObject, StopReason
 from nightmill.jobs.errors import (
@@ -131,14 +132,24 @@ async def answer_error(request: Request, error: Exception) -> Response:
     """For Starlette, which calls it for every error."""
     found = http_error_of(error)
     if isinstance(error, HTTPException) and error.status_code in (404, 405):
+        headers = {"Allow": _allowed(request)} if error.status_code == 405 else error.headers
         asked = f"{request.method} {printable(request.url.path, _LONGEST_PATH)}"
         found = HttpError(
             error.status_code,
             f"there is no {asked}; GET /openapi.json lists what there is",
             code="unknown_url",
-            headers=error.headers,
+            headers=headers,
         )
     return found.response()
+
+
+def _allowed(request: Request) -> str:
+    """The methods of this path: Starlette names those of the first route that has it."""
+    path = request.scope["path"]
+    routes = [
+        route for route in request.app.routes if isinstance(route, Route) and route.path_regex.match(path)
+    ]
+    return ", ".join(sorted({method for route in routes for method in route.methods or ()}))
 
 
 def handlers() -> dict[Any, Any]:

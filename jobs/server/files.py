@@ -64,7 +64,7 @@ class Files:
         """GET /v1/files: the caller's own, newest first."""
         caller = self._desk.keys.caller(request)
         query = request.query_params
-        page = Page.read(query, PREFIX, limit=MOST_LISTED, most=MOST_LISTED)
+        page = Page.read(query, PREFIX, limit=MOST_LISTED, most=MOST_LISTED, more="purpose")
         found = await self._desk.run(
             self._store.page,
             owner=caller.only,
@@ -142,8 +142,11 @@ def _checked(texts: dict[str, str], filename: str | None, size: int) -> str:
             raise unknown_field(name, {"file", "purpose"}, _NOT_HERE.get(name))
     if filename is None:
         raise invalid("file", "is missing; send the file as a part of this name, with a filename")
-    if texts.get("purpose") != UPLOADED:
-        raise invalid("purpose", f"must be {UPLOADED}: files are for batches here")
+    if (purpose := texts.get("purpose")) != UPLOADED:
+        fault = "is missing" if purpose is None else f"must be {UPLOADED}"
+        raise invalid(
+            "purpose", f"{fault}: files are for batches here; send {UPLOADED} as a part of this name"
+        )
     if not size:
         raise invalid("file", "is empty; write one row on each line")
     # Whatever it says of folders is left out; what is left is shown and leads nowhere.

@@ -8,6 +8,7 @@ from typing import Self
 from starlette.datastructures import QueryParams
 
 from nightmill.jobs.contract import JsonObject
+from nightmill.jobs.fields import unknown_field
 from nightmill.jobs.ids import is_job_id
 from nightmill.jobs.server.errors import invalid
 
@@ -23,12 +24,24 @@ class Page:
     oldest_first: bool = False
 
     @classmethod
-    def read(cls, query: QueryParams, prefix: str = "", *, limit: int = 20, most: int = 100) -> Self:
+    def read(
+        cls,
+        query: QueryParams,
+        prefix: str = "",
+        *,
+        limit: int = 20,
+        most: int = 100,
+        more: str | None = None,
+    ) -> Self:
         """What a query says; raises HttpError.
 
+        more    what may be asked for besides
         prefix  what comes before the id proper in the ids of these items
         limit   if the query says none; `most` it may say
         """
+        known = {"limit", "after", "order"} | ({more} if more else set())
+        if unknown := [name for name in query if name not in known]:
+            raise unknown_field(unknown[0], known)
         asked, after, order = query.get("limit", str(limit)), query.get("after"), query.get("order", "desc")
         if not _NUMBER.fullmatch(asked) or not 1 <= int(asked) <= most:
             raise invalid("limit", f"must be a number from 1 to {most:,}")

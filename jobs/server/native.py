@@ -85,7 +85,7 @@ class Native:
         """GET /v1/jobs: the caller's own, newest first; `after` is the last id of the page before."""
         desk, query = self._desk, request.query_params
         caller = desk.keys.caller(request)
-        page, state = Page.read(query), query.get("state")
+        page, state = Page.read(query, more="state"), query.get("state")
         if state is not None and state not in set(JobState):
             raise invalid("state", f"must be one of {', '.join(JobState)}")
         selection = Selection(

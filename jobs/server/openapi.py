@@ -41,6 +41,7 @@ ENDPOINTS: dict[tuple[str, str], tuple[str, str | None, str | None]] = {
     ("GET", "/ready"): ("Whether jobs can be run.", None, "Ready"),
     ("GET", "/metrics"): ("Numbers for Prometheus; needs a key that may read everything.", None, None),
     ("GET", "/openapi.json"): ("This document.", None, None),
+    ("GET", "/docs"): ("This document, as a page to be read.", None, None),
 }
 """(method, path) -> what it does, the schema of its body, the schema of its answer."""
 STREAMING = frozenset({CHAT, COMPLETIONS, "/execute", "/v1/generate", "/v1/jobs/{job_id}/events"})

@@ -140,7 +140,7 @@ BAD_FORMS = [
     (MULTIPART, b"", 400, "ended too early"),
     (MULTIPART, b"nonsense", 400, "not a form that can be read"),
     (MULTIPART, form((FILE, b"x"))[:-4], 400, "ended too early"),
-    (MULTIPART, form((FILE, b"x")), 400, "purpose: must be batch"),
+    (MULTIPART, form((FILE, b"x")), 400, "purpose: is missing"),
     (MULTIPART, form(PURPOSE), 400, "file: is missing"),
     (MULTIPART, form((FILE, b""), PURPOSE), 400, "file: is empty"),
     (MULTIPART, form((FILE, b"x"), (FILE, b"y"), PURPOSE), 400, "more than one file"),

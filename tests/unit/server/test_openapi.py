@@ -1,5 +1,9 @@
 """/openapi.json says what the server does: its endpoints, what they take, what they answer."""
 
+import base64
+import hashlib
+import html
+import re
 from typing import Any
 
 import httpx2
@@ -143,3 +147,46 @@ def test_bodies_that_it_allows_are_taken_and_others_refused(
             schema = validator(ENDPOINTS["POST", path][1] or "")
             assert schema.is_valid(body) is good, (path, body)
             assert (http.post(path, json=body).status_code == 200) is good, (path, body)
+
+
+def test_the_page_shows_all_of_it_and_takes_nothing_from_elsewhere(server: Server) -> None:
+    with server.http(None) as http:
+        answer = http.get("/docs")
+    policy = answer.headers["content-security-policy"]
+    assert policy.startswith("default-src 'none'; style-src 'sha256-") and "unsafe" not in policy
+    style = answer.text.partition("<style>")[2].partition("</style>")[0]
+    assert base64.b64encode(hashlib.sha256(style.encode()).digest()).decode() in policy
+    links = re.findall(r'(?:href|src)="([^"]*)"', answer.text)
+    assert set(links) - {"/openapi.json"} == {link for link in links if link.startswith("#")}
+    assert {link[1:] for link in links if link.startswith("#")} <= set(
+        re.findall(r'id="([^"]*)"', answer.text)
+    )
+    for (method, path), (says, *schemas) in ENDPOINTS.items():
+        assert f"<code>{method} {path}</code>" in answer.text and says in html.unescape(answer.text)
+        assert all(f'id="{name}"' in answer.text for name in schemas if name)
+    assert "<script" not in answer.text and "style=" not in answer.text
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "allowed"),
+    [
+        ("PATCH", "/v1/jobs", "GET, HEAD, POST"),
+        ("POST", "/v1/jobs/x", "DELETE, GET, HEAD"),
+        ("GET", "/execute", "POST"),
+        ("GET", "/v1/batches/x/cancel", "POST"),
+    ],
+)
+def test_a_method_that_a_path_lacks_is_told_all_that_it_has(
+    server: Server, method: str, path: str, allowed: str
+) -> None:
+    with server.http() as http:
+        answer = http.request(method, path)
+    assert (answer.status_code, answer.headers["allow"]) == (405, allowed)
+
+
+@pytest.mark.parametrize("path", ["/v1/jobs", "/v1/files", "/v1/batches", "/v1/night"])
+def test_a_list_refuses_a_query_that_it_does_not_know(server: Server, path: str) -> None:
+    with server.http() as http:
+        answer = http.get(path, params={"limt": "5"})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "limt")
+    assert "did you mean limit?" in answer.json()["error"]["message"]
