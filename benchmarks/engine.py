@@ -13,7 +13,7 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -47,6 +47,7 @@ class Workload:
     token_budget: int
     counts_prompts: bool = False
     shared_prefix: int = 0
+    logprobs: int | None = None
 
     def requests(self, vocab: int, seed: int) -> list[Request]:
         rng = np.random.default_rng(seed)
@@ -56,7 +57,10 @@ class Workload:
         return [
             Request(
                 f"{seed}-{index}", 1, (*prefix, *rng.integers(0, vocab, prompt).tolist()),
-                GenerationParams(max_tokens=int(answer), temperature=self.temperature, ignore_eos=True),
+                GenerationParams(
+                    max_tokens=int(answer), temperature=self.temperature, ignore_eos=True,
+                    logprobs=self.logprobs,
+                ),
                 seed=seed * 100_003 + index,
             )
             for index, (prompt, answer) in enumerate(zip(prompts, answers, strict=True))
@@ -175,6 +179,7 @@ def main() -> None:
     arguments.add_argument("--no-graphs", action="store_true")
     arguments.add_argument("--no-prefix-sharing", action="store_true")
     arguments.add_argument("--products", action="store_true", help="print which kernel each product took")
+    arguments.add_argument("--logprobs", type=int, help="likely tokens that are told with each")
     arguments.add_argument("--constrained", default="none", help=f"of {', '.join(WHICH)}: one or several")
     options = arguments.parse_intermixed_args()  # options may stand between workloads
     file = GgufFile.open(options.model)
@@ -188,7 +193,7 @@ def measure(
     name: str, file: GgufFile, spec: ModelSpec, options: argparse.Namespace
 ) -> Iterator[dict[str, object]]:
     """Run one workload on a runner of its own, free and under constraints as is asked."""
-    workload = WORKLOADS[name]
+    workload = replace(WORKLOADS[name], logprobs=options.logprobs)
     slots = options.slots or workload.slots
     budget = max(options.token_budget or workload.token_budget, slots)
     numbers = numbers_from(options, file, spec)

@@ -35,7 +35,7 @@ class InstantRunner:
 
     def __init__(self, vocab: int, slots: int) -> None:
         self.vocab = vocab
-        self.slots = slots
+        self.slots = self.max_draws = slots
         self.kv_blocks = slots * CONTEXT // self.block_size
         self._drawn: deque[Drawn] = deque()
 

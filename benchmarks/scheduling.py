@@ -36,7 +36,7 @@ class NoRunner:
     )
 
     def __init__(self, slots: int) -> None:
-        self.slots = slots
+        self.slots = self.max_draws = slots
         self.kv_blocks = slots * (PROMPT + ANSWER) // self.block_size + slots
         self._drawn: deque[Drawn] = deque()
 

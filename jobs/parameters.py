@@ -15,6 +15,9 @@ MAX_SEED = 2**63 - 1  # seeds live in a signed 64-bit SQL column
 MAX_ANSWERS = 128  # of one job
 MAX_ANSWER_TOKENS = 1 << 20  # of all answers of a job together, where there are several: they are one row
 
+MAX_LOGPROBS = 20  # likely tokens that are told beside each of the answer
+MAX_JOB_LOGPROBS = 1 << 20  # of all tokens and likely tokens of a job together
+
 MAX_BIASES = 1_024  # tokens of a job that have a bias
 MAX_BAD_WORDS = 256  # of a job, each of at most
 MAX_BAD_WORD = 256  # characters;
@@ -74,11 +77,28 @@ class GenerationParams(BaseModel):
     bad_words: tuple[str, ...] = Field(
         default=(), max_length=MAX_BAD_WORDS, description="The answer never has this text."
     )
+    logprobs: int | None = Field(
+        default=None,
+        ge=0,
+        le=MAX_LOGPROBS,
+        description="Tell the log-probability of each token, and of so many of the likeliest ones.",
+    )
     n: int = Field(
         default=1, ge=1, le=MAX_ANSWERS, description="So many answers, each with a seed of its own."
     )
+    echo: bool = Field(default=False, description="The text begins with the prompt, which must be plain.")
+    score: tuple[str, ...] = Field(
+        default=(),
+        max_length=MAX_ANSWERS,
+        description="No answer: tell how likely each of these texts is after the prompt.",
+    )
 
-    @field_validator("stop", "bad_words", mode="before")
+    @property
+    def answers(self) -> int:
+        """How many answers its job has: a text that is scored is one, too."""
+        return len(self.score) or self.n
+
+    @field_validator("stop", "bad_words", "score", mode="before")
     @classmethod
     def _accept_one_or_many(cls, value: Any) -> Any:
         if isinstance(value, str):
@@ -121,6 +141,17 @@ class GenerationParams(BaseModel):
             )
         return value
 
+    @field_validator("n")
+    @classmethod
+    def _log_probabilities_fit_into_a_row(cls, value: int, info: ValidationInfo) -> int:
+        most, likely = info.data.get("max_tokens"), info.data.get("logprobs")
+        if most is not None and likely is not None and value * most * (likely + 1) > MAX_JOB_LOGPROBS:
+            raise ValueError(
+                f"{value} answers of up to {most:,} tokens with {likely} logprobs each may have more than "
+                f"{MAX_JOB_LOGPROBS:,} log-probabilities; give fewer, or a smaller max_tokens"
+            )
+        return value
+
     @field_validator("stop")
     @classmethod
     def _stop_strings_are_storable(cls, value: tuple[str, ...]) -> tuple[str, ...]:
@@ -143,6 +174,24 @@ class GenerationParams(BaseModel):
                 )
             if problem := unstorable(text):
                 raise ValueError(f"a bad word {problem}")
+        return value
+
+    @field_validator("score")
+    @classmethod
+    def _scored_texts_are_texts(cls, value: tuple[str, ...], info: ValidationInfo) -> tuple[str, ...]:
+        for text in value:
+            if not text:
+                raise ValueError("a text to score must not be empty")
+            if problem := unstorable(text):
+                raise ValueError(f"a text to score {problem}")
+        if value and (info.data.get("n", 1) != 1 or info.data.get("echo")):
+            raise ValueError("goes with neither n nor echo: nothing is generated; give one of them")
+        likely = info.data.get("logprobs") or 0
+        if (length := sum(map(len, value))) * (likely + 1) > MAX_JOB_LOGPROBS:
+            raise ValueError(
+                f"texts of {length:,} characters with {likely} logprobs each may have more than "
+                f"{MAX_JOB_LOGPROBS:,} log-probabilities; give fewer or shorter ones"
+            )
         return value
 
     @classmethod
@@ -194,6 +243,7 @@ def _token_id(key: Any) -> Any:
 _DIGITS = re.compile("[0-9]{1,10}")
 DEFAULTS = GenerationParams()
 _LATER = (
-    "stop_token_ids", "min_tokens", "n", "presence_penalty", "frequency_penalty", "logit_bias", "bad_words"
+    "stop_token_ids", "min_tokens", "n", "presence_penalty", "frequency_penalty", "logit_bias", "bad_words",
+    "logprobs", "echo", "score",
 )  # fmt: skip
 """Parameters that were not there from the beginning."""

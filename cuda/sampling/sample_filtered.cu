@@ -52,22 +52,6 @@ static __device__ __forceinline__ int bin_of(float x) {
     return x > -32.0f ? min(static_cast<int>(-x * BINS_PER_UNIT), BINS - 1) : BINS;
 }
 
-// Floats to integers in the same order, and back.
-static __device__ __forceinline__ unsigned ordered(float x) {
-    const unsigned bits = __float_as_uint(x);
-    return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
-}
-
-static __device__ __forceinline__ float from_ordered(unsigned key) {
-    return __uint_as_float(key & 0x80000000u ? key & 0x7fffffffu : ~key);
-}
-
-static __device__ double warp_sum_double(double value) {
-#pragma unroll
-    for (int offset = 16; offset > 0; offset >>= 1) value += __shfl_xor_sync(0xffffffffu, value, offset);
-    return value;
-}
-
 // Sum over the block, in all threads; the order of additions is fixed.
 static __device__ double block_sum(double value, Scratch& scratch) {
     value = warp_sum_double(value);

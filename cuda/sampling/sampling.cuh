@@ -94,6 +94,22 @@ static __device__ __forceinline__ float gumbel(unsigned word) {
     return -logf(-log1pf(-v));
 }
 
+// Floats to integers in the same order, and back.
+static __device__ __forceinline__ unsigned ordered(float x) {
+    const unsigned bits = __float_as_uint(x);
+    return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+}
+
+static __device__ __forceinline__ float from_ordered(unsigned key) {
+    return __uint_as_float(key & 0x80000000u ? key & 0x7fffffffu : ~key);
+}
+
+static __device__ double warp_sum_double(double value) {
+#pragma unroll
+    for (int offset = 16; offset > 0; offset >>= 1) value += __shfl_xor_sync(0xffffffffu, value, offset);
+    return value;
+}
+
 // The best token so far; its score is high + low, normalised, so that scores compare as pairs.
 struct Best {
     float high, low;

@@ -51,7 +51,7 @@ class ScriptedRunner:
 
     def __init__(self, vocab: int, slots: int) -> None:
         self.vocab = vocab
-        self.slots = slots
+        self.slots = self.max_draws = slots
         self.kv_blocks = slots * CONTEXT // self.block_size * 2 // 3  # short, so that some are preempted
         self._step = float(os.environ.get("CAMPAIGN_STEP", "0"))
         self._drawn: deque[Drawn] = deque()

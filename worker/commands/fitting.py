@@ -81,7 +81,7 @@ def fit(spec: ModelSpec, card: Card, settings: Settings, numbers: Numbers = HALF
 
     Raises RunnerError if the kernels do not take the model, or it does not fit.
     """
-    from nightmill.worker.runners.gpu.activations import LOGIT_ROWS
+    from nightmill.worker.runners.gpu.activations import LOGIT_ROWS, most_draws
     from nightmill.worker.runners.gpu.catalogue import check_spec, workspace_bytes
     from nightmill.worker.runners.gpu.kv_cache import PAGE, page_bytes
     from nightmill.worker.runners.gpu.memory import LEAST_TOKENS, allowed, plan_memory, tokens_of_a_step
@@ -100,7 +100,7 @@ def fit(spec: ModelSpec, card: Card, settings: Settings, numbers: Numbers = HALF
 
     def workspace(max_tokens: int) -> int:
         step = StepBuffers.bytes(
-            max_tokens=max_tokens, max_draws=slots, slots=slots, table_width=-(-context // PAGE),
+            max_tokens=max_tokens, max_draws=most_draws(slots), slots=slots, table_width=-(-context // PAGE),
             max_pieces=slots,  # about so many; by the kernels' occupancy, for which a device is asked
         )  # fmt: skip
         return (
@@ -112,7 +112,7 @@ def fit(spec: ModelSpec, card: Card, settings: Settings, numbers: Numbers = HALF
                 card.multiprocessors,
                 max_context=context,
                 max_tokens=max_tokens,
-                max_draws=slots,
+                max_draws=most_draws(slots),
             )
         )
 

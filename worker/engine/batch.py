@@ -6,7 +6,15 @@ import numpy as np
 
 from nightmill.worker.engine.request import Sequence
 from nightmill.worker.engine.scheduler import Chunk, StepPlan
-from nightmill.worker.runners.base import FROM_SLOT, Admission, DrawArray, IntArray, StepBatch, make_draws
+from nightmill.worker.runners.base import (
+    FROM_SLOT,
+    UNTOLD,
+    Admission,
+    DrawArray,
+    IntArray,
+    StepBatch,
+    make_draws,
+)
 
 
 class BatchBuilder:
@@ -19,9 +27,12 @@ class BatchBuilder:
         self._block_size = block_size
         self._tables = np.full((slots, pages), -1, dtype=np.int32)
         self._masked_until = np.zeros(slots, dtype=np.int32)
+        self._likely = np.full(slots, UNTOLD, dtype=np.int32)
 
-    def build(self, plan: StepPlan) -> tuple[StepBatch, list[Sequence]]:
-        """Return the arrays of `plan` and the sequences that draw a token, in the order of `draws`.
+    def build(self, plan: StepPlan) -> tuple[StepBatch, list[Sequence], list[Sequence]]:
+        """Return the arrays of `plan`, and whom its draws are for, in their order.
+
+        First the sequences that draw a token, then one for each token that is given.
 
         Sequences that decode come first; their tokens are left to the runner, which drew them. Then come the
         drawn tokens that are computed again, then the prompts.
@@ -61,18 +72,24 @@ class BatchBuilder:
         positions += np.repeat(starts - sequence_starts[:-1], lengths)
         contexts = starts + lengths
         widest = -(-int(contexts.max()) // self._block_size)
-        return StepBatch(
-            tokens=tokens,
-            positions=positions,
-            cache_rows=self._cache_rows(token_slots, positions),
-            sequence_starts=sequence_starts,
-            context_lengths=contexts,
-            block_tables=self._tables[slots, :widest],
-            slots=slots,
-            draws=self._draws(ends[draws] - 1, slots[draws], contexts[draws]),
-            drawn=drawn,
-            admissions=tuple(_admission(sequence) for sequence in plan.admitted),
-        ), drawing
+        drawn_rows = self._draws(ends[draws] - 1, slots[draws], contexts[draws])
+        given_rows, asking = _given(prompts, sequence_starts[drawn:])
+        return (
+            StepBatch(
+                tokens=tokens,
+                positions=positions,
+                cache_rows=self._cache_rows(token_slots, positions),
+                sequence_starts=sequence_starts,
+                context_lengths=contexts,
+                block_tables=self._tables[slots, :widest],
+                slots=slots,
+                draws=np.concatenate([drawn_rows, given_rows]) if asking else drawn_rows,
+                drawn=drawn,
+                admissions=tuple(_admission(sequence) for sequence in plan.admitted),
+            ),
+            drawing,
+            asking,
+        )
 
     def _enter(self, plan: StepPlan) -> None:
         tables = self._tables
@@ -81,12 +98,14 @@ class BatchBuilder:
             tables[sequence.slot] = -1
             tables[sequence.slot, : len(pages)] = pages
             self._masked_until[sequence.slot] = sequence.masked_until
+            self._likely[sequence.slot] = sequence.likely
         for sequence in plan.grown:
             pages = sequence.block_table
             tables[sequence.slot, len(pages) - 1] = pages[-1]
 
     def _draws(self, rows: IntArray, slots: IntArray, positions: IntArray) -> DrawArray:
         draws = make_draws(rows, slots, positions)
+        draws["likely"] = self._likely[slots]
         if self._masked_until.any():
             masked = np.flatnonzero(positions < self._masked_until[slots])
             draws["mask"][masked] = np.arange(len(masked))
@@ -100,6 +119,25 @@ class BatchBuilder:
 def _drawn_places(chunk: Chunk) -> range:
     """The positions of the drawn tokens that are computed again."""
     return range(chunk.start + chunk.of_prompt, chunk.start + chunk.length)
+
+
+def _given(prompts: list[Chunk], starts: IntArray) -> tuple[DrawArray, list[Sequence]]:
+    """Draws of the prompts' tokens that are asked about, and who asks; `starts`: where their chunks begin."""
+    rows: list[int] = []
+    places: list[int] = []
+    asking: list[Sequence] = []
+    for chunk, first in zip(prompts, starts.tolist(), strict=False):
+        given = chunk.given
+        rows += [first + place - 1 - chunk.start for place in given]
+        places += given
+        asking += [chunk.sequence] * len(given)
+    draws = make_draws(
+        np.array(rows, dtype=np.int32), np.full(len(rows), -1, dtype=np.int32),
+        np.array(places, dtype=np.int32),
+    )  # fmt: skip
+    draws["given"] = [one.tokens[place] for one, place in zip(asking, places, strict=True)]
+    draws["likely"] = [one.likely for one in asking]
+    return draws, asking
 
 
 def _prompt_tokens(chunks: list[Chunk]) -> list[int]:

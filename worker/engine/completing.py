@@ -27,11 +27,13 @@ def completion(sequence: Sequence, decode: Decode, reason: StopReason, error: st
         job_id=request.job_id,
         attempt=request.attempt,
         token_ids=tuple(drawn),
-        text=text,
+        text="" if request.scores else request.echo + text,
         stop_reason=reason,
         prompt_tokens=sequence.prompt_length,
         completion_tokens=len(drawn),
         error=error,
+        echoed=len(request.echo),
+        told=sequence.told,
     )
 
 
@@ -45,4 +47,4 @@ def snapshot(sequence: Sequence, decode: Decode) -> Partial:
     request = sequence.request
     drawn = sequence.tokens[sequence.prompt_length :]
     text = decode(drawn) if sequence.watch is None else sequence.watch.decided
-    return Partial(request.job_id, request.attempt, tuple(drawn), text, sequence.prompt_length)
+    return Partial(request.job_id, request.attempt, tuple(drawn), request.echo + text, sequence.prompt_length)

@@ -32,7 +32,8 @@ from nightmill.worker.engine.scheduler import Scheduler, StepPlan
 from nightmill.worker.engine.sharing import PrefixGroups
 from nightmill.worker.engine.stops import NewTextStream, TextWatch, reason_to_stop, streamed
 from nightmill.worker.engine.telling import Tellings
-from nightmill.worker.runners.base import NOT_A_NUMBER, Drawn, Runner, masked_draws
+from nightmill.worker.engine.told import Records
+from nightmill.worker.runners.base import NOT_A_NUMBER, UNTOLD, Drawn, Runner, masked_draws
 
 _NO_NUMBERS = (
     "the model's output for this prompt is not a number: what it computes is too large for F16, or its file "
@@ -66,6 +67,7 @@ class _Launch:
     number: int
     plan: StepPlan
     drawing: list[Sequence | None]  # in the order of the tokens it will return; None: nobody wants that one
+    asking: list[Sequence | None]  # the same of tokens of prompts, which are told after those
     masked: list[int]  # places in `drawing` of those that draw under a mask
 
     def wanting(self, place: int) -> Sequence | None:
@@ -116,6 +118,7 @@ class Engine:
         self._scheduler = Scheduler(
             self._pool, max_sequences=max_sequences, token_budget=token_budget,
             prefix_sharing=prefix_sharing, interactive_slots=interactive_slots,
+            max_given=max(1, runner.max_draws - max_sequences),
         )  # fmt: skip
         self._groups = PrefixGroups() if prefix_sharing else None
         pages = self._pool.pages_for(self._limits.cache_context)
@@ -310,7 +313,12 @@ class Engine:
                 raise CacheIntegrityError(f"{sequence.request.job_id} is over and still live")
 
     def _resume(self, sequence: Sequence) -> None:
-        """Go on from the tokens of an earlier attempt, as if they had been drawn here."""
+        """Go on from the tokens of an earlier attempt, as if they had been drawn here.
+
+        One that asks for log-probabilities begins afresh: those of an earlier attempt are known to nobody.
+        """
+        if sequence.likely != UNTOLD:
+            return
         for token in sequence.request.generated_ids:
             self._resumed += 1
             sequence.reported += 1
@@ -336,7 +344,7 @@ class Engine:
                 self._finish(sequence, StopReason.DEADLINE)
 
     def _launch(self, plan: StepPlan) -> None:
-        batch, drawing = self._builder.build(plan)
+        batch, drawing, asking = self._builder.build(plan)
         self._failed = True  # unless the runner returns
         self._runner.launch(batch)
         self._steps += 1
@@ -346,7 +354,7 @@ class Engine:
             end = min(chunk.start + chunk.length, chunk.sequence.prompt_length)
             self._prompt_tokens += max(0, end - chunk.start)
         masked = masked_draws(batch.draws).tolist()
-        self._outstanding.append(_Launch(self._steps, plan, [*drawing], masked))
+        self._outstanding.append(_Launch(self._steps, plan, [*drawing], [*asking], masked))
         self._failed = False
 
     def _draw(self, launch: _Launch) -> None:
@@ -373,7 +381,8 @@ class Engine:
     def _collect(self) -> Drawn:
         self._failed = True  # unless the runner returns what it should
         drawn = self._runner.collect()
-        if drawn is None or len(drawn.tokens) != len(self._outstanding[0].drawing):
+        launch = self._outstanding[0]
+        if drawn is None or len(drawn.tokens) != len(launch.drawing) + len(launch.asking):
             raise RunnerError("the runner returned other tokens than the oldest launch was to draw")
         self._failed = False
         return drawn
@@ -384,7 +393,10 @@ class Engine:
         self._scheduler.collected = launch.number
         finished, not_a_number = SequenceState.FINISHED, NOT_A_NUMBER
         ids = drawn.tokens.tolist()
-        for sequence, token in zip(launch.drawing, ids, strict=True):
+        records = None if drawn.found is None else Records(drawn.found)
+        if launch.asking:
+            self._tell(launch, ids, records)
+        for place, (sequence, token) in enumerate(zip(launch.drawing, ids, strict=False)):
             if sequence is None or sequence.state is finished:
                 continue
             if token == not_a_number:
@@ -393,12 +405,27 @@ class Engine:
             self._generated += 1
             tokens = sequence.tokens
             tokens.append(token)
+            if records is not None and sequence.likely != UNTOLD:
+                sequence.records += records.of(place, sequence.likely)
             if sequence.watch is not None or len(tokens) >= sequence.length_limit or token in sequence.ends:
                 self._finish_if_over(sequence)  # in other cases there is no reason to stop
         if launch.masked:
             drew = [launch.wanting(place) for place in launch.masked if ids[place] != not_a_number]
             if obeying := [sequence for sequence in drew if sequence is not None]:
                 self._fail(self._masking.accept(obeying))
+
+    def _tell(self, launch: _Launch, ids: list[int], records: Records | None) -> None:
+        """Give sequences the log-probabilities of tokens of their prompts."""
+        assert records is not None, "a runner that was given tokens told nothing"
+        for place, sequence in enumerate(launch.asking, start=len(launch.drawing)):
+            if sequence is None or sequence.state is SequenceState.FINISHED:
+                continue
+            if ids[place] != NOT_A_NUMBER:
+                sequence.records += records.of(place, sequence.likely)
+                continue
+            self._blame(sequence)
+            for others in (launch.drawing, launch.asking):
+                others[:] = [None if other is sequence else other for other in others]
 
     def _blame(self, sequence: Sequence) -> None:
         """A sequence's logits are not numbers: it fails, or is computed again without pages of others."""
@@ -407,6 +434,7 @@ class Engine:
             return
         for launch in self._outstanding:
             launch.drawing = [None if drawing is sequence else drawing for drawing in launch.drawing]
+            launch.asking = [None if asking is sequence else asking for asking in launch.asking]
 
     def _finish_if_over(self, sequence: Sequence) -> None:
         """Look at the token that was added last."""

@@ -8,6 +8,8 @@ from nightmill.jobs.contract import Constrained, StopReason
 from nightmill.jobs.parameters import GenerationParams
 from nightmill.worker.engine.prefix_tree import PrefixNode
 from nightmill.worker.engine.stops import TextWatch
+from nightmill.worker.engine.told import Told, likely_of, of_nothing, record_bytes
+from nightmill.worker.runners.base import UNTOLD
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +24,10 @@ class Request:
     before the first of `generated_ids`. It is this request's alone, and of the kind that the engine's
     constraints take. `banned`: runs of tokens that the answer must not hold. `interactive`: somebody waits
     for it, so it may have slots that are kept for such requests, and steps are short while it is there.
+    `told_from`: the prompt's tokens from that place on are told their log-probabilities, too; the first of
+    all has none.
+    `echo`: what its text begins with, before what is drawn. `scores`: its prompt ends with a text to score,
+    so only what is told of that matters; what is drawn after it is no text.
     """
 
     job_id: str
@@ -37,6 +43,9 @@ class Request:
     behind: int = 0
     banned: tuple[tuple[int, ...], ...] = ()
     interactive: bool = False
+    told_from: int | None = None
+    echo: str = ""
+    scores: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +64,8 @@ class Completion:
     prompt_tokens: int
     completion_tokens: int
     error: str | None = None
+    echoed: int = 0  # characters of the text that are its `Request.echo`
+    told: Told | None = None  # log-probabilities, if it asked for them
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +140,11 @@ class Sequence:
     promise: tuple[PrefixNode, bytes] | None = None  # where in the tree the page is that it computes next
     follows: "tuple[Sequence, int] | None" = None  # waits until that one has computed so many pages
 
+    records: bytearray = field(default_factory=bytearray)  # of `Told`, as far as they are known
+    told_until: int = 0  # the tokens of its prompt before this place are asked about by a launch, or never
+
+    likely: int = field(init=False)
+    """`DRAW.likely` of its draws."""
     constraint: object | None = field(init=False)
     reach: int = field(init=False)
     """No launch computes more than so many tokens of it, until this is raised."""
@@ -140,7 +156,11 @@ class Sequence:
 
     def __post_init__(self) -> None:
         self.constraint = self.request.constraint
+        self.likely = likely_of(self.request.params.logprobs, self.request.told_from)
+        if self.request.told_from == 0:
+            self.records += of_nothing(self.likely)
         self.prompt_length = len(self.request.prompt_ids)
+        self.ask_again()
         fewest = self.request.params.min_tokens if self.ends else 0
         self.masked_until = self.prompt_length + fewest if fewest else 0
         if self.constraint is not None:
@@ -153,6 +173,28 @@ class Sequence:
         """One whose next token is drawn under a mask is computed up to that one; others run ahead."""
         length, last = len(self.tokens), self.length_limit - 1
         self.reach = min(length + 1, last) if length < self.masked_until else last
+
+    def ask_again(self) -> None:
+        """What launches may have been asked about its prompt counts for nothing, unless it is known."""
+        first = self.request.told_from
+        self.told_until = self.prompt_length
+        if first is not None:
+            known = len(self.records) // record_bytes(self.likely)
+            self.told_until = min(first + known, self.prompt_length)
+
+    def given(self, start: int, length: int) -> range:
+        """The places of tokens that are asked about where these places of its prompt are computed."""
+        return range(max(start + 1, self.told_until), min(start + length + 1, self.prompt_length))
+
+    @property
+    def told(self) -> Told | None:
+        """What it has been told so far; None if it did not ask."""
+        if self.likely == UNTOLD:
+            return None
+        first = self.prompt_length if self.request.told_from is None else self.request.told_from
+        end = first + len(self.records) // record_bytes(self.likely)
+        given = min(end, self.prompt_length) - first
+        return Told(tuple(self.tokens[first:end]), given, self.likely, bytes(self.records))
 
     @property
     def must_go_on(self) -> bool:

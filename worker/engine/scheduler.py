@@ -52,6 +52,11 @@ class Chunk:
         return min(max(0, self.sequence.prompt_length - self.start), self.length)
 
     @property
+    def given(self) -> range:
+        """The places of tokens that it is asked about, which follow on some that it computes."""
+        return self.sequence.given(self.start, self.of_prompt)
+
+    @property
     def draws(self) -> bool:
         """Whether its last token is the last one known, so that the next is drawn."""
         return self.start + self.length == len(self.sequence.tokens)
@@ -81,12 +86,13 @@ class Scheduler:
     """Owns the waiting and running sequences, their slots and their pages.
 
     `token_budget` bounds the tokens of a step and must cover one token of each of `max_sequences`.
+    `max_given`: tokens of prompts that a step may be asked about if all sequences draw.
     `collected` is the number of the newest launch that is over; launches are numbered from 1.
     """
 
     def __init__(
         self, pool: BlockPool, *, max_sequences: int, token_budget: int, prefix_sharing: bool = True,
-        interactive_slots: int = 0,
+        interactive_slots: int = 0, max_given: int = 1,
     ) -> None:  # fmt: skip
         if max_sequences < 1:
             raise ValueError(f"max_sequences must be at least 1 (got {max_sequences})")
@@ -103,6 +109,7 @@ class Scheduler:
         self._sharing = PrefixSharing(pool) if prefix_sharing else None
         self._token_budget = token_budget
         self._max_sequences = max_sequences
+        self._max_given = max_given
         self._waiting: list[tuple[Rank, Sequence]] = []  # a heap; may hold finished sequences
         self._waiting_count = 0
         self._running: list[Sequence] = []  # by rank
@@ -162,6 +169,7 @@ class Scheduler:
         if sequence.state is SequenceState.RUNNING:
             self._wait_again(sequence)
         sequence.decoding = False  # what launches that ran ahead draw for it counts no more
+        sequence.ask_again()
         return True
 
     def release(self) -> None:
@@ -199,10 +207,16 @@ class Scheduler:
             admitted += self._admit(budget)
         chunks: list[Chunk] = []
         spare = self._max_sequences - len(self._running)
+        given = spare + self._max_given
         for sequence in [sequence for sequence in self._running if not sequence.decoding]:
             if budget < 1:
                 break
             chunk = _next_chunk(sequence, budget, spare)
+            if (surplus := len(chunk.given) - given) > 0:
+                chunk = Chunk(sequence, chunk.start, chunk.given.stop - 1 - surplus - chunk.start)
+            if not chunk.length:
+                continue
+            given -= len(chunk.given)
             chunks.append(chunk)
             budget -= chunk.length
             spare -= bool(chunk.of_prompt) + chunk.length - chunk.of_prompt - 1
@@ -215,6 +229,7 @@ class Scheduler:
             sequence.last_launch = number
         for chunk in plan.chunks:
             sequence = chunk.sequence
+            sequence.told_until = max(sequence.told_until, chunk.given.stop)
             sequence.decoding = chunk.draws
             sequence.computed = chunk.start + chunk.length
             sequence.last_launch = number

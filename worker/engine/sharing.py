@@ -52,6 +52,8 @@ class PrefixSharing:
             )
         keys = sequence.page_keys
         usable = (len(tokens) - 1) // self._block_size
+        if sequence.told_until < sequence.prompt_length:  # of what is found computed nobody tells anything
+            usable = min(usable, (sequence.told_until - 1) // self._block_size)
         nodes = self._tree.walk(keys, usable)
         if len(nodes) < usable:
             place = (nodes[-1] if nodes else self._tree.root, keys[len(nodes)])

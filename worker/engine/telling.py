@@ -31,11 +31,11 @@ class Tellings:
         grown = []
         for job_id, telling in self._known.items():
             sequence = sequences.get(job_id)
-            if sequence is None:
+            if sequence is None or sequence.request.scores:
                 continue
             request = sequence.request
             if telling is None or telling.attempt != request.attempt:
-                telling = Telling(request.attempt, request.params.stop, self._text_stream())
+                telling = Telling(request.attempt, request.params.stop, self._text_stream(), request.echo)
                 self._known[job_id] = telling
             if (growth := telling.more(sequence)) is not None:
                 grown.append(growth)
@@ -43,15 +43,15 @@ class Tellings:
 
 
 class Telling:
-    """The text of one attempt at a job, from its beginning; `stream` is a fresh one."""
+    """The text of one attempt at a job, from its beginning: `echo`, then what a fresh `stream` gives."""
 
-    def __init__(self, attempt: int, stop: tuple[str, ...], stream: TextStream) -> None:
+    def __init__(self, attempt: int, stop: tuple[str, ...], stream: TextStream, echo: str = "") -> None:
         self.attempt = attempt
         self._stop = stop
         self._stream = stream
         self._read = 0  # drawn tokens
         self._told = 0  # characters
-        self._held = ""  # what may begin a stop string
+        self._held = echo  # what is not told yet: it may begin a stop string
 
     def more(self, sequence: Sequence) -> Growth | None:
         """What is decided since the last call; None if that is nothing."""

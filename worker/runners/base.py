@@ -32,22 +32,43 @@ import numpy as np
 import numpy.typing as npt
 
 from nightmill.jobs.arithmetic import Arithmetic
-from nightmill.jobs.parameters import GenerationParams
+from nightmill.jobs.parameters import MAX_LOGPROBS, GenerationParams
 
 IntArray = npt.NDArray[np.int32]
 DrawArray = npt.NDArray[np.void]
 
 DRAW = np.dtype(
-    [("row", np.int32), ("slot", np.int32), ("position", np.int32), ("mask", np.int32)], align=True
+    [(name, np.int32) for name in ("row", "slot", "position", "mask", "given", "likely")], align=True
 )
-"""A token that a step draws.
+"""A token that a step draws, or one that is given and of which it tells the log-probability.
 
-row       index into the step's tokens of the one that it follows, the last of its chunk
-slot      of its sequence
+row       index into the step's tokens of the one that it follows; the last of its chunk, if it is drawn
+slot      of its sequence; -1: the token is given, and nothing is drawn
 position  its place in the sequence, from 0: one more than that of the row
 mask      which of the step's masks it obeys, -1: none. Masks are numbered from 0 in the order of draws
+given     the token that is given, -1: it is drawn
+likely    how many of the most likely tokens are told with its log-probability, -1: not even that is. It is 0
+          to MOST_LIKELY, and not -1 if the token is given
 """
 UNMASKED = -1
+NOT_GIVEN = -1
+UNTOLD = -1
+
+MOST_LIKELY = MAX_LOGPROBS
+FOUND = np.dtype(
+    [
+        ("logprob", np.float32),
+        ("tokens", np.int32, (MOST_LIKELY,)),
+        ("logprobs", np.float32, (MOST_LIKELY,)),
+    ],
+    align=True,
+)
+"""The log-probability of a token, and the most likely tokens with theirs, the likeliest first.
+
+Of equals that with the lower id is first. Only the first `DRAW.likely` count. Where fewer tokens can follow,
+-1 stands behind them.
+"""
+FoundArray = npt.NDArray[np.void]
 
 FROM_SLOT = -1  # instead of a token id: the one last sampled in this sequence's slot
 NOT_A_NUMBER = -1  # instead of a drawn token: the row's logits were no numbers to draw from
@@ -84,7 +105,7 @@ class StepBatch:
     context_lengths (S,)    tokens of its sequence up to its last one, all in the cache once this step has run
     block_tables    (S, B)  its pages in order, padded with -1; what lies past its context is never read
     slots           (S,)    the slot of its sequence
-    draws           (R,)    what is drawn (DRAW), in the order of rows; one of a sequence
+    draws           (R,)    what is drawn (DRAW), in the order of rows, one of a sequence; then what is given
     drawn           the first so many chunks are tokens that were drawn; the others are of prompts
     admissions      applied before the step
     """
@@ -105,17 +126,25 @@ class StepBatch:
 class Drawn:
     """What one launch drew, in the order of `StepBatch.draws`.
 
-    tokens  (R,) ids; NOT_A_NUMBER stands for a token that could not be drawn
+    tokens  (R,) ids, also those that were given; NOT_A_NUMBER where the logits were no numbers
+    found   (R,) FOUND; rows that asked for nothing hold anything. None if no row asked
     """
 
     tokens: IntArray
+    found: FoundArray | None = None
 
 
 def make_draws(rows: IntArray, slots: IntArray, positions: IntArray) -> DrawArray:
-    """Draws (R,) of these rows, slots and positions, each (R,), without masks."""
+    """Draws (R,) of these rows, slots and positions, each (R,), without masks and log-probabilities."""
     draws = np.empty(len(rows), dtype=DRAW)
-    draws["row"], draws["slot"], draws["position"], draws["mask"] = rows, slots, positions, UNMASKED
+    draws["row"], draws["slot"], draws["position"] = rows, slots, positions
+    draws["mask"], draws["given"], draws["likely"] = UNMASKED, NOT_GIVEN, UNTOLD
     return draws
+
+
+def tells(draws: DrawArray) -> bool:
+    """Whether any of the draws (R,) wants log-probabilities."""
+    return bool((draws["likely"] != UNTOLD).any())
 
 
 def masked_draws(draws: DrawArray) -> npt.NDArray[np.intp]:
@@ -139,6 +168,8 @@ class Runner(Protocol):
     """Token ids are below this."""
     slots: int
     """Sequences that can be admitted at once."""
+    max_draws: int
+    """Tokens that a step may draw, or whose log-probability it may tell; at least one for each slot."""
     arithmetic: Arithmetic
     """What computes, with which model: results may differ in their last bits where this differs."""
     depth: int

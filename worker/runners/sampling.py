@@ -27,6 +27,11 @@ twice, and its choice hangs on the rounding of a running sum. v < 2**-24 keeps p
 large where v is near 0 (on a GPU: -logf(-log1pf(-v)) with v as in `philox.uniform`). As g <= 22.88, a token
 whose l is more than that below the best l + g cannot win: both runners may skip its random number.
 
+Log-probabilities are those of step 2: log softmax of l as masks, bans, biases and penalties leave it, before
+temperature and filters. So what a mask or a ban does not allow has none, those that are allowed share all of
+the probability, and the likeliest token is the one that a greedy draw takes. Where a token is given, as those
+of a prompt are, nothing is drawn, and they are log softmax of the logits alone.
+
 Row r depends on its logits, mask, parameters, seed and position, and on nothing else.
 """
 
@@ -38,7 +43,14 @@ import numpy as np
 import numpy.typing as npt
 
 from nightmill.worker.runners.adjusting import Adjustment, ban, bias, count_out
-from nightmill.worker.runners.base import NOT_A_NUMBER, Admission, DrawArray, masked_draws
+from nightmill.worker.runners.base import (
+    FOUND,
+    NOT_A_NUMBER,
+    Admission,
+    DrawArray,
+    FoundArray,
+    masked_draws,
+)
 from nightmill.worker.runners.philox import token_words, uniform
 
 FloatArray = npt.NDArray[np.float32]
@@ -107,10 +119,7 @@ def apply_masks(logits: FloatArray, draws: DrawArray, masks: IntArray) -> FloatA
 
 def sample(logits: FloatArray, rows: SamplingRows) -> IntArray:
     """Draw one token id a row from logits (R, V), or NOT_A_NUMBER."""
-    if any(by.words for by in rows.adjusted.values()):
-        logits = logits.copy()
-        for row, by in rows.adjusted.items():
-            ban(logits[row], by)
+    logits = _banned(logits, rows)
     largest = logits.max(axis=1)  # with NaN it is NaN
     numbers = np.isfinite(largest)
     if not numbers.all():
@@ -121,6 +130,40 @@ def sample(logits: FloatArray, rows: SamplingRows) -> IntArray:
     if not logits.size or max(largest.max(), -logits.min()) <= _LARGEST_LOGIT:
         return _draw(logits, rows)
     return _draw(_bounded(logits), rows)
+
+
+def _banned(logits: FloatArray, rows: SamplingRows) -> FloatArray:
+    """With -inf for tokens that would complete a banned run; `logits` itself where no row has any."""
+    if any(by.words for by in rows.adjusted.values()):
+        logits = logits.copy()
+        for row, by in rows.adjusted.items():
+            ban(logits[row], by)
+    return logits
+
+
+def log_probabilities(
+    logits: FloatArray, rows: SamplingRows, tokens: IntArray, likely: IntArray
+) -> FoundArray:
+    """Of these tokens (R,) and of the `likely` (R,) likeliest, FOUND (R,), from masked logits (R, V).
+
+    A row whose token is NOT_A_NUMBER has NaN, and no likely tokens. Sums are made in float64.
+    """
+    found = np.zeros(len(logits), dtype=FOUND)
+    found["logprob"], found["tokens"] = np.nan, -1
+    which = np.flatnonzero(tokens != NOT_A_NUMBER)
+    if not which.size:
+        return found
+    rows = rows.of(which)
+    finite = penalise(_bounded(_banned(logits[which], rows)), rows).astype(np.float64)
+    finite -= finite.max(axis=1, keepdims=True)
+    finite -= np.log(np.exp(finite).sum(axis=1, keepdims=True))
+    for values, row in zip(finite, which.tolist(), strict=True):
+        found["logprob"][row] = values[tokens[row]]
+        best = np.lexsort((np.arange(len(values)), -values))[: likely[row]]
+        best = best[values[best] > -np.inf]
+        found["tokens"][row, : len(best)] = best
+        found["logprobs"][row, : len(best)] = values[best]
+    return found
 
 
 def _bounded(logits: FloatArray) -> FloatArray:

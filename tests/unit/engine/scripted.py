@@ -16,7 +16,18 @@ from nightmill.jobs.errors import RunnerError
 from nightmill.jobs.parameters import GenerationParams
 from nightmill.worker.engine.engine import Engine
 from nightmill.worker.engine.request import Completion, Request
-from nightmill.worker.runners.base import FROM_SLOT, NOT_A_NUMBER, UNMASKED, Drawn, IntArray, StepBatch
+from nightmill.worker.engine.told import of_nothing
+from nightmill.worker.runners.base import (
+    FOUND,
+    FROM_SLOT,
+    NOT_A_NUMBER,
+    UNMASKED,
+    UNTOLD,
+    Drawn,
+    IntArray,
+    StepBatch,
+    tells,
+)
 
 # Two bytes of "é", three of "€" and overlapping words, so that borders fall everywhere.
 PIECES = [
@@ -73,6 +84,27 @@ def next_token(seed: int, tokens: list[int], allowed: list[int] | None = None) -
     return EOS if number % 20 == 0 else number // 20 % EOS
 
 
+def found_for(tokens: list[int], token: int) -> np.void:
+    """A pseudo-random log-probability of a token after others, and likeliest tokens, as a runner tells."""
+    found = np.zeros((), dtype=FOUND)
+    found["logprob"] = -hashed(token, tokens) / 1e8
+    found["tokens"] = [hashed(VOCAB + place, tokens) % VOCAB for place in range(len(found["tokens"]))]
+    found["logprobs"] = found["tokens"] - 0.5
+    return found[()]
+
+
+def expected_records(request: Request, answer: tuple[int, ...], likely: int) -> bytes:
+    """What a request is to be told that has drawn these tokens."""
+    first = len(request.prompt_ids) if request.told_from is None else request.told_from
+    tokens = [*request.prompt_ids, *answer]
+    records = b""
+    for place in range(first, len(tokens)):
+        one = found_for(tokens[:place], tokens[place])
+        parts = (one["logprob"], one["tokens"][:likely], one["logprobs"][:likely])
+        records += b"".join(part.tobytes() for part in parts) if place else of_nothing(likely)
+    return records
+
+
 class Rule:
     """A constraint: about half of the tokens may be next, which hangs on all that were drawn.
 
@@ -121,6 +153,7 @@ class ScriptedRunner:
             depth,
             VOCAB,
         )
+        self.max_draws = slots + 1  # so that many prompts are told in pieces
         self.arithmetic = ARITHMETIC
         self.script = script  # the tokens of every answer, instead of the hash
         self.poison = poison
@@ -131,7 +164,9 @@ class ScriptedRunner:
         self.last = np.zeros(slots, dtype=np.int64)
         self.admitted: list[tuple[int, int] | None] = [None] * slots  # seed, prompt and answer length
         self.queue: deque[tuple[Drawn, set[int]]] = deque()
-        self.undrawn: tuple[StepBatch, list[tuple[int, list[int]] | None]] | None = None
+        self.undrawn: tuple[StepBatch, list[tuple[int, list[int]] | None], list[list[int] | None]] | None = (
+            None
+        )
         self.batches: list[StepBatch] = []
         self.fail_at: int | None = None
 
@@ -185,7 +220,7 @@ class ScriptedRunner:
             own = rows[-length:]
             self.spoilt[own] = (self.cache[own] == self.poison).any() or self.spoilt[rows[:-length]].any()
         for s, (slot, rows) in enumerate(zip(batch.slots, contexts, strict=True)):
-            if starts[s + 1] - 1 in batch.draws["row"]:
+            if starts[s + 1] - 1 in batch.draws["row"][batch.draws["slot"] >= 0]:
                 admitted = self.admitted[slot]
                 assert admitted is not None
                 self.check_kinds(admitted[0], rows)
@@ -195,10 +230,19 @@ class ScriptedRunner:
         assert all(len(readers[row]) == 1 for row in batch.cache_rows.tolist()), (
             "a page is written that another sequence reads"
         )
-        assert drawing == [(slot, place) for _, slot, place, _ in batch.draws.tolist()]
+        assert len(batch.draws) <= self.max_draws
+        drawn, given = np.split(batch.draws, [len(drawing)])
+        assert drawing == drawn[["slot", "position"]].tolist()
+        assert (given["slot"] == -1).all() and (given["likely"] != UNTOLD).all()
+        before: list[list[int] | None] = []  # the tokens that those follow which are given
+        for row, place in given[["row", "position"]].tolist():
+            s = int(np.searchsorted(starts, row, side="right")) - 1
+            assert s >= batch.drawn and place == batch.positions[row] + 1
+            own = contexts[s][:place]
+            before.append(None if self.spoilt[own].any() else self.cache[own].tolist())
         masks = batch.draws["mask"][batch.draws["mask"] != UNMASKED].tolist()
         assert masks == list(range(len(masks)))
-        self.undrawn = batch, known
+        self.undrawn = batch, known, before
         if not masks:
             self.draw(np.zeros((0, 1), dtype=np.int32))
 
@@ -208,17 +252,24 @@ class ScriptedRunner:
     def draw(self, masks: IntArray) -> None:
         assert self.undrawn is not None, "masks that nobody asked for"
         assert not len(masks) or not self.queue, "masks were made before the last tokens were known"
-        (batch, known), self.undrawn = self.undrawn, None
+        (batch, known, before), self.undrawn = self.undrawn, None
         assert masks.shape == (np.count_nonzero(batch.draws["mask"] != UNMASKED), 1)
-        tokens = np.full(len(known), NOT_A_NUMBER, dtype=np.int32)
-        for index, (slot, mask) in enumerate(batch.draws[["slot", "mask"]].tolist()):
+        tokens = np.full(len(batch.draws), NOT_A_NUMBER, dtype=np.int32)
+        found = np.zeros(len(batch.draws), dtype=FOUND)
+        for index, (slot, mask) in enumerate(batch.draws[["slot", "mask"]][: len(known)].tolist()):
             allowed = None
             if mask != UNMASKED:
                 allowed = [token for token in range(VOCAB) if masks[mask, 0] >> token & 1]
             if (one := known[index]) is not None and allowed != []:
                 tokens[index] = self.choose(*one, allowed)
+                found[index] = found_for(one[1], int(tokens[index]))
             self.last[slot] = max(tokens[index], 0)
-        self.queue.append((Drawn(tokens), set(batch.slots.tolist())))
+        for index, prompt in enumerate(before, start=len(known)):
+            if prompt is not None:
+                tokens[index] = batch.draws["given"][index]
+                found[index] = found_for(prompt, int(tokens[index]))
+        told = found if tells(batch.draws) else None
+        self.queue.append((Drawn(tokens, told), set(batch.slots.tolist())))
 
     def check_kinds(self, seed: int, rows: np.ndarray) -> None:
         """A position is computed in one way, whenever it is: those of a prompt first, then drawn ones."""
@@ -259,13 +310,13 @@ def make_engine(runner: ScriptedRunner, clock: Clock | None = None, **limits: in
 def make_request(
     job_id: str = "j", prompt: tuple[int, ...] = (0, 1, 2), *, seed: int = 1, deadline: float | None = None,
     priority: int = 5, attempt: int = 1, generated: tuple[int, ...] = (), rule: int | None = None,
-    interactive: bool = False, **params: object,
+    told_from: int | None = None, interactive: bool = False, **params: object,
 ) -> Request:  # fmt: skip
     parsed = GenerationParams.parse(params)
     constraint = None if rule is None else Rule(rule)
     return Request(
         job_id, attempt, prompt, parsed, seed, deadline, priority, generated, constraint,
-        interactive=interactive,
+        interactive=interactive, told_from=told_from,
     )  # fmt: skip
 
 

@@ -21,13 +21,27 @@ from tests.unit.engine.scripted import (
     Rule,
     ScriptedRunner,
     expected,
+    expected_records,
     make_engine,
     make_request,
 )
 
 CONTEXT = 24
 BEGINNINGS = [(), (1, 2, 3, 4, 5, 6, 7, 8), (1, 2, 3, 4), (1, 2, 9, 9, 9, 9)]
+UNTOLD = -1
 EARLY = {StopReason.CANCELLED, StopReason.DEADLINE}
+
+
+def likely(request: Request) -> int:
+    """How many likely tokens it is told with each, if anything."""
+    if request.params.logprobs is None:
+        return UNTOLD if request.told_from is None else 0
+    return request.params.logprobs
+
+
+def resumed(request: Request) -> tuple[int, ...]:
+    """The tokens that it goes on from: none where they had to be told."""
+    return request.generated_ids if likely(request) == UNTOLD else ()
 
 
 class EngineMachine(RuleBasedStateMachine):
@@ -82,6 +96,8 @@ class EngineMachine(RuleBasedStateMachine):
         priority=st.integers(0, 2),
         patience=st.sampled_from([None, None, None, 0, 1, 5]),
         obeys=st.sampled_from([None, None, 1, 2, 3]),
+        logprobs=st.sampled_from([None, None, 0, 2]),
+        told=st.sampled_from([None, None, 0.0, 0.3, 0.9, 1.0]),
     )
     def submit(
         self,
@@ -93,6 +109,7 @@ class EngineMachine(RuleBasedStateMachine):
         obeys: int | None,
         max_tokens: int,
         min_tokens: int,
+        told: float | None,
         **params: Any,
     ) -> None:
         job_id = f"j{job}"
@@ -109,6 +126,7 @@ class EngineMachine(RuleBasedStateMachine):
             interactive=params["priority"] == 2,
             max_tokens=max_tokens,
             min_tokens=min(min_tokens, max_tokens),
+            told_from=None if told is None else int(told * len(prompt)),
             **params,
         )
         self.cancelled.discard(job_id)
@@ -135,14 +153,14 @@ class EngineMachine(RuleBasedStateMachine):
         """What a worker saves: each report is longer than the one before, and true."""
         for progress in self.engine.progress([f"j{job}" for job in range(10)], at_least):
             key = (progress.job_id, progress.attempt)
-            known = len(self.reported.get(key, self.requests[key].generated_ids))
+            known = len(self.reported.get(key, resumed(self.requests[key])))
             assert len(progress.token_ids) >= known + at_least
             assert self.expected(self.requests[key])[0][: len(progress.token_ids)] == progress.token_ids
             self.reported[key] = progress.token_ids
         for key, request in self.requests.items():
             partial = self.engine.partial(key[0])
             if key not in self.done and partial is not None and partial.attempt == key[1]:
-                known = len(self.reported.get(key, request.generated_ids))
+                known = len(self.reported.get(key, resumed(request)))
                 assert len(partial.token_ids) < known + at_least, "a request that grew is not reported"
 
     @rule(jobs=st.sets(st.integers(0, 9), max_size=4))
@@ -180,7 +198,7 @@ class EngineMachine(RuleBasedStateMachine):
                 )
                 self.cancelled.discard(again.job_id)
                 self.requests[again.job_id, attempt] = again
-                self.resumed += len(again.generated_ids)
+                self.resumed += len(resumed(again))
                 self.engine.submit(again)
 
     @invariant()
@@ -206,6 +224,19 @@ class EngineMachine(RuleBasedStateMachine):
             assert completion.stop_reason is StopReason.ERROR
             return
         tokens, text, reason = self.expected(request)
+        told = completion.told
+        if likely(request) == UNTOLD:
+            assert told is None
+        else:
+            assert told is not None and told.likely == likely(request)
+            records = expected_records(request, tokens, told.likely)
+            assert records[: len(told.records)] == told.records
+            asked = () if request.told_from is None else request.prompt_ids[request.told_from :]
+            assert told.token_ids == (*asked, *completion.token_ids)[: len(told.token_ids)]
+            assert told.given == min(len(asked), len(told.token_ids))
+            assert len(told.records) == len(told.token_ids) * 4 * (1 + 2 * told.likely)
+            if completion.stop_reason not in (*EARLY, StopReason.ERROR):
+                assert told.records == records
         if completion.stop_reason in EARLY:
             if completion.stop_reason is StopReason.DEADLINE:
                 assert request.deadline is not None

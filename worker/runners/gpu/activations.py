@@ -7,17 +7,25 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from nightmill.worker.model.spec import LayerSpec, ModelSpec
+from nightmill.worker.runners.base import FOUND
 from nightmill.worker.runners.gpu.device.device import Arena, Device, aligned
-from nightmill.worker.runners.gpu.device.operands import ELEMENT, FLOAT, FP8, INT, Buffer
+from nightmill.worker.runners.gpu.device.operands import BYTE, ELEMENT, FLOAT, FP8, INT, Buffer
 from nightmill.worker.runners.gpu.numbers import HALF, Numbers, WeightNumbers
 from nightmill.worker.runners.gpu.products.kinds import layer_kinds
 from nightmill.worker.runners.gpu.products.shapes import Kind, padded_rows
 from nightmill.worker.runners.gpu.rows.norms import only_rms_norms
 from nightmill.worker.runners.gpu.weights.layout import padded_vocab
 
-__all__ = ["LOGIT_ROWS", "Activations"]
+__all__ = ["LOGIT_ROWS", "Activations", "most_draws"]
 
 LOGIT_ROWS = 512  # rows of logits computed and sampled at once
+
+_GIVEN_ROWS = 32  # beside the draws of all slots: 20 MB of logits for a vocabulary of 152,000
+
+
+def most_draws(slots: int) -> int:
+    """Tokens that a step may draw, or tell the log-probability of, if so many sequences run at once."""
+    return slots + _GIVEN_ROWS
 
 
 class _Array(NamedTuple):
@@ -60,6 +68,7 @@ class Activations:
     mixed_drawing: Buffer  # of what attention gives, the rows that draw
     logits: Buffer  # float, LOGIT_ROWS of them
     drawn: Buffer  # int32: tokens drawn
+    found: Buffer  # FOUND, as bytes: their log-probabilities
     # No rows where no layer needs them:
     statistics: Buffer  # of whole rows of queries and keys, float (rows, 2, 2)
     added: Buffer  # what a product gives where more than its sum with x is to be made of that, float
@@ -118,6 +127,7 @@ def _arrays(spec: ModelSpec, numbers: Numbers, max_tokens: int, max_draws: int) 
         "x_drawing": _Array((draws, spec.width), FLOAT),
         "logits": _Array((padded_rows(min(draws, LOGIT_ROWS)), padded_vocab(spec)), FLOAT),
         "drawn": _Array((draws,), INT),
+        "found": _Array((draws, FOUND.itemsize), BYTE),
         "statistics": _Array((tokens * whole, 2, 2), FLOAT),
         "added": _Array((tokens * adds, spec.width), FLOAT),
         "quantised": _Array((tokens * fp8, max(rounded, spec.width)), FP8),

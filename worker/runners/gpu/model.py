@@ -69,6 +69,11 @@ class Model:
         return self._at.drawn
 
     @property
+    def found(self) -> Buffer:
+        """Where it leaves their log-probabilities, FOUND (R,), if any draw wants them."""
+        return self._at.found
+
+    @property
     def logits(self) -> Buffer:
         """Where a step leaves the logits of its last LOGIT_ROWS rows or fewer, float (rows, padded_vocab)."""
         return self._at.logits
@@ -122,10 +127,12 @@ class Model:
         masks: StagedMasks | None = None,
         *,
         adjusted: bool = False,
+        tells: bool = False,
     ) -> None:
         """Queue LM head and sampling of the step whose layers were queued last.
 
-        So many rows at a time that their logits fit. `adjusted`: the logits of some draws are.
+        So many rows at a time that their logits fit. `adjusted`: the logits of some draws are; `tells`: some
+        draws want log-probabilities.
         """
         at, sampler = self._at, self.shared.sampler
         for first in range(0, shape.draws, LOGIT_ROWS):
@@ -142,7 +149,10 @@ class Model:
                     at.logits, rows, draws, self._slots, self._history, inputs.block_tables,
                     inputs.table_width, inputs.sequence_starts, shape.sequences,
                 )  # fmt: skip
-            sampler.sample(at.logits, rows, draws, self._slots, at.drawn.from_row(first))
+            drawn = at.drawn.from_row(first)
+            sampler.sample(at.logits, rows, draws, self._slots, drawn)
+            if tells:
+                sampler.log_probabilities(at.logits, rows, draws, drawn, at.found.from_row(first))
 
     def _any_rows(self, inputs: StepInputs, shape: StepShape) -> None:
         """All layers; the last one computes no more than the rows that draw need."""

@@ -19,8 +19,8 @@ from nightmill.jobs.arithmetic import DIGITS, Arithmetic
 from nightmill.jobs.errors import RunnerError
 from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.model.spec import ModelSpec
-from nightmill.worker.runners.base import DrawArray, Drawn, IntArray, StepBatch, masked_draws
-from nightmill.worker.runners.gpu.activations import LOGIT_ROWS, Activations
+from nightmill.worker.runners.base import FOUND, DrawArray, Drawn, IntArray, StepBatch, masked_draws, tells
+from nightmill.worker.runners.gpu.activations import LOGIT_ROWS, Activations, most_draws
 from nightmill.worker.runners.gpu.attention.choice import Attentions
 from nightmill.worker.runners.gpu.attention.pieces import whole_pieces
 from nightmill.worker.runners.gpu.catalogue import check_spec, sources_for, workspace_bytes
@@ -72,6 +72,7 @@ class _Launch:
     inputs: StepInputs
     shape: StepShape
     adjusted: bool  # the logits of some draws are
+    tells: bool  # some draws want log-probabilities
 
 
 class CudaRunner:
@@ -110,7 +111,7 @@ class CudaRunner:
         self.vocab = spec.vocab
         self._row_of_logits = padded_vocab(spec)
         self.max_tokens = max_tokens
-        self._max_draws = max(max_draws or slots, slots)
+        self.max_draws = max(max_draws or most_draws(slots), slots)
         self._context = min(context or spec.context_length, spec.context_length)
         self._report = report
         self._pending: deque[_Launch] = deque()
@@ -161,14 +162,14 @@ class CudaRunner:
             )
         step = {
             "slots": slots, "table_width": -(-context // PAGE), "max_pieces": decode.most_pieces(slots),
-            "max_draws": self._max_draws,
+            "max_draws": self.max_draws,
         }  # fmt: skip
         kept = SlotTable.bytes(slots, spec.vocab) + MaskBuffers.bytes(spec.vocab, LOGIT_ROWS)
 
         def workspace(max_tokens: int) -> int:
             return kept + StepBuffers.bytes(max_tokens=max_tokens, **step) + workspace_bytes(
                 spec, numbers, device.multiprocessors, max_context=context, max_tokens=max_tokens,
-                max_draws=self._max_draws,
+                max_draws=self.max_draws,
             )  # fmt: skip
 
         weights_size = weight_bytes(spec, numbers)
@@ -181,7 +182,7 @@ class CudaRunner:
             slots=slots, context=context, kv_blocks=kv_blocks, max_tokens=self.max_tokens,
             workspace=workspace(self.max_tokens),
         )  # fmt: skip
-        draws = {"max_tokens": self.max_tokens, "max_draws": self._max_draws}
+        draws = {"max_tokens": self.max_tokens, "max_draws": self.max_draws}
         step |= {"max_tokens": self.max_tokens}
         self._report(f"memory of {device.name}: {self.memory}")
         self.kv_blocks = self.memory.kv_blocks
@@ -204,7 +205,8 @@ class CudaRunner:
         embedding = Embedding(device, spec.vocab, spec.embedding_scale)
         shared = Shared(embedding, norms, LogitScale(device, spec), sampler)
         self._model = Model(spec, weights, shared, layers, products, self._slots.address, cache.tokens, at)
-        self._drawn = [device.pinned(self._max_draws, np.int32) for _ in range(self.depth)]
+        self._drawn = [device.pinned(self.max_draws, np.int32) for _ in range(self.depth)]
+        self._found = [device.pinned(self.max_draws, FOUND) for _ in range(self.depth)]
         self._done: list[Any] = [device.event() for _ in range(self.depth)]
         if self._tune:
             self._tune_many_rows()
@@ -220,10 +222,10 @@ class CudaRunner:
                 f"a step of {len(batch.tokens)} tokens is more than the {self.max_tokens} that the GPU's "
                 "workspace was planned for"
             )
-        if len(batch.slots) > self.slots or len(batch.draws) > self._max_draws:
+        if len(batch.slots) > self.slots or len(batch.draws) > self.max_draws:
             raise RunnerError(
-                f"{len(batch.slots)} sequences, of which {len(batch.draws)} draw, are more than the "
-                f"runner's {self.slots} slots"
+                f"{len(batch.slots)} sequences and {len(batch.draws)} draws are more than the runner's "
+                f"{self.slots} slots and {self.max_draws} draws"
             )
         turn, self._turn = self._turn, (self._turn + 1) % self.depth
         self._slots.admit(batch.admissions, turn)
@@ -245,7 +247,7 @@ class CudaRunner:
         self._waits_for_masks = False
         launch = self._pending[-1]
         staged = self._masks.stage(launch.turn, launch.draws, masks)
-        self._model.draw(launch.inputs, launch.shape, staged, adjusted=launch.adjusted)
+        self._model.draw(launch.inputs, launch.shape, staged, adjusted=launch.adjusted, tells=launch.tells)
         self._return_tokens(launch)
 
     def collect(self) -> Drawn | None:
@@ -257,12 +259,15 @@ class CudaRunner:
         launch = self._pending.popleft()
         count = len(launch.draws)
         self.device.wait(self._done[launch.turn], f"a step that draws {count} tokens")
-        return Drawn(self._drawn[launch.turn][:count].copy())
+        found = self._found[launch.turn][:count].copy() if launch.tells else None
+        return Drawn(self._drawn[launch.turn][:count].copy(), found)
 
     def _return_tokens(self, launch: _Launch) -> None:
         """Queue the copy of what is drawn."""
         if count := len(launch.draws):
             self.device.copy_out(self._drawn[launch.turn][:count], self._model.drawn.address)
+        if launch.tells:
+            self.device.copy_out(self._found[launch.turn][:count], self._model.found.address)
         self._done[launch.turn].record(self.device.stream)
 
     def logits(self, rows: int) -> np.ndarray:
@@ -332,28 +337,31 @@ class CudaRunner:
         self._queue(inputs, shape, draws=draws)
         return Graph(self.device, lambda: self._queue(inputs, shape, draws=draws))
 
-    def _queue(self, inputs: StepInputs, shape: StepShape, *, draws: bool, adjusted: bool = False) -> None:
+    def _queue(
+        self, inputs: StepInputs, shape: StepShape, *, draws: bool, adjusted: bool = False,
+        tells: bool = False,
+    ) -> None:  # fmt: skip
         """A step, kernel by kernel, with its draws or without."""
         self._model.forward(inputs, shape)
         if draws:
-            self._model.draw(inputs, shape, adjusted=adjusted)
+            self._model.draw(inputs, shape, adjusted=adjusted, tells=tells)
 
     def _replay(self, turn: int, batch: StepBatch) -> _Launch:
         """Queue a step in which all sequences decode one token."""
         size = min(bucket_of(len(batch.slots)), self.slots)
         pieces = self._decode_pieces(batch, size)
         room = self._decode.room(size, len(pieces))
-        adjusted = self._slots.adjusts(batch.draws)
-        apart = adjusted or self._waits_for_masks
+        adjusted, told = self._slots.adjusts(batch.draws), tells(batch.draws)
+        apart = adjusted or told or self._waits_for_masks
         graphs = self._undrawn_graphs if apart else self._graphs
         if (size, room) not in graphs:
             graphs[size, room] = self._capture(size, room, draws=not apart)
             self.device.synchronize()
         inputs, shape = self._steps.write_padded(turn, batch, size, pieces, room), _decode_shape(size, room)
         graphs[size, room].launch()
-        if adjusted and not self._waits_for_masks:
-            self._model.draw(inputs, shape, adjusted=True)
-        return _Launch(turn, batch.draws, inputs, shape, adjusted)
+        if apart and not self._waits_for_masks:
+            self._model.draw(inputs, shape, adjusted=adjusted, tells=told)
+        return _Launch(turn, batch.draws, inputs, shape, adjusted, told)
 
     def _launch_kernels(self, turn: int, batch: StepBatch) -> _Launch:
         """Queue a step of any composition."""
@@ -368,11 +376,12 @@ class CudaRunner:
             tiles=len(tiles),
             pieces=len(pieces),
             again=drawn > 0 and len(np.unique(batch.slots)) < len(batch.slots),
+            given=bool((batch.draws["slot"] < 0).any()),
         )
         inputs = self._steps.write(turn, batch, shape, tiles, pieces)
-        adjusted = self._slots.adjusts(batch.draws)
-        self._queue(inputs, shape, draws=not self._waits_for_masks, adjusted=adjusted)
-        return _Launch(turn, batch.draws, inputs, shape, adjusted)
+        adjusted, told = self._slots.adjusts(batch.draws), tells(batch.draws)
+        self._queue(inputs, shape, draws=not self._waits_for_masks, adjusted=adjusted, tells=told)
+        return _Launch(turn, batch.draws, inputs, shape, adjusted, told)
 
 
 def _decode_shape(size: int, room: int) -> StepShape:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from nightmill.worker.runners.base import DRAW, UNMASKED, IntArray, StepBatch
+from nightmill.worker.runners.base import DRAW, NOT_GIVEN, UNMASKED, UNTOLD, IntArray, StepBatch
 from nightmill.worker.runners.gpu.device.device import Device
 from nightmill.worker.runners.gpu.kv_cache import PAGE
 
@@ -36,11 +36,12 @@ class StepShape:
     tiles: int  # pieces of the chunks of prompts
     pieces: int = 0  # of the contexts of drawn tokens; 0: decode attention goes without
     again: bool = False  # a sequence has several chunks: drawn tokens that are computed again
+    given: bool = False  # some tokens are given: the draws are in no order
 
     @property
     def gathers(self) -> bool:
         """Whether the rows that draw have to be gathered; else they are all rows, in order."""
-        return self.draws != self.tokens
+        return self.draws != self.tokens or self.given
 
     @property
     def decodes(self) -> bool:
@@ -145,7 +146,7 @@ class StepBuffers:
             host[offset + used : offset + size] = padding
         draws = host[offsets[7] : offsets[7] + _DRAW_WORDS * size].view(DRAW)
         draws[:count] = batch.draws
-        draws[count:] = (0, self._slots, 0, UNMASKED)
+        draws[count:] = (0, self._slots, 0, UNMASKED, NOT_GIVEN, UNTOLD)
         host[offsets[-1] : offsets[-1] + 4 * room] = -1
         host[offsets[-1] : offsets[-1] + pieces.size] = pieces.reshape(-1)
         tables = self._host_tables[turn]

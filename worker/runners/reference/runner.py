@@ -13,8 +13,10 @@ from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.model.spec import ModelSpec
 from nightmill.worker.runners.adjusting import Adjustment, adjustment_of
 from nightmill.worker.runners.base import (
+    FOUND,
     FROM_SLOT,
     NOT_A_NUMBER,
+    UNTOLD,
     Admission,
     DrawArray,
     Drawn,
@@ -22,13 +24,23 @@ from nightmill.worker.runners.base import (
     StepBatch,
     mask_words,
     masked_draws,
+    tells,
 )
 from nightmill.worker.runners.kv_format import KvFormat
 from nightmill.worker.runners.reference.kv_cache import KvCache
 from nightmill.worker.runners.reference.model import Model, Trace
-from nightmill.worker.runners.sampling import PARAMETERS, SamplingRows, apply_masks, parameters_of, sample
+from nightmill.worker.runners.sampling import (
+    PARAMETERS,
+    SamplingRows,
+    apply_masks,
+    log_probabilities,
+    parameters_of,
+    sample,
+)
 
 __all__ = ["ReferenceRunner"]
+
+_GIVEN_ROWS = 32  # beside the draws of all slots
 
 FloatArray = npt.NDArray[np.float32]
 
@@ -52,6 +64,7 @@ class ReferenceRunner:
         self.kv_blocks = kv_blocks
         self.block_size = block_size
         self.slots = slots
+        self.max_draws = slots + _GIVEN_ROWS
         self.depth = depth
         self.vocab = spec.vocab
         self.arithmetic = _arithmetic(file, "fp8 in f32" if fp8 else "f32", kv)
@@ -131,19 +144,44 @@ class ReferenceRunner:
         return self._model.logits(hidden) if len(hidden) else np.zeros((0, self.vocab), dtype=np.float32)
 
     def _sample(self, draws: DrawArray, logits: FloatArray) -> Drawn:
-        slots = draws["slot"]
-        seen = [self._seen[slot] for slot in slots]
-        positions = draws["position"].astype(np.int64)
-        adjusted = {row: by for row, slot in enumerate(slots) if (by := self._adjustments[slot]) is not None}
-        tokens = sample(logits, SamplingRows(self._parameters[slots], positions, seen, adjusted))
-        self._last_token[slots] = np.where(tokens == NOT_A_NUMBER, 0, tokens)
-        for tokens_seen, token in zip(seen, tokens, strict=True):
-            if tokens_seen is not None and token != NOT_A_NUMBER:
-                tokens_seen[token] = True
-        for row, by in adjusted.items():
-            if tokens[row] != NOT_A_NUMBER:
-                by.answer.append(int(tokens[row]))
-        return Drawn(tokens)
+        """Draw what is not given, and tell log-probabilities to the rows that ask."""
+        given = draws["slot"] < 0
+        rows = self._rows(draws)
+        tokens = np.where(np.isfinite(logits.max(axis=1)), draws["given"], np.int32(NOT_A_NUMBER))
+        drawing = np.flatnonzero(~given)
+        tokens[drawing] = sample(logits[drawing], rows.of(drawing))
+        found = None
+        if tells(draws):
+            found = np.zeros(len(draws), dtype=FOUND)
+            asking = np.flatnonzero(draws["likely"] != UNTOLD)
+            found[asking] = log_probabilities(
+                logits[asking], rows.of(asking), tokens[asking], draws["likely"][asking]
+            )
+        slots = draws["slot"][drawing]
+        self._last_token[slots] = np.where(tokens[drawing] == NOT_A_NUMBER, 0, tokens[drawing])
+        for row in drawing.tolist():
+            seen, token = rows.seen[row], int(tokens[row])
+            if token == NOT_A_NUMBER:
+                continue
+            if seen is not None:
+                seen[token] = True
+            if (by := rows.adjusted.get(row)) is not None:
+                by.answer.append(token)
+        return Drawn(tokens, found)
+
+    def _rows(self, draws: DrawArray) -> SamplingRows:
+        """What the draws (R,) are drawn with; of what is given, nothing."""
+        slots = draws["slot"].tolist()
+        return SamplingRows(
+            self._parameters[slots],
+            draws["position"].astype(np.int64),
+            [None if slot < 0 else self._seen[slot] for slot in slots],
+            {
+                row: by
+                for row, slot in enumerate(slots)
+                if slot >= 0 and (by := self._adjustments[slot]) is not None
+            },
+        )
 
 
 def _arithmetic(file: GgufFile, weights: str, kv: KvFormat) -> Arithmetic:

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["ABSENT", "ELEMENT", "FLOAT", "FP8", "INT", "Buffer", "PANEL_ROWS", "Format", "Matrix"]
+__all__ = ["ABSENT", "BYTE", "ELEMENT", "FLOAT", "FP8", "INT", "Buffer", "PANEL_ROWS", "Format", "Matrix"]
 
-FLOAT, INT = np.dtype(np.float32), np.dtype(np.int32)
+FLOAT, INT, BYTE = np.dtype(np.float32), np.dtype(np.int32), np.dtype(np.uint8)
 ELEMENT = np.dtype("V2")
 """The device's element, half or bfloat16 (`Device.element`), which NumPy does not compute with."""
 FP8 = np.dtype("V1")

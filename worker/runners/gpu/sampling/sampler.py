@@ -4,7 +4,7 @@ import numpy as np
 
 from nightmill.jobs.errors import RunnerError
 from nightmill.worker.model.spec import ModelSpec
-from nightmill.worker.runners.base import DRAW, mask_words
+from nightmill.worker.runners.base import DRAW, MOST_LIKELY, mask_words
 from nightmill.worker.runners.gpu.device.device import Device
 from nightmill.worker.runners.gpu.device.functions import KernelPairs, blocks_for
 from nightmill.worker.runners.gpu.device.operands import Buffer
@@ -51,12 +51,15 @@ class Sampler:
         self._vocab = vocab
         self._max_rows = max_rows
         self._blocks = _BLOCKS * device.multiprocessors
-        sample, filtered, masks, adjust, slots = (KernelPairs(device, source) for source in _sources())
+        sample, filtered, masks, adjust, slots, likely = (
+            KernelPairs(device, source) for source in _sources()
+        )
         self._sample = sample.function("sample", "PiPPPPP")
         self._sample_filtered = filtered.function("sample_filtered", "PiPPPi")
         self._apply_masks = masks.function("apply_masks", "PiPPii")
         self._adjust = adjust.function("adjust", "PiPPPPiPi")
         self._admit = slots.function("admit", "PPPi")
+        self._log_probabilities = likely.function("log_probabilities", "PiPPP")
         self._gather_tokens = slots.function("gather_tokens", "PPPPPPi")
         best, counters = _scratch(max_rows, device.multiprocessors)
         self._partial_best = device.allocate(best, "sampling")
@@ -128,12 +131,24 @@ class Sampler:
         grid = (min(count, self._device.multiprocessors), 1)  # each at most 1,024 rows
         self._sample_filtered.of(count)(grid, (1024, 1, 1), *inputs, out_tokens.address, count)
 
+    def log_probabilities(
+        self, logits: Buffer, count: int, draws: int, out_tokens: Buffer, found: Buffer
+    ) -> None:
+        """Tell log-probabilities of the rows that ask, of logits (R, V) as masks and `adjust` left them.
+
+        out_tokens  (R,) int32, what was drawn; tokens that are given are written there
+        found       (R, FOUND.itemsize) bytes: records of FOUND; rows that do not ask are left alone
+        """
+        inputs = (logits.address, self._vocab, draws, out_tokens.address, found.address)
+        self._log_probabilities.of(count)((count, 1), (1024, 1, 1), *inputs)
+
 
 def _sources() -> list[Source]:
     """The files, which are told of the records by the types that the host has."""
     records = (members("SLOT_MEMBERS", SLOT), members("DRAW_MEMBERS", DRAW))
     names = ("sample", "sample_filtered", "apply_masks", "adjust", "slots")
-    return [source_of(name, *records) for name in names]
+    told = source_of("log_probabilities", *records, f"-DMOST_LIKELY={MOST_LIKELY}")
+    return [*(source_of(name, *records) for name in names), told]
 
 
 def _scratch(max_rows: int, multiprocessors: int) -> tuple[int, int]:

@@ -61,7 +61,8 @@ class SlotTable:
 
     def adjusts(self, draws: DrawArray) -> bool:
         """Whether the logits of any of these draws are adjusted."""
-        return bool(self._adjusted[draws["slot"]].any())
+        slots = draws["slot"]
+        return bool(self._adjusted[slots[slots >= 0]].any())
 
     def admit(self, admissions: Sequence[Admission], turn: int) -> None:
         """Queue the arrival of sequences. `turn`: a staging buffer whose earlier copies are done."""
@@ -75,7 +76,9 @@ class SlotTable:
         used = 0  # places of the staging
         for index, admission in enumerate(admissions):
             slot, seen, wishes = admission.slot, 0, 0
-            repeats, adjusted = admission.params.repetition_penalty != 1.0, adjusts(admission)
+            repeats = admission.params.repetition_penalty != 1.0
+            # What tells log-probabilities reads logits with their penalties applied.
+            adjusted = adjusts(admission) or (repeats and admission.params.logprobs is not None)
             if repeats or adjusted:
                 if used == _AT_ONCE:
                     self._device.synchronize()
