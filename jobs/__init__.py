@@ -16,7 +16,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, Unpack
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Sequence
     from datetime import datetime, timedelta
 
     from sqlalchemy.orm import Session
@@ -51,6 +51,7 @@ if TYPE_CHECKING:
         JobNotFoundError,
         NightmillError,
         NotServedError,
+        ScoreError,
         SettingsError,
         StreamChangedError,
         UnknownModelError,
@@ -60,6 +61,7 @@ if TYPE_CHECKING:
     from nightmill.jobs.formats.frames import Prompts
     from nightmill.jobs.ids import JobIds
     from nightmill.jobs.job import Answer, Job, Worker
+    from nightmill.jobs.logprobs import LikelyToken, Score, Scores, TokenLogprob
     from nightmill.jobs.parameters import GenerationParams
     from nightmill.jobs.pieces import Piece, Place
     from nightmill.jobs.reading import Reply, ToolCall
@@ -75,6 +77,11 @@ __all__ = [
     "results",
     "stream",
     "Piece",
+    "score",
+    "Scores",
+    "Score",
+    "TokenLogprob",
+    "LikelyToken",
     # batches: files and iterables, whole
     "submit_batch",
     "get_batch",
@@ -130,6 +137,7 @@ __all__ = [
     "WaitTimeoutError",
     "StreamChangedError",
     "NotServedError",
+    "ScoreError",
     "DatabaseError",
     "BrokerError",
     "DeliveryDelayedWarning",
@@ -155,6 +163,7 @@ _HOMES = {
     "fields": ("BatchSettings", "JobSettings"),
     "ids": ("JobIds",),
     "job": ("Answer", "Job", "Worker"),
+    "logprobs": ("LikelyToken", "Score", "Scores", "TokenLogprob"),
     "parameters": ("GenerationParams",),
     "pieces": ("Piece",),
     "reading": ("Reply", "ToolCall"),
@@ -277,6 +286,17 @@ def stream(
 ) -> Iterator[Piece]:
     """The text of a job while it is generated, piece by piece. See Client.stream."""
     return default_client().stream(job_id, answer=answer, after=after, timeout=timeout)
+
+
+def score(
+    prompt: Prompt,
+    texts: Sequence[str],
+    *,
+    timeout: float | None = None,
+    **settings: Unpack[JobSettings],
+) -> Scores:
+    """How likely each of these texts is after a prompt, once that is computed. See Client.score."""
+    return default_client().score(prompt, texts, timeout=timeout, **settings)
 
 
 def cancel(job_id: str) -> JobState:

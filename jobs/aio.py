@@ -20,15 +20,18 @@ AsyncSession: `await session.run_sync(lambda own: jobs.enqueue("...", session=ow
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Sequence
 from functools import wraps
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, Unpack
 
 from nightmill import jobs as _jobs
 from nightmill.jobs.errors import InvalidParameterError
-from nightmill.jobs.job import Job
+from nightmill.jobs.job import Job, scores_of
 
 if TYPE_CHECKING:
+    from nightmill.jobs.contract import Prompt
+    from nightmill.jobs.fields import JobSettings
+    from nightmill.jobs.logprobs import Scores
     from nightmill.jobs.pieces import Piece, Place
     from nightmill.jobs.waiting import Order
 
@@ -72,6 +75,20 @@ async def wait(
     client = await asyncio.to_thread(_jobs.default_client)
     async for _ in _driven(client.waiting.steps_to_end(jobs, batch, timeout)):
         pass
+
+
+async def score(
+    prompt: Prompt,
+    texts: Sequence[str],
+    *,
+    timeout: float | None = None,
+    **settings: Unpack[JobSettings],
+) -> Scores:
+    """How likely each of these texts is after a prompt, once that is computed. See Client.score."""
+    settings["score"] = texts
+    job_id = await enqueue(prompt, **settings)
+    await wait(job_id, timeout=timeout)
+    return scores_of(await get(job_id))
 
 
 async def results(

@@ -1,6 +1,6 @@
 """What programs call: enqueue, look, wait, cancel, retry. Thin: checks, one transaction, one message."""
 
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
@@ -14,7 +14,8 @@ from nightmill.jobs.fields import FIELDS, BatchSettings, JobSettings, deadline_m
 from nightmill.jobs.following import Following
 from nightmill.jobs.formats.frames import Prompts, items_of
 from nightmill.jobs.ids import JobIds
-from nightmill.jobs.job import Job, Worker
+from nightmill.jobs.job import Job, Worker, scores_of
+from nightmill.jobs.logprobs import Scores
 from nightmill.jobs.messages.announcing import Announcer
 from nightmill.jobs.messages.broker import Broker
 from nightmill.jobs.pieces import START, Piece, Place
@@ -291,6 +292,20 @@ class Client:
     def workers(self) -> list[Worker]:
         """Every worker that was ever there, newest first."""
         return self._workers.all()
+
+    def score(
+        self, prompt: Prompt, texts: Sequence[str], *, timeout: float | None = None,
+        **settings: Unpack[JobSettings],
+    ) -> Scores:  # fmt: skip
+        """How likely each of these texts is after a prompt. Queues a job, and waits until it has ended.
+
+        Keywords are those of `enqueue`; `logprobs=N` tells the likeliest tokens of each place, too. Raises
+        InvalidRequestError, WaitTimeoutError, and ScoreError if the job ended in another way.
+        """
+        settings["score"] = texts
+        job_id = self.enqueue(prompt, **settings)
+        self.wait(job_id, timeout=timeout)
+        return scores_of(self.get(job_id))
 
     def worker(self, worker_id: str) -> Worker | None:
         """One worker; None if it is not known, or never came to serve."""

@@ -15,6 +15,7 @@ NightmillError
 ├── InvalidTransitionError           the job's state does not allow what was asked
 ├── WaitTimeoutError                 (also TimeoutError)
 ├── StreamChangedError               a text began afresh and is another than was read so far
+├── ScoreError                       a job that was to score texts ended without
 ├── NotServedError                   no live worker serves what somebody wants to wait for
 ├── DatabaseError
 │   ├── DatabaseUnreachableError     an outage: the same statement may succeed later
@@ -132,6 +133,10 @@ class WaitTimeoutError(NightmillError, TimeoutError):
 
 class StreamChangedError(NightmillError):
     """The job began afresh and its text is another than was read so far: read all of it once it has ended."""
+
+
+class ScoreError(NightmillError):
+    """The texts were not scored."""
 
 
 class NotServedError(NightmillError):

@@ -43,6 +43,9 @@ class BatchSettings(TypedDict, total=False):
     min_tokens: int | None
     logit_bias: Mapping[int, float] | Mapping[str, float] | None
     bad_words: str | Sequence[str] | None
+    logprobs: int | None
+    echo: bool | None
+    score: str | Sequence[str] | None
     n: int | None
     response_format: Mapping[str, Any] | type[BaseModel] | None
     json_schema: Mapping[str, Any] | type[BaseModel] | None

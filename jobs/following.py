@@ -102,8 +102,9 @@ class Reader:
                 self._end(error=error)
 
     def _text_of(self, job: Job) -> str:
-        if self._answer >= job.params.n:
-            had = f"{job.params.n} answers" if job.params.n > 1 else "one answer"
+        count = job.params.answers
+        if self._answer >= count:
+            had = f"{count} answers" if count > 1 else "one answer"
             raise InvalidParameterError(f"answer: the job has {had}, counted from 0", field="answer")
         if self._answer == 0:
             return job.text or ""

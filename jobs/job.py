@@ -15,6 +15,8 @@ from nightmill.jobs.contract import (
     StopReason,
     WorkerState,
 )
+from nightmill.jobs.errors import ScoreError
+from nightmill.jobs.logprobs import Score, Scores, TokenLogprob, read, total
 from nightmill.jobs.parameters import GenerationParams
 from nightmill.jobs.reading import Reply, ToolCall, read_reply
 
@@ -27,6 +29,12 @@ class Answer:
     stop_reason: StopReason
     completion_tokens: int
     seed: int  # a job of its own with this seed has the same text
+    told: bytes | None = field(default=None, repr=False)  # its log-probabilities as its row keeps them
+
+    @property
+    def logprobs(self) -> tuple[TokenLogprob, ...] | None:
+        """Of each of its tokens, if the job asked for them."""
+        return None if self.told is None else read(self.told)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +57,7 @@ class Job:
     stop_reason: StopReason | None = None
     text: str | None = None  # of the first answer
     several: tuple[Answer, ...] = ()  # all answers in order, where more than one was asked for: see `answers`
+    told: bytes | None = field(default=None, repr=False)  # as of an answer, of its only one: see `logprobs`
     prompt_tokens: int | None = None
     completion_tokens: int | None = None  # of all answers together
     arithmetic: str | None = None  # that computed the text (`jobs.arithmetic`); older rows have none
@@ -79,7 +88,21 @@ class Job:
         """Its answers in order, once it has ended. One that had not begun to write has none."""
         if self.several or self.text is None or self.stop_reason is None:
             return self.several
-        return (Answer(self.text, self.stop_reason, self.completion_tokens or 0, self.seed or 0),)
+        count, seed = self.completion_tokens or 0, self.seed or 0
+        return (Answer(self.text, self.stop_reason, count, seed, self.told),)
+
+    @property
+    def logprobs(self) -> tuple[TokenLogprob, ...] | None:
+        """Of each token of the first answer, if they were asked for; others' are those of `answers`."""
+        return self.answers[0].logprobs if self.answers else None
+
+    @property
+    def scores(self) -> Scores | None:
+        """How likely each of the texts is that it was to score, in their order; None if it had none to."""
+        if not self.params.score or self.state is not JobState.SUCCEEDED:
+            return None
+        told = [(answer.text, answer.logprobs or ()) for answer in self.answers]
+        return Scores(Score(text, total(tokens), tokens) for text, tokens in told)
 
     @property
     def replies(self) -> tuple[Reply, ...]:
@@ -123,6 +146,14 @@ class Job:
             json.loads(answer.text) if answer.stop_reason is StopReason.EOS else None
             for answer in self.answers
         ]
+
+
+def scores_of(job: Job) -> Scores:
+    """The scores of a job that has ended; raises ScoreError if it has none."""
+    if (scores := job.scores) is None:
+        why = f": {job.error}" if job.error else ""
+        raise ScoreError(f"job {job.id} ended without scores, {job.state} ({job.stop_reason}){why}")
+    return scores
 
 
 @dataclass(frozen=True, slots=True)

@@ -168,7 +168,17 @@ class JobSpec(Options):
         return made
 
     def _checked(self) -> Self:
-        """Itself, if what it says of the chat goes together with the chat; raises InvalidRequestError."""
+        """Itself, if what it says goes together with its prompt; raises InvalidRequestError."""
+        if self.params.echo and self.messages is not None:
+            raise InvalidParameterError(
+                "echo: is for plain prompts: a chat is no text to begin an answer with; remove it",
+                field="echo",
+            )
+        if self.params.score and self.constrained is not None:
+            raise InvalidParameterError(
+                "score: contradicts what the answer must be, since nothing is generated; give one of them",
+                field="score",
+            )
         if self.tools is not None:
             self._check_tools()
         if not self.continue_final_message or self.messages is None:

@@ -201,6 +201,8 @@ class EngineStep(bootsteps.StartStopStep):
             engine,
             model.tokenize_all,
             model.spell,
+            apart=model.apart,
+            spelling=model.spelling,
             capacity=capacity(settings),
             lane=interactive_slots(settings),
             drain_seconds=settings.drain_seconds,

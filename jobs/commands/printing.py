@@ -12,7 +12,7 @@ from nightmill.jobs.client import Client
 from nightmill.jobs.commands.progress import duration
 from nightmill.jobs.commands.terminal import Line, LiveLine, echo, echo_text, to_json, type_text
 from nightmill.jobs.contract import JobState
-from nightmill.jobs.formats.results import reply_values
+from nightmill.jobs.formats.results import answer_values, reply_values
 from nightmill.jobs.job import Job
 from nightmill.jobs.printable import printable
 from nightmill.jobs.when import describe_moment
@@ -94,10 +94,12 @@ def _field(name: str, value: str) -> str:
 
 
 def job_values(job: Job) -> dict[str, Any]:
-    """A job as an object for programs; `answers` are all of several, and none of one."""
+    """A job as an object for programs; `answers` are as in result rows."""
     values = asdict(job) | {"params": job.params.model_dump(mode="json", warnings=False)}
+    for name in ("several", "told"):
+        del values[name]
     read = reply_values(job.replies[0]) if job.answers else {}
-    return values | {"answers": values.pop("several")} | read
+    return values | {"answers": answer_values(job)} | read
 
 
 def prompt_line(job: Job) -> str:

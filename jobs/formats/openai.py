@@ -15,6 +15,7 @@ from nightmill.jobs.errors import InvalidRequestError, RowCode
 from nightmill.jobs.fields import PARAMETERS, unknown_field
 from nightmill.jobs.formats.jsonlines import parse_value
 from nightmill.jobs.formats.rows import invalid, missing
+from nightmill.jobs.parameters import MAX_LOGPROBS
 from nightmill.jobs.prompts import is_id, json_type
 from nightmill.jobs.spec import JobSpec
 from nightmill.jobs.tools import TOOL_KEYS
@@ -22,7 +23,8 @@ from nightmill.jobs.tools import TOOL_KEYS
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 
-_TAKEN = PARAMETERS | FORMS.keys() | {"model"}  # OpenAI's own among them, and ours
+_OF_LOGPROBS = frozenset({"logprobs", "top_logprobs", "echo"})
+_TAKEN = PARAMETERS - _OF_LOGPROBS | FORMS.keys() | {"model"}  # OpenAI's own among them, and ours
 IGNORED = frozenset(
     {
         "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
@@ -32,10 +34,7 @@ IGNORED = frozenset(
 """Keys of a body that are accepted and have no effect."""
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "stream": (False,),
-    "echo": (False,),
     "suffix": ("",),
-    "logprobs": (False, 0),
-    "top_logprobs": (0,),
     "modalities": (["text"],),
     "functions": ([],),
     "function_call": ("none", "auto"),
@@ -55,14 +54,11 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 """Keys of a body that may be null or have these values, with which they have no effect."""
 _OLDER = "is not supported: it is OpenAI's older word for tools; give these"
-_NO_LOGPROBS = "is not supported yet: answers come without probabilities; remove it"
 _REFUSALS = {
     "suffix": "is not supported: models here continue a prompt, and do not fill in what stands before a "
     "suffix; remove it, or describe it in the prompt",
     "reasoning_effort": "is not supported; give it in chat_template_kwargs if the model's template reads it",
     "stream": "is not supported; results are written as they finish",
-    "logprobs": _NO_LOGPROBS,
-    "top_logprobs": _NO_LOGPROBS,
     "functions": _OLDER,
     "function_call": _OLDER,
 }
@@ -83,13 +79,16 @@ _OF_CHATS = frozenset({*TOOL_KEYS, "chat_template_kwargs", "add_generation_promp
 _BODY = {
     CHAT: _OF_CHATS
     | _TAKEN
+    | _OF_LOGPROBS
     | IGNORED
     | NEUTRAL.keys()
+    | _OF_LOGPROBS
     | GUIDED.keys()
     | {"messages", "structured_outputs", _LIMIT, _BEST_OF},
     COMPLETIONS: _TAKEN
     | IGNORED
     | NEUTRAL.keys()
+    | _OF_LOGPROBS
     | GUIDED.keys()
     | {"prompt", "structured_outputs", _LIMIT, _BEST_OF},
 }
@@ -151,6 +150,7 @@ def _fields(given: JsonObject, url: str) -> JsonObject:
             said = f"{name}: {_short(value)} {_REFUSALS.get(name, 'is not supported; remove it')}"
             raise InvalidRequestError(said, field=name, code=RowCode.UNSUPPORTED_FIELD)
     fields = {name: value for name, value in given.items() if name in _TAKEN | _OF_CHATS} | _vllm_forms(given)
+    fields |= _logprobs(given, url)
     if (limit := given.get(_LIMIT)) is not None:
         if fields.setdefault("max_tokens", limit) != limit:
             raise invalid(_LIMIT, "contradicts max_tokens; give one of them")
@@ -168,6 +168,27 @@ def _fields(given: JsonObject, url: str) -> JsonObject:
     return fields | {prompt: value}
 
 
+def _logprobs(given: JsonObject, url: str) -> JsonObject:
+    """What the keys of log-probabilities say, and echo, in our words."""
+    wanted, likely, echo = (given.get(name) for name in ("logprobs", "top_logprobs", "echo"))
+    if url == COMPLETIONS:
+        if likely not in (None, 0):
+            raise invalid("top_logprobs", "is for chats; give logprobs, which is a number here")
+        if wanted is True:
+            raise invalid("logprobs", "must be a whole number: how many of the likeliest tokens are wanted")
+        return ({} if wanted is None or wanted is False else {"logprobs": wanted}) | {"echo": echo}
+    if not isinstance(wanted, bool | None):
+        raise invalid("logprobs", f"must be true or false, not {json_type(wanted)}; give top_logprobs, too")
+    if not wanted:
+        if likely not in (None, 0):
+            raise invalid("top_logprobs", "needs logprobs: true")
+        return {"echo": echo}
+    if likely is not None and (type(likely) is not int or not 0 <= likely <= MAX_LOGPROBS):
+        said = f"must be a whole number from 0 to {MAX_LOGPROBS} (got {_short(likely)})"
+        raise invalid("top_logprobs", said)
+    return {"logprobs": likely or 0, "echo": echo}
+
+
 def _check_best_of(value: Any, wanted: int) -> None:
     """All answers that are generated are wanted: which of them are the best, nobody could say."""
     if value is None:
@@ -178,8 +199,8 @@ def _check_best_of(value: Any, wanted: int) -> None:
         )
     if value > wanted:
         raise InvalidRequestError(
-            f"{_BEST_OF}: {value} is more than n, which is {wanted}: the best are chosen by probabilities, "
-            f"without which answers come here; give n: {value}, and choose among them",
+            f"{_BEST_OF}: {value} is more than n, which is {wanted}: answers are not chosen here; give "
+            f"n: {value} with logprobs, and choose among them",
             field=_BEST_OF,
             code=RowCode.UNSUPPORTED_FIELD,
         )

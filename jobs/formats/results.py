@@ -9,8 +9,10 @@ import json
 from datetime import datetime
 
 from nightmill.jobs.contract import JsonObject, StopReason
+from nightmill.jobs.formats.likelihoods import openai_logprobs, token_values
 from nightmill.jobs.formats.rows import FileFormat
 from nightmill.jobs.job import Answer, Job
+from nightmill.jobs.logprobs import total
 from nightmill.jobs.reading import Reply, ToolCall
 
 RESULT_COLUMNS = {
@@ -106,7 +108,8 @@ def reply_values(reply: Reply) -> JsonObject:
 
 
 def answer_values(job: Job) -> list[JsonObject]:
-    """All answers of a job that was to have several, in order; none of any other job."""
+    """All answers in order, if the job was to have several or log-probabilities; none of any other job."""
+    told = job.several or job.told is not None
     return [
         {
             "text": answer.text,
@@ -114,9 +117,18 @@ def answer_values(job: Job) -> list[JsonObject]:
             "completion_tokens": answer.completion_tokens,
             "seed": answer.seed,
         }
+        | _told(answer, scored=bool(job.params.score))
         | reply_values(reply)
-        for answer, reply in zip(job.several, job.replies if job.several else (), strict=True)
+        for answer, reply in (zip(job.answers, job.replies, strict=True) if told else ())
     ]
+
+
+def _told(answer: Answer, *, scored: bool) -> JsonObject:
+    """The log-probabilities of an answer, and of one that was scored their sum."""
+    tokens = answer.logprobs
+    if tokens is None:
+        return {}
+    return ({"logprob": total(tokens)} if scored else {}) | {"logprobs": token_values(tokens)}
 
 
 def _answers_of(job: Job, format: FileFormat) -> JsonObject:
@@ -173,7 +185,8 @@ def completion_body(job: Job, model: str) -> JsonObject:
 
 def _choice(index: int, answer: Answer, reply: Reply, chat: bool) -> JsonObject:
     said: JsonObject = {"message": _message(reply)} if chat else {"text": answer.text}
-    return {"index": index} | said | {"logprobs": None, "finish_reason": finish_reason(answer, reply)}
+    ends = {"logprobs": openai_logprobs(answer, chat), "finish_reason": finish_reason(answer, reply)}
+    return {"index": index} | said | ends
 
 
 def _message(reply: Reply) -> JsonObject:

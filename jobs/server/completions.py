@@ -14,6 +14,7 @@ from starlette.responses import JSONResponse, Response
 
 from nightmill.jobs.contract import JsonObject
 from nightmill.jobs.errors import NightmillError
+from nightmill.jobs.formats.likelihoods import openai_logprobs
 from nightmill.jobs.formats.openai import CHAT, COMPLETIONS, body_job
 from nightmill.jobs.formats.results import call_value, completion_body, completion_id, finish_reason, usage
 from nightmill.jobs.job import Job
@@ -132,7 +133,7 @@ class _Chunks:
 
     def __init__(self, job_id: str, chat: bool, model: str, spec: JobSpec, delivery: Delivery) -> None:
         self.over = False
-        self.answers = spec.params.n
+        self.answers = spec.params.answers
         self._chat = chat
         self._job_id, self._tools = job_id, spec.tools
         self._readings: dict[int, Reading] = {}
@@ -178,12 +179,19 @@ class _Chunks:
             for chunk in self._parts(index, self._readings[index].end())
         ]
         ends = held + [
-            self._chunk(index, {} if self._chat else "", finish_reason(answer, reply))
+            self._chunk(
+                index,
+                {} if self._chat else "",
+                finish_reason(answer, reply),
+                openai_logprobs(answer, self._chat),  # of the whole text: pieces of it come without
+            )
             for index, (answer, reply) in enumerate(zip(job.answers, job.replies, strict=True))
         ]
         return [*ends, self._frame | {"choices": [], "usage": usage(job)}] if self._usage else ends
 
-    def _chunk(self, index: int, content: Any, reason: str | None) -> JsonObject:
+    def _chunk(
+        self, index: int, content: Any, reason: str | None, logprobs: JsonObject | None = None
+    ) -> JsonObject:
         holds = {"delta": content} if self._chat else {"text": content}
-        choice = {"index": index} | holds | {"logprobs": None, "finish_reason": reason}
+        choice = {"index": index} | holds | {"logprobs": logprobs, "finish_reason": reason}
         return self._frame | {"choices": [choice]} | self._usage

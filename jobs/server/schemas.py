@@ -82,6 +82,9 @@ def _openai_body(url: str) -> JsonObject:
     known = _PROMPTS | {"max_completion_tokens": _field("max_tokens"), "stream": _FLAG}
     known |= {"stream_options": _STREAM_OPTIONS, "best_of": _field("n")}
     ours = FIELDS.keys() - {"metadata"}  # OpenAI's own has no effect
+    if url == CHAT:
+        ours -= {"logprobs"}
+        known |= {"logprobs": _FLAG, "top_logprobs": _field("logprobs")}
     properties = {
         name: _field(name) if name in ours else known.get(name, {}) for name in sorted(body_keys(url))
     }
@@ -143,9 +146,17 @@ _READ: JsonObject = {
     "tool_calls": {"type": "array", "items": _object({"id": TEXT, "name": TEXT, "arguments": TEXT})},
 }
 """Only of texts that hold thoughts or calls of tools."""
+_LIKELY: JsonObject = {
+    "token": TEXT, "id": _NUMBER, "logprob": {"type": ["number", "null"]},
+    "bytes": {"type": "array", "items": _NUMBER},
+}  # fmt: skip
+_TOKEN = _object(_LIKELY | {"top": {"type": "array", "items": _object(_LIKELY)}})
+_TOLD: JsonObject = {"logprobs": {"type": "array", "items": _TOKEN}, "logprob": {"type": "number"}}
 _ANSWER = _object(
-    {"text": TEXT, "stop_reason": _STOP_REASON, "completion_tokens": _NUMBER, "seed": _NUMBER} | _READ,
-    optional=READ,
+    {"text": TEXT, "stop_reason": _STOP_REASON, "completion_tokens": _NUMBER, "seed": _NUMBER}
+    | _TOLD
+    | _READ,
+    optional=(*READ, *_TOLD),
 )
 _JOB = _object(
     _READ

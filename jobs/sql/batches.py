@@ -15,7 +15,7 @@ from nightmill.jobs.batch_status import BatchRecord, ErrorGroup, Pace, RowCount,
 from nightmill.jobs.contract import JobState, StopReason
 from nightmill.jobs.errors import BatchNotFoundError
 from nightmill.jobs.job import Job
-from nightmill.jobs.sql import answers, partials
+from nightmill.jobs.sql import answers, logprobs, partials
 from nightmill.jobs.sql.database import Database
 from nightmill.jobs.sql.jobs import (
     CHUNK,
@@ -362,6 +362,7 @@ class BatchStore:
                 partials.forget_ended(connection, chunk)
                 if values["state"] is JobState.QUEUED:
                     answers.forget(connection, [row.id for row in done])
+                    logprobs.forget(connection, [row.id for row in done])
                 changed += done
         return changed
 

@@ -12,11 +12,11 @@ from datetime import datetime
 from itertools import starmap
 from typing import Any
 
-from sqlalchemy import Connection, Text, bindparam, cast, select, update
+from sqlalchemy import Connection, Text, bindparam, cast, or_, select, update
 
 from nightmill.jobs.contract import JobState, Markup, StopReason
 from nightmill.jobs.job import Answer
-from nightmill.jobs.sql import answers, partials, suspects
+from nightmill.jobs.sql import answers, logprobs, partials, suspects
 from nightmill.jobs.sql.claimed import Claim, read_claim
 from nightmill.jobs.sql.jobs import chunked, mark_unsent
 from nightmill.jobs.sql.locks import lock_ids, lock_jobs
@@ -42,6 +42,7 @@ class Outcome:
     arithmetic: str | None = None  # by which the text was computed; None if nothing was
     markup: Markup | None = None  # what the texts hold beside the answers
     answers: tuple[Answer, ...] = ()  # all of them, where the job was to have several
+    logprobs: tuple[bytes | None, ...] = ()  # of the answers in order, where they were asked for
 
 
 class Claims(RegisteredWorker):
@@ -138,6 +139,11 @@ class Claims(RegisteredWorker):
                 connection,
                 self.worker_id,
                 {(outcome.job_id, outcome.attempt): outcome.answers for outcome in outcomes},
+            )
+            logprobs.write(
+                connection,
+                self.worker_id,
+                {(outcome.job_id, outcome.attempt): outcome.logprobs for outcome in outcomes},
             )
             if plain:
                 written += connection.execute(
@@ -273,9 +279,9 @@ def _claiming(*conditions: Any) -> Any:
     )
 
 
-# Most rows do not say that they are to have one answer. As text, since a row may hold what is no JSON: SQLite
-# would refuse the statement, and with it all other rows.
-_SEVERAL = cast(JobRow.params, Text).contains('"n":')
+# Most rows do not say how many answers they are to have. As text, since a row may hold what is no JSON:
+# SQLite would refuse the statement, and with it all other rows.
+_SEVERAL = or_(*(cast(JobRow.params, Text).contains(said) for said in ('"n":', '"score":')))
 _NAMED = (JobRow.id.in_(bindparam("job_ids", expanding=True)), JobRow.suspects.is_(None))
 _CLAIM = _claiming(*_NAMED, ~_SEVERAL)
 _CLAIM_SEVERAL = _claiming(*_NAMED)
@@ -303,6 +309,8 @@ _FINISH = (
 
 def _answers(params: object) -> int:
     said = params.get("n") if isinstance(params, Mapping) else None
+    texts = params.get("score") if isinstance(params, Mapping) else None
+    said = len(texts) if isinstance(texts, list) else said
     return said if type(said) is int and 0 < said < 1000 else 1
 
 

@@ -24,7 +24,7 @@ from sqlalchemy.types import TypeDecorator
 
 from nightmill.jobs.contract import MAX_ERROR_LENGTH, JobState, JsonObject, storable
 
-SCHEMA_REVISION = "0016"
+SCHEMA_REVISION = "0017"
 """The migration that these declarations match."""
 
 
@@ -241,6 +241,18 @@ class AnswerRow(Base):
     stop_reason: Mapped[str] = mapped_column(String(16))
     completion_tokens: Mapped[int]
     seed: Mapped[int] = mapped_column(BigInteger)
+
+
+class LogprobsRow(Base):
+    """The log-probabilities of an answer that asked for them, as `jobs.logprobs` packs them."""
+
+    __tablename__ = "logprobs"
+
+    job_id: Mapped[str] = mapped_column(
+        String(32), ForeignKey("jobs.id", ondelete="CASCADE"), primary_key=True
+    )
+    number: Mapped[int] = mapped_column(primary_key=True)  # of the answer, from 0
+    data: Mapped[bytes] = mapped_column(LargeBinary)
 
 
 class FileRow(Base):

@@ -98,6 +98,14 @@ class LoadedModel(OpenModel):
             )
         return runs
 
+    def apart(self, texts: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """The tokens of each of these texts by itself, for behind a prompt. Raises InvalidPromptError."""
+        return tuple(tuple(ids) for ids in self.tokenizer.encode_batch(texts, add_bos=False))
+
+    def spelling(self, token_id: int) -> tuple[bytes, str]:
+        """The bytes that a token adds to a text, and its name."""
+        return self.vocabulary.bytes_of(token_id), self.vocabulary.text_of(token_id)
+
     def encode(self, prompt: Prompt, rendering: Rendering | None = None) -> tuple[int, ...]:
         """A prompt's token ids. Raises what `encode_all` would answer."""
         ids = self.encode_all([prompt], [rendering])[0]

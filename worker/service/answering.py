@@ -1,4 +1,4 @@
-"""Jobs with several answers: each is a request of its own to the engine, and the job ends with the last.
+"""Jobs with several answers, or texts to score: each is a request of its own, and the job ends with the last.
 
 The requests differ in nothing but seed and name, so an answer has the text of a job that was enqueued alone
 with its seed, and the engine computes their prompt once, as it does for any equal beginnings. Of those that
@@ -7,14 +7,17 @@ wait for a place, later answers let others go first: a job with many answers doe
 
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from nightmill.jobs.answers import answer_id, answer_seed, split_answer_id
 from nightmill.jobs.contract import JobState, StopReason
 from nightmill.jobs.job import Answer
+from nightmill.jobs.logprobs import Spell, read, total
+from nightmill.jobs.parameters import GenerationParams
 from nightmill.jobs.sql.claims import Outcome
 from nightmill.worker.engine.request import Completion, Partial, Progress, Request
 from nightmill.worker.service.in_flight import InFlight, JobKey
+from nightmill.worker.service.telling import logprobs_of
 
 BEHIND = 16
 """So many requests that are submitted later go before an answer, for each answer of its job before it."""
@@ -32,16 +35,25 @@ class _Row:
     ended: list[Completion | None]
     left: int  # answers that have not ended
     grown: bool = False  # since its tokens were last saved
+    scored: tuple[str, ...] = ()  # the answers are these texts, which were given
+    prompt_tokens: int = 0  # of a job with such texts, without them
+    told: list[bytes | None] = field(init=False)  # the log-probabilities of those that have ended
+
+    def __post_init__(self) -> None:
+        self.told = [None] * self.left
 
 
 class Answering:
     """The jobs with several answers that a worker has in hand. Jobs with one pass through.
 
+    spell  how tokens are spelt in rows that keep log-probabilities
+
     Safe to share between threads: jobs come on one, what the engine says on another, and a third saves.
     """
 
-    def __init__(self, in_flight: InFlight) -> None:
+    def __init__(self, in_flight: InFlight, spell: Spell) -> None:
         self._in_flight = in_flight
+        self._spell = spell
         self._lock = threading.Lock()
         self._rows: dict[JobKey, _Row] = {}
 
@@ -68,6 +80,34 @@ class Answering:
             for number in range(count)
         ]
 
+    def score(self, request: Request, texts: Sequence[Tokens]) -> list[Request]:
+        """A job's request as the engine is to have it: one for each of these texts, which follow its prompt.
+
+        An engine always draws a token: the one that would follow the text, which nobody is told of.
+        """
+        count, params = len(texts), request.params
+        drawing = GenerationParams(max_tokens=1, temperature=0.0, logprobs=params.logprobs, seed=params.seed)
+        with self._lock:
+            row = _Row(
+                request.seed, [()] * count, [None] * count, left=count, scored=params.score,
+                prompt_tokens=len(request.prompt_ids),
+            )  # fmt: skip
+            self._rows[request.job_id, request.attempt] = row
+        return [
+            replace(
+                request,
+                job_id=answer_id(request.job_id, number),
+                prompt_ids=request.prompt_ids + text,
+                params=drawing,
+                generated_ids=(),
+                behind=number * BEHIND,
+                told_from=len(request.prompt_ids),
+                scores=True,
+                banned=(),
+            )
+            for number, text in enumerate(texts)
+        ]
+
     def drop(self, key: JobKey) -> None:
         """Forget a job that ends in another way."""
         with self._lock:
@@ -83,10 +123,12 @@ class Answering:
         """What becomes of a job once its last answer has ended; None while others have not."""
         job_id, number = split_answer_id(completion.job_id)
         key = job_id, completion.attempt
+        told = logprobs_of(completion, self._spell)
         with self._lock:
             row = self._rows.get(key)
             if row is None:
-                return _outcome_of_one(completion, arithmetic) if number == 0 else None
+                return _outcome_of_one(completion, arithmetic, told) if number == 0 else None
+            row.told[number] = told
             row.ended[number], row.drawn[number] = completion, completion.token_ids
             row.grown = True
             row.left -= 1
@@ -95,7 +137,7 @@ class Answering:
         if row.left:
             self._in_flight.lighten(key, row.left)
             return None
-        return _outcome(key, row, arithmetic)
+        return _scored(key, row, arithmetic) if row.scored else _outcome(key, row, arithmetic)
 
     def gather(self, reports: Sequence[Progress | Partial]) -> list[Progress]:
         """Reports on answers as reports on jobs, and on those jobs of which answers have ended since."""
@@ -133,7 +175,7 @@ def unpack(packed: Tokens, count: int) -> list[Tokens]:
     return drawn if place == len(packed) and len(drawn) == count else [()] * count
 
 
-def _outcome_of_one(completion: Completion, arithmetic: str) -> Outcome:
+def _outcome_of_one(completion: Completion, arithmetic: str, told: bytes | None) -> Outcome:
     return Outcome(
         job_id=completion.job_id,
         attempt=completion.attempt,
@@ -143,6 +185,7 @@ def _outcome_of_one(completion: Completion, arithmetic: str) -> Outcome:
         completion_tokens=completion.completion_tokens,
         error=completion.error,
         arithmetic=arithmetic,
+        logprobs=() if told is None else (told,),
     )
 
 
@@ -176,4 +219,27 @@ def _outcome(key: JobKey, row: _Row, arithmetic: str) -> Outcome:
             )
             for number, completion in enumerate(ended)
         ),
+        logprobs=tuple(row.told),
+    )
+
+
+def _scored(key: JobKey, row: _Row, arithmetic: str) -> Outcome:
+    """Of a job with texts to score: it ends with the likeliest, unless not all of them could be scored."""
+    made = _outcome(key, row, arithmetic)
+    told = [read(data or b"") or () for data in row.told]
+    answers = tuple(
+        replace(answer, completion_tokens=len(tokens))
+        for answer, tokens in zip(made.answers, told, strict=True)
+    )
+    text = ""
+    if made.stop_reason.state is JobState.SUCCEEDED:
+        made = replace(made, stop_reason=StopReason.EOS)
+        answers = tuple(replace(answer, stop_reason=StopReason.EOS) for answer in answers)
+        text = row.scored[max(range(len(told)), key=lambda number: total(told[number]))]
+    return replace(
+        made,
+        text=text,
+        answers=answers,
+        completion_tokens=sum(map(len, told)),
+        prompt_tokens=row.prompt_tokens,
     )

@@ -122,8 +122,8 @@ class InFlight:
                 if interactive:
                     self._interactive.update(keys)
                 for key, claim in zip(keys, claims, strict=True):
-                    if claim.params.n > 1:
-                        self._further[key] = self._places(claim.params.n) - 1
+                    if claim.params.answers > 1:
+                        self._further[key] = self._places(claim.params.answers) - 1
         try:
             if not ours:
                 self._hand_back(keys)

@@ -18,11 +18,12 @@ from nightmill.jobs.contract import Markup, StopReason
 from nightmill.jobs.errors import (
     DatabaseError,
     DatabaseRefusedError,
-    InvalidParameterError,
+    InvalidRequestError,
     NightmillError,
     RunnerError,
 )
 from nightmill.jobs.fields import INTERACTIVE
+from nightmill.jobs.logprobs import Spell as TokenSpell
 from nightmill.jobs.messages.streams import Followers
 from nightmill.jobs.sql.claims import Claim, Claims, Outcome
 from nightmill.jobs.sql.jobs import chunked
@@ -35,6 +36,7 @@ from nightmill.worker.service.in_flight import InFlight, JobKey
 from nightmill.worker.service.publishing import Publisher
 from nightmill.worker.service.resume import SAVE_GROUP, SAVE_TOKENS, fingerprint, tokens_to_resume
 from nightmill.worker.service.tally import Tally
+from nightmill.worker.service.telling import check_told, echo_of
 from nightmill.worker.service.writer import ResultWriter
 from nightmill.worker.watched import describe
 
@@ -55,7 +57,7 @@ Tokenize = Callable[[Sequence[Claim]], Sequence[Prompt]]
 """A shard at once: one answer for each claim, in their order."""
 
 Spell = Callable[[Sequence[str]], tuple[tuple[int, ...], ...]]
-"""The runs of tokens that a text may hold these words as."""
+"""The runs of tokens that a text may hold these words as; or the tokens of each of these texts by itself."""
 
 
 class Service:
@@ -68,6 +70,8 @@ class Service:
         tokenize: Tokenize,
         spell: Spell,
         *,
+        apart: Spell,
+        spelling: TokenSpell,
         capacity: int,
         lane: int = 0,
         drain_seconds: float,
@@ -78,12 +82,14 @@ class Service:
     ) -> None:
         self.claims = claims
         self.in_flight = InFlight(capacity, self._hand_back, lane=lane)
-        self._answering = Answering(self.in_flight)
+        self._answering = Answering(self.in_flight, spelling)
+        self._spelling = spelling
         self.drain_seconds = drain_seconds
         self.last_shard_at = time.monotonic()
         self._tokenize = tokenize
         self._spell = spell
         self._markup = markup
+        self._apart = apart
         self._on_fatal = on_fatal
         self._drain_until: float | None = None
         self._cancels_sent: set[JobKey] = set()
@@ -196,8 +202,8 @@ class Service:
                 self._fail_job(key, str(prompt))
                 continue
             try:
-                requests += self._answering.split(self._request(claim, prompt))
-            except InvalidParameterError as error:
+                requests += self._requests(claim, prompt)
+            except InvalidRequestError as error:
                 self._fail_job(key, str(error))
             except Exception as error:
                 log.exception("job %s could not be submitted", claim.job_id)
@@ -226,6 +232,18 @@ class Service:
         if len(claims) > 1:
             return [prompt for claim in claims for prompt in self._prompts([claim])]
         return [NightmillError(f"the prompt could not be tokenised: {fault}")]
+
+    def _requests(self, claim: Claim, prompt_ids: tuple[int, ...]) -> list[Request]:
+        """What the engine is to do for a job. Raises InvalidParameterError."""
+        request, params = self._request(claim, prompt_ids), claim.params
+        if params.score:
+            return self._answering.score(request, self._apart(params.score))
+        if params.echo:
+            request = replace(request, echo=echo_of(claim.prompt, prompt_ids, self._spelling))
+            if params.logprobs is not None:
+                check_told(len(prompt_ids), params)
+                request = replace(request, told_from=0)
+        return self._answering.split(request)
 
     def _request(self, claim: Claim, prompt_ids: tuple[int, ...]) -> Request:
         """What the engine is to do for a job, whatever the number of its answers."""

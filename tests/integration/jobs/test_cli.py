@@ -132,6 +132,9 @@ def test_enqueue_prints_ids_and_keeps_every_option(run: Run, cli_client: Client)
             "frequency_penalty": 0.0,
             "logit_bias": {},
             "bad_words": (),
+            "logprobs": None,
+            "echo": False,
+            "score": (),
         }
 
 

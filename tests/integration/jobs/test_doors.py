@@ -52,6 +52,9 @@ GOOD: dict[str, st.SearchStrategy[Any]] = {
         st.integers(0, 2**31 - 1).map(str), st.floats(-100, 100), min_size=1, max_size=3
     ),
     "bad_words": st.lists(TEXTS.filter(str.strip), min_size=1, max_size=5),
+    "logprobs": st.integers(0, 20),
+    "echo": st.booleans(),
+    "score": st.lists(TEXTS, min_size=1, max_size=5),
     "chat_template_kwargs": st.dictionaries(
         st.sampled_from(["enable_thinking", "reasoning_effort", "X1"]),
         st.booleans() | st.integers(-9, 9) | st.sampled_from(["high", "26 Jul 2024", ""]),
@@ -99,6 +102,8 @@ BAD: dict[str, st.SearchStrategy[Any]] = {
     "frequency_penalty": st.floats(-1e30, -2.001),
     "logit_bias": st.sampled_from([{"5": 101}, {"-1": 1}, {"x": 1}, {str(2**31): 0}, {"5": "1"}]),
     "bad_words": st.just([" "]) | st.just(["a" * 257]) | st.just(["a\0"]),
+    "logprobs": st.integers(21, 99) | st.just(-1),
+    "score": st.just([""]) | st.just(["a\0"]),
     "chat_template_kwargs": st.sampled_from([{"messages": 1}, {"a": [1]}, {"a": "<|x|>"}, {"1": 1}]),
     "response_format": st.just({"type": "poem"}) | st.just({"type": "json_schema"}),
     "json_schema": st.just({"not": {}}) | st.just({"items": {"uniqueItems": True}}),
@@ -167,6 +172,8 @@ class Doors:
     def openai(self, job: Mapping[str, Any]) -> Found:
         body = {name: value for name, value in job.items() if name != "custom_id"}
         url = "/v1/completions" if "prompt" in job else "/v1/chat/completions"
+        if "messages" in job and "logprobs" in job:  # OpenAI says it in two words there
+            body |= {"logprobs": True, "top_logprobs": body["logprobs"]}
         row = {"custom_id": job.get("custom_id", "row-1"), "method": "POST", "url": url, "body": body}
         kind, what = self._file(json.dumps(row), "jsonl")
         return kind, what.removeprefix("body.") if kind == "refused" else what
@@ -177,11 +184,11 @@ class Doors:
             option = f"--{name.replace('_', '-')}"
             if name == "messages":
                 arguments.append("--chat")
-            elif name in ("stop", "choice", "stop_token_ids", "bad_words"):
+            elif name in ("stop", "choice", "stop_token_ids", "bad_words", "score"):
                 arguments += [argument for one in value for argument in (option, str(one))]
             elif name in ("add_generation_prompt", "parallel_tool_calls"):
                 arguments.append(option if value else f"--no-{option.removeprefix('--')}")
-            elif name in ("ignore_eos", "continue_final_message"):
+            elif name in ("ignore_eos", "continue_final_message", "echo"):
                 arguments += [option] * value
             elif name != "prompt":
                 arguments += [option, json.dumps(value) if isinstance(value, dict | list) else str(value)]
@@ -217,7 +224,8 @@ def test_a_job_is_the_same_row_or_the_same_refusal_through_every_door(
     kind, expected = doors.python(job)
     found = {door.__name__: door(job) for door in (doors.python_rows, doors.jsonl, doors.csv)}
     found["command_line"] = doors.command_line(job)
-    if job.keys() <= PARAMETERS | FORMS.keys() | {"prompt", "messages", "model", "custom_id"}:
+    of_openai = PARAMETERS | FORMS.keys() | {"prompt", "messages", "model", "custom_id"}
+    if job.keys() <= of_openai and ("prompt" in job or 0 <= job.get("logprobs", 0) <= 20):
         found["openai"] = doors.openai(job)
     for door, (how, what) in found.items():
         assert how == kind, (door, what)

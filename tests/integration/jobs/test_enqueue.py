@@ -40,6 +40,8 @@ def test_a_job_is_kept_as_it_was_said(client: Client, clock: Clock) -> None:
         frequency_penalty=0.5,
         logit_bias={"7": -100, 9: 1.5},
         bad_words="ugly",
+        logprobs=5,
+        echo=True,
         batch="tonight",
         custom_id="mine",
         priority=9,
@@ -66,6 +68,9 @@ def test_a_job_is_kept_as_it_was_said(client: Client, clock: Clock) -> None:
         "frequency_penalty": 0.5,
         "logit_bias": {7: -100.0, 9: 1.5},
         "bad_words": ("ugly",),
+        "logprobs": 5,
+        "echo": True,
+        "score": (),
     }
     assert (job.batch, job.custom_id, job.priority, job.max_attempts) == ("tonight", "mine", 9, 2)
     assert (job.idempotency_key, job.metadata) == ("key", {"deep": [1, {"ü": None}]})

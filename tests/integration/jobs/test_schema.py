@@ -2,6 +2,7 @@
 
 import multiprocessing
 import sqlite3
+from array import array
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from nightmill.jobs.client import Client
 from nightmill.jobs.contract import StopReason
 from nightmill.jobs.errors import DatabaseError, SchemaError
 from nightmill.jobs.job import Answer
+from nightmill.jobs.logprobs import TokenLogprob, pack
 from nightmill.jobs.settings import Settings
 from nightmill.jobs.sql.claims import Claims, Outcome
 from nightmill.jobs.sql.database import Database, migrations_dir
@@ -204,6 +206,28 @@ def test_rows_from_before_there_were_several_answers_have_one(empty_database: Da
         assert found == ["kept", "new"]
 
 
+def test_rows_from_before_log_probabilities_were_kept_have_none(empty_database: Database) -> None:
+    done = {"id": "1", "state": "succeeded", "stop_reason": "eos", "text": "kept", "completion_tokens": 4}
+    config = _old_rows(empty_database, "0016", done, {"id": "2", "prompt": "p", "params": '{"logprobs": 0}'})
+    empty_database.migrate()
+    old, waiting = Store(empty_database).find(Selection())
+    assert (old.text, old.logprobs, waiting.params.logprobs) == ("kept", None, 0)
+    claims = Claims(empty_database, "a" * 32)
+    (claim,) = claims.claim(["2"])
+    data = pack([7], array("f", [-0.5]).tobytes(), 0, lambda token: (b"x", ""))
+    failed = Outcome("2", claim.attempt, StopReason.ERROR, "x", 1, 1, "e", logprobs=(data,))
+    assert claims.finish([failed]) == 1
+    assert Store(empty_database).get("2").logprobs == (TokenLogprob("x", -0.5, b"x", 7, 0),)
+    assert Store(empty_database).retry("2").logprobs is None
+    with empty_database.read() as connection:
+        assert connection.execute(text("SELECT count(*) FROM logprobs")).scalar_one() == 0
+    with empty_database.engine.begin() as connection:
+        config.attributes["connection"] = connection
+        command.downgrade(config, "0016")
+        found = connection.execute(text("SELECT id FROM jobs ORDER BY id")).scalars().all()
+        assert found == ["1", "2"]
+
+
 def test_a_configured_database_without_tables_says_how_to_make_them(empty_database: Database) -> None:
     with pytest.raises(SchemaError) as caught, empty_database.read():
         pass
@@ -247,7 +271,7 @@ def test_an_embedded_database_of_a_newer_version_is_refused(directory: Path, sql
 def test_a_table_that_vanished_is_a_schema_error(empty_database: Database) -> None:
     empty_database.migrate()
     with empty_database.write() as connection:
-        for name in ("partials", "answers"):  # which refer to it
+        for name in ("partials", "answers", "logprobs"):  # which refer to it
             connection.execute(text(f"DROP TABLE {name}"))
         connection.execute(text("DROP TABLE jobs"))
     missing = pytest.raises(SchemaError, match=r"lacks a table \(.*jobs.*\): run `nightmill migrate`")

@@ -2,6 +2,7 @@
 
 import json
 import re
+from array import array
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from nightmill.jobs.formats.openai import GUIDED, IGNORED, NEUTRAL
 from nightmill.jobs.formats.plain import ROW_KEYS
 from nightmill.jobs.formats.results import ERROR_COLUMNS, RESULT_COLUMNS
 from nightmill.jobs.job import Answer
+from nightmill.jobs.logprobs import pack
 from nightmill.jobs.schemas import MAX_DEPTH, REFUSED
 from tests.unit.formats.files import job
 
@@ -96,6 +98,26 @@ def test_rows_with_several_answers_look_as_the_page_says(format: str, text: str)
     assert shape(shown) == shape(result_row(job(several=answers), FileFormat(format)))
 
 
+@pytest.mark.parametrize(("format", "text"), examples("told"))
+def test_rows_with_log_probabilities_look_as_the_page_says(format: str, text: str) -> None:
+    shown = json.loads(text)
+    (tokens,) = (answer["logprobs"] for answer in shown["answers"])
+    data = pack(
+        [one["id"] for one in tokens],
+        b"".join(
+            array("f", [one["logprob"]]).tobytes()
+            + array("i", [other["id"] for other in one["top"]]).tobytes()
+            + array("f", [other["logprob"] for other in one["top"]]).tobytes()
+            for one in tokens
+        ),
+        len(tokens[0]["top"]),
+        {one["id"]: (bytes(one["bytes"]), "") for first in tokens for one in first["top"]}.__getitem__,
+    )
+    made = result_row(job(told=data), FileFormat(format))
+    assert shape(shown) == shape(made)
+    assert shown["answers"][0]["logprobs"] == made["answers"][0]["logprobs"]
+
+
 @pytest.mark.parametrize(("format", "text"), examples("calls"))
 def test_rows_with_calls_look_as_the_page_says(format: str, text: str) -> None:
     shown = json.loads(text)
@@ -136,6 +158,7 @@ def test_every_key_of_an_openai_body_is_described() -> None:
     frame = {"custom_id", "method", "url", "body"}
     ours = {"top_k", "min_p", "repetition_penalty", "ignore_eos", "stop_token_ids", "min_tokens", "best_of"}
     ours |= {"presence_penalty", "frequency_penalty", "logit_bias", "bad_words"}
+    ours |= {"logprobs", "top_logprobs", "echo", "score"}
     ours |= {"tools", "tool_choice", "parallel_tool_calls"}
     ours |= {"chat_template_kwargs", "add_generation_prompt", "continue_final_message"}
     ours |= FORMS.keys() | GUIDED.keys() | {"structured_outputs"}

@@ -48,7 +48,7 @@ def test_either_name_of_the_limit_is_taken_and_two_that_differ_are_not(tmp_path:
         ({"suffix": "the end"}, 'body.suffix: "the end" is not supported: models here continue a prompt'),
         (
             {"best_of": 3},
-            "body.best_of: 3 is more than n, which is 1: the best are chosen by probabilities, without which",
+            "body.best_of: 3 is more than n, which is 1: answers are not chosen here; give n: 3 with",
         ),
     ],
 )
@@ -95,6 +95,36 @@ def test_text_parts_are_joined_and_developer_is_system(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("row", "meant"),
+    [
+        (chat(logprobs=True), {"logprobs": 0}), (chat(logprobs=True, top_logprobs=20), {"logprobs": 20}),
+        (completion(logprobs=5), {"logprobs": 5}), (completion(logprobs=0), {"logprobs": 0}),
+        (completion(logprobs=False), {}), (completion(echo=True, logprobs=1), {"logprobs": 1, "echo": True}),
+        (chat(logprobs=3), "logprobs: must be true or false, not a number; give top_logprobs, too"),
+        (chat(top_logprobs=2), "top_logprobs: needs logprobs: true"),
+        (
+            chat(logprobs=True, top_logprobs=21),
+            "top_logprobs: must be a whole number from 0 to 20 (got 21)",
+        ),
+        (
+            completion(logprobs=True),
+            "logprobs: must be a whole number: how many of the likeliest tokens are wanted",
+        ),
+        (completion(top_logprobs=2), "top_logprobs: is for chats; give logprobs, which is a number here"),
+        (
+            chat(echo=True),
+            "echo: is for plain prompts: a chat is no text to begin an answer with; remove it",
+        ),
+    ],
+)  # fmt: skip
+def test_log_probabilities_are_asked_for_in_the_words_of_each_endpoint(
+    tmp_path: Path, row: dict[str, Any], meant: dict[str, Any] | str
+) -> None:
+    read = only(tmp_path, row)
+    assert (read.error.message.removeprefix("body.") if read.error else said(read)) == meant
+
+
+@pytest.mark.parametrize(
     "body",
     [
         {"user": "u"}, {"metadata": {"a": "b"}}, {"store": True}, {"service_tier": "auto"}, {"stream": False},
@@ -119,10 +149,9 @@ def test_keys_without_effect_are_accepted_and_leave_no_setting(tmp_path: Path, b
         ({"use_beam_search": True}, "use_beam_search"),
         ({"skip_special_tokens": False}, "skip_special_tokens"),
         ({"functions": [{}]}, "functions"), ({"function_call": {"name": "f"}}, "function_call"),
-        ({"response_format": {"type": "grammar"}}, "response_format.type"), ({"logprobs": True}, "logprobs"),
+        ({"response_format": {"type": "grammar"}}, "response_format.type"),
         ({"structured_outputs": {"structural_tag": {}}}, "structured_outputs.structural_tag"),
         ({"response_format": {"type": "json_object", "x": 1}}, "response_format.x"),
-        ({"logprobs": 3}, "logprobs"), ({"top_logprobs": 2}, "top_logprobs"),
         ({"modalities": ["text", "audio"]}, "modalities"),
         ({"audio": {"voice": "x"}}, "audio"), ({"reasoning_effort": "low"}, "reasoning_effort"),
         ({"best_of": 3}, "best_of"), ({"temprature": 1}, "temprature"), ({"prompt": "x"}, "prompt"),

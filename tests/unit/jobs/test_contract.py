@@ -54,6 +54,9 @@ def test_the_defaults_of_generation_are_those_of_the_contract() -> None:
         "frequency_penalty": 0.0,
         "logit_bias": {},
         "bad_words": (),
+        "logprobs": None,
+        "echo": False,
+        "score": (),
     }
 
 

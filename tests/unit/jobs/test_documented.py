@@ -35,7 +35,7 @@ def test_every_keyword_of_enqueue_is_described_with_its_default() -> None:
             said = default[1].strip("`").split(",")[0]
             assert said == str(field.default) or said == "drawn" or float(said) == field.default, name
         else:
-            assert name in ("stop", "stop_token_ids", "logit_bias", "bad_words")
+            assert name in ("stop", "stop_token_ids", "logit_bias", "bad_words", "logprobs", "score")
 
 
 def test_every_public_function_and_error_is_described() -> None:

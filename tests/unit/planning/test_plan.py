@@ -60,8 +60,8 @@ def test_the_json_of_a_plan_has_everything(night: Path) -> None:
         "custom_id": "bad 0",
         "code": "unsupported_field",
         "field": "body.best_of",
-        "message": "body.best_of: 2 is more than n, which is 1: the best are chosen by probabilities, "
-        "without which answers come here; give n: 2, and choose among them",
+        "message": "body.best_of: 2 is more than n, which is 1: answers are not chosen here; give n: 2 "
+        "with logprobs, and choose among them",
     }
     assert [row["line"] for row in told["bad"]] == list(range(101, 126))
     assert told["rows_for_other_models"] == {
@@ -140,11 +140,16 @@ def test_a_file_of_bad_rows_only_has_a_plan(tmp_path: Path) -> None:
     assert next(describe_plan(plan)).endswith("2 rows (openai), 0 good, 2 bad")
 
 
-def test_a_plan_says_how_many_answers_are_held_to_something(tmp_path: Path) -> None:
+def test_a_plan_says_what_rows_ask_for_besides_a_text(tmp_path: Path) -> None:
     rows = [completion(str(n), max_tokens=40, **({"choice": ["a"]} if n % 3 else {})) for n in range(9)]
+    rows += [completion("told", max_tokens=40, logprobs=0), completion("scored", score=["yes", "no"])]
     plan = planned(write_lines(tmp_path / "night.jsonl", rows), measured=False)
     assert plan.as_json()["rows_with_structured_output"] == {"choice": 6}
-    assert "note: 6 rows say what their answer must be (6 by choice)" in "\n".join(describe_plan(plan))
+    assert plan.as_json()["rows_with_log_probabilities"] == 2
+    assert plan.survey.tokens_at_most == 10 * 40 + 2
+    text = "\n".join(describe_plan(plan))
+    assert "note: 6 rows say what their answer must be (6 by choice)" in text
+    assert "note: 2 rows ask for log-probabilities, or for scores of texts" in text
 
 
 def test_every_key_of_the_json_is_described(night: Path) -> None:

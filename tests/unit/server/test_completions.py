@@ -16,6 +16,7 @@ from nightmill.jobs.formats.openai import IGNORED, NEUTRAL
 from nightmill.jobs.server.desk import Limits
 from tests.servers import wait_until
 from tests.unit.server.conftest import BOB, Server, text_of
+from tests.unit.worker.bench import PROMPT as IDS
 
 MESSAGES: Any = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "Hello"}]
 CHAT: dict[str, Any] = {"model": "model", "messages": MESSAGES}
@@ -154,7 +155,7 @@ def test_raw_responses_and_helpers_of_the_client(server: Server) -> None:
         ({"temperature": -1}, "temperature"),
         ({"max_completion_tokens": 0}, "max_completion_tokens"),
         ({"best_of": 2}, "best_of"),
-        ({"logprobs": True}, "logprobs"),
+        ({"top_logprobs": 2}, "top_logprobs"),
         ({"stop": [""]}, "stop"),
         ({"messages": []}, "messages"),
         ({"messages": "Hello"}, "messages"),
@@ -308,3 +309,32 @@ def test_events_are_as_they_should_be_on_the_wire(server: Server) -> None:
     assert (done, rest) == ("data: [DONE]", "")
     chunks = [json.loads(event.removeprefix("data: ")) for event in events]
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == text_of(2, max_tokens=30)
+
+
+def test_log_probabilities_scores_and_echoes_have_openais_shapes_and_ours(server: Server) -> None:
+    said = text_of(1, max_tokens=9)
+    asked: dict[str, Any] = CHAT | {"seed": 1, "max_tokens": 9, "logprobs": True, "top_logprobs": 3}
+    with server.openai() as client:
+        content = client.chat.completions.create(**asked).choices[0].logprobs.content
+        chunks = list(client.chat.completions.create(**asked, stream=True))
+        plain = {"model": "model", "prompt": "Once", "seed": 1, "max_tokens": 9, "logprobs": 2, "echo": True}
+        choice = client.completions.create(**plain).choices[0]
+    assert content is not None and [len(one.top_logprobs) for one in content] == [3] * len(content)
+    assert bytes(byte for one in content for byte in one.bytes).decode(errors="replace") == said
+    assert [one.choices[0].logprobs.content for one in chunks if one.choices[0].logprobs] == [content]
+    assert choice.text == f"Once{said}"
+    told = choice.logprobs
+    assert [told.token_logprobs[0], told.top_logprobs[0], told.text_offset[0]] == [None, None, 0]
+    assert len(told.tokens) == len(told.text_offset) == len(IDS) + len(content)
+    assert told.token_logprobs[len(IDS) :] == [one.logprob for one in content]
+    for token, logprob, top in list(zip(told.tokens, told.token_logprobs, told.top_logprobs, strict=True))[
+        1:
+    ]:
+        assert token in top and logprob is not None and len(top) <= 3
+    with server.http() as http:
+        scored = http.post("/v1/generate", json={"prompt": "Once", "score": ["yes", "no"]}).json()
+    answers = scored["answers"]
+    assert [answer["text"] for answer in answers] == ["yes", "no"] and scored["stop_reason"] == "eos"
+    assert scored["text"] == max(answers, key=lambda answer: answer["logprob"])["text"]
+    for answer in answers:
+        assert sum(one["logprob"] for one in answer["logprobs"]) == pytest.approx(answer["logprob"])

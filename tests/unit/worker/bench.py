@@ -13,7 +13,7 @@ from nightmill.worker.engine.engine import Engine
 from nightmill.worker.runners.base import StepBatch
 from nightmill.worker.service.shards import Service
 from nightmill.worker.service.suspects import SuspectsTurn
-from tests.unit.engine.scripted import EOS, PieceStream, ScriptedRunner
+from tests.unit.engine.scripted import EOS, PIECES, PieceStream, ScriptedRunner
 from tests.unit.worker.threads import engine_in_thread
 
 PROMPT = (1, 2, 3)
@@ -83,6 +83,8 @@ class Bench:
             engine_in_thread(lambda: self.engine),
             self.tokenize,
             lambda words: tuple(tuple(map(ord, word)) for word in words),
+            apart=lambda texts: tuple(tuple(ord(letter) % EOS for letter in text) for text in texts),
+            spelling=lambda token: (PIECES[token], f"<{token}>"),
             capacity=capacity,
             lane=lane,
             drain_seconds=5.0,

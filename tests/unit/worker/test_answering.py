@@ -210,7 +210,7 @@ def test_no_more_jobs_with_several_answers_are_claimed_than_there_is_room_for(
 
 
 def test_a_job_fails_with_the_answer_that_failed_and_keeps_the_others(build: Callable[..., Bench]) -> None:
-    answering = Answering(InFlight(8))
+    answering = Answering(InFlight(8), lambda token: (b"x", "x"))
     request = Request("a" * 32, 1, (1,), GenerationParams(n=3), seed=1)
     answering.split(request)
     done = Completion("a" * 32, 1, (5,), "one", StopReason.EOS, 1, 1)
@@ -226,7 +226,7 @@ def test_a_job_fails_with_the_answer_that_failed_and_keeps_the_others(build: Cal
 
 
 def test_tokens_are_reported_job_by_job_and_no_more_than_once() -> None:
-    answering = Answering(InFlight(8))
+    answering = Answering(InFlight(8), lambda token: (b"x", "x"))
     answering.split(Request("a" * 32, 1, (1,), GenerationParams(n=2), seed=1))
     assert answering.names([("a" * 32, 1), ("b" * 32, 4)]) == ["a" * 32, f"{'a' * 32}.1", "b" * 32]
     reports = [Progress(f"{'a' * 32}.1", 1, (7, 8)), Progress("b" * 32, 4, (9,))]

@@ -94,6 +94,7 @@ class Plan:
             "rows_that_may_be_cut": found.cut,
             "rows_with_structured_output": dict(+found.constrained),
             "rows_with_tools": found.tools,
+            "rows_with_log_probabilities": found.told,
             "prompt_tokens": sum(prompts),
             "longest_prompt": max(prompts, default=0),
             "output_tokens": self.output_tokens,

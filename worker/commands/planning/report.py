@@ -45,6 +45,11 @@ def describe_plan(plan: Plan) -> Iterator[str]:
             f"note: {found.constrained.total():,} rows say what their answer must be ({kinds}); "
             "what that costs, and where it ends their answers, is not measured"
         )
+    if found.told:
+        yield (
+            f"note: {found.told:,} rows ask for log-probabilities, or for scores of texts, whose own tokens "
+            "are not counted"
+        )
     if not found.good:
         return
     mean = sum(found.prompt_tokens) / found.good

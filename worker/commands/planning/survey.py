@@ -50,6 +50,8 @@ class Survey:
     """How many rows say what their answer must be, by the kind of it; `calls`: of tools."""
     tools: int = 0
     """Rows that name tools."""
+    told: int = 0
+    """Rows that ask for log-probabilities, or for the scores of texts."""
     sample: list[Request] = field(default_factory=list)
     """Good rows, drawn at random and in random order."""
 
@@ -116,10 +118,11 @@ def _count(found: Survey, spec: JobSpec, prompt_ids: tuple[int, ...], limits: Li
     params = spec.params
     room = limits.cache_context - len(prompt_ids)
     found.prompt_tokens.append(len(prompt_ids))
-    found.answers.append(params.n)
-    found.limits.append(min(params.max_tokens, room))
+    found.answers.append(params.answers)
+    found.limits.append(1 if params.score else min(params.max_tokens, room))
     found.endless.append(params.ignore_eos and not (params.stop or params.stop_token_ids))
-    found.cut += params.max_tokens > room
+    found.cut += params.max_tokens > room and not params.score
+    found.told += params.logprobs is not None or bool(params.score)
     if spec.constrained is not None:
         found.constrained[str(spec.constrained.kind)] += 1
     if spec.tools is not None:
@@ -135,7 +138,10 @@ def _keep(found: Survey, request: Request, size: int, draw: random.Random) -> No
     if place >= size:
         return
     seed = draw.randrange(MAX_SEED) if request.params.seed is None else request.params.seed
-    kept = Request(request.job_id, request.attempt, request.prompt_ids, request.params, seed)
+    params = request.params
+    if params.score:  # nothing is generated
+        params = params.model_copy(update={"max_tokens": 1, "score": ()})
+    kept = Request(request.job_id, request.attempt, request.prompt_ids, params, seed)
     if place == len(found.sample):
         found.sample.append(kept)
     else:

@@ -1,0 +1,167 @@
+"""Log-probabilities of tokens: as programs see them, and as a row keeps them.
+
+A row has no tokenizer, so what it keeps says how its tokens are spelt, each of them once. All numbers are of
+4 bytes, the lowest first:
+
+    head        version 1, likely tokens N with each, tokens T, different tokens D
+    spellings   D ids, D lengths, then the bytes. A length below 0 is that of a name: the token is no text
+    tokens      T numbers of spellings
+    own         T floats: their log-probabilities; NaN for a token that follows nothing
+    likely      T * N numbers of spellings, the likeliest first; -1 behind the last that there is
+    theirs      T * N floats
+
+At 5 likely tokens that is 48 bytes a token, and 30 more for each that is new.
+"""
+
+import codecs
+import math
+import sys
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+_VERSION = 1
+_HEAD = 4  # numbers
+LEAST = -9999.0
+"""No log-probability is told that is less, as JSON has no infinity; OpenAI's API has the same bound."""
+
+
+@dataclass(frozen=True, slots=True)
+class LikelyToken:
+    """A token that could have been next."""
+
+    token: str  # its text, with U+FFFD for what is no whole character; of a control token its name
+    logprob: float
+    bytes: bytes  # what it adds to the text: nothing, if it is a control token
+    id: int
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """A token of a text."""
+
+    token: str
+    logprob: float | None  # None: it is the first of all, and follows nothing
+    bytes: bytes
+    id: int
+    offset: int  # characters of the text before it
+    top: tuple[LikelyToken, ...] = ()  # the likeliest in its place, in order
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """How likely a text is after a prompt."""
+
+    text: str
+    logprob: float  # of all its tokens together: their sum
+    tokens: tuple[TokenLogprob, ...]
+
+
+class Scores(tuple[Score, ...]):
+    """Of several texts after one prompt, in the order in which they were given."""
+
+    __slots__ = ()
+
+    @property
+    def best(self) -> Score:
+        """The likeliest, the first of equals."""
+        return max(self, key=lambda score: score.logprob)
+
+
+Spell = Callable[[int], tuple[bytes, str]]
+"""Of a token id: the bytes that it adds to a text, and its name, which is shown if there are none."""
+
+
+def offsets(pieces: Sequence[bytes]) -> list[int]:
+    """How many characters of a text begin before each of the pieces of bytes that make it up."""
+    decode = codecs.getincrementaldecoder("utf-8")(errors="replace").decode
+    return [0, *accumulate(len(decode(piece)) for piece in pieces)][: len(pieces)]
+
+
+def pack(token_ids: Sequence[int], records: bytes, likely: int, spell: Spell) -> bytes:
+    """What a row keeps of tokens.
+
+    records  of each token 1 + 2 * likely numbers, as `worker.engine.told` has them
+    """
+    count, width = len(token_ids), 1 + 2 * likely
+    floats, whole = array("f", records), array("i", records)
+    own = array("f", (floats[place * width] for place in range(count)))
+    ids, theirs = array("i"), array("f")
+    for place in range(count):
+        first = place * width + 1
+        ids += whole[first : first + likely]
+        theirs += floats[first + likely : first + 2 * likely]
+    numbers: dict[int, int] = {}
+    for token_id in (*token_ids, *ids):
+        if token_id >= 0:
+            numbers.setdefault(token_id, len(numbers))
+    spellings = [spell(token_id) for token_id in numbers]
+    lengths = array("i", (len(text) or -len(name.encode()) for text, name in spellings))
+    numbers[-1] = -1
+    parts = (
+        array("i", (_VERSION, likely, count, len(spellings))),
+        array("i", list(numbers)[:-1]),
+        lengths,
+        b"".join(text or name.encode() for text, name in spellings),
+        array("i", (numbers[token_id] for token_id in token_ids)),
+        own,
+        array("i", (numbers[max(token_id, -1)] for token_id in ids)),
+        theirs,
+    )
+    return b"".join(part if isinstance(part, bytes) else _little(part).tobytes() for part in parts)
+
+
+def read(data: bytes) -> tuple[TokenLogprob, ...] | None:
+    """What `pack` made; None if it is not that, as where a newer version wrote it."""
+    try:
+        return tuple(_tokens(data))
+    except (ValueError, IndexError):
+        return None
+
+
+def total(tokens: Sequence[TokenLogprob]) -> float:
+    """The log-probability of all of them together."""
+    return math.fsum(token.logprob or 0.0 for token in tokens)
+
+
+def _tokens(data: bytes) -> Iterator[TokenLogprob]:
+    place = 0
+
+    def take(kind: str, count: int) -> array:  # type: ignore[type-arg]
+        nonlocal place
+        end = place + 4 * count
+        if count < 0 or end > len(data):
+            raise ValueError("the data ends too early")
+        found = array(kind, data[place:end])
+        place = end
+        return _little(found)
+
+    version, likely, count, different = take("i", _HEAD)
+    if version != _VERSION:
+        raise ValueError("written by another version")
+    token_ids, lengths = take("i", different), take("i", different)
+    ends = [place, *accumulate(map(abs, lengths), initial=place)][1:]
+    spelt = [data[start:end] for start, end in pairwise(ends)]
+    place = ends[-1]
+    texts = [text.decode(errors="replace") for text in spelt]
+    pieces = [text if length > 0 else b"" for text, length in zip(spelt, lengths, strict=True)]
+    tokens, own = take("i", count), take("f", count)
+    ids, theirs = take("i", count * likely), take("f", count * likely)
+    starts = offsets([pieces[number] for number in tokens])
+    for index, number in enumerate(tokens):
+        span = slice(index * likely, (index + 1) * likely)
+        top = tuple(
+            LikelyToken(texts[other], max(logprob, LEAST), pieces[other], token_ids[other])
+            for other, logprob in zip(ids[span], theirs[span], strict=True)
+            if other >= 0
+        )
+        logprob = None if math.isnan(own[index]) else max(own[index], LEAST)
+        yield TokenLogprob(texts[number], logprob, pieces[number], token_ids[number], starts[index], top)
+
+
+def _little(numbers: array) -> array:  # type: ignore[type-arg]
+    """In the byte order of rows, or back."""
+    if sys.byteorder == "big":
+        numbers.byteswap()
+    return numbers
