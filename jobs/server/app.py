@@ -25,6 +25,7 @@ from nightmill.jobs.server.metrics import Measured, Metrics
 from nightmill.jobs.server.models import Models
 from nightmill.jobs.server.native import Native
 from nightmill.jobs.server.night import Night
+from nightmill.jobs.server.pages.routes import page_routes
 from nightmill.jobs.sql.files import FileStore
 from nightmill.jobs.sql.http_batches import HttpBatchStore
 
@@ -82,6 +83,7 @@ def make_app(client: Client, keys: Keys, limits: Limits | None = None) -> Starle
             Route("/health", health.health),
             Route("/ready", health.ready),
             Route("/metrics", metrics.answer),
+            *page_routes(desk, handing_in, files, folder),
         ],
         middleware=[
             Middleware(Measured, traffic=metrics.traffic),

@@ -1,7 +1,7 @@
 """/v1/files, as OpenAI's API reference has it: uploads, their contents, and what servers wrote as results."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from datetime import timedelta
 from pathlib import PurePosixPath
 from typing import BinaryIO
@@ -41,13 +41,22 @@ class Files:
 
     async def upload(self, request: Request) -> Response:
         """POST /v1/files."""
+        return JSONResponse(self._object(await self.take(request, self._desk.keys.caller(request))))
+
+    async def take(
+        self, request: Request, caller: Caller, check: Callable[[dict[str, str]], None] = lambda texts: None
+    ) -> StoredFile:
+        """Keep the file of a form for its caller; raises HttpError.
+
+        check  looks at the form's other fields, takes away what is its own, and may raise
+        """
         desk = self._desk
-        caller = desk.keys.caller(request)
         caller.need_to_submit()
         used = await desk.run(self._store.used, caller.name)
         file_id = self._ids.draw()
         form, size = await self._uploads.receive(request, file_id, caller.name, used)
         try:
+            check(form.texts)
             filename = _checked(form.texts, form.filename, size)
         except (HttpError, InvalidRequestError):
             self._folder.remove(file_id)
@@ -58,7 +67,7 @@ class Files:
             self._folder.remove(file_id)
             raise over_quota(desk.limits)
         self._folder.settle(file_id)
-        return JSONResponse(self._object(file))
+        return file
 
     async def listed(self, request: Request) -> Response:
         """GET /v1/files: the caller's own, newest first."""

@@ -7,6 +7,7 @@ so that nobody can read it there. Without any key everybody may do everything: t
 import hashlib
 import hmac
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Self
@@ -45,9 +46,13 @@ class Caller:
         """The owner whose jobs and files alone are there for it; None: everybody's."""
         return self.name if self.right is Right.SUBMIT else None
 
+    def may_change(self, owner: str | None) -> bool:
+        """Whether it may change a job, a batch or a file of this owner."""
+        return self.right is Right.ADMIN or owner == self.name
+
     def need_to_change(self, owner: str | None) -> None:
         """Raise HttpError unless it may change a job or a file of this owner."""
-        if self.right is not Right.ADMIN and owner != self.name:
+        if not self.may_change(owner):
             raise HttpError(403, "this key may only read", code="insufficient_rights")
 
     def need_to_submit(self) -> None:
@@ -93,15 +98,24 @@ class Keys:
         if not self._callers:
             return ANYBODY
         scheme, _, key = request.headers.get("authorization", "").partition(" ")
-        hashed = hashlib.sha256(key.strip().encode("latin-1")).digest()
-        found = None
-        for digest, caller in self._callers.items():  # all of them, whichever it is
-            if hmac.compare_digest(digest, hashed):
-                found = caller
+        found = self.find(key.strip())
         if found is None or scheme.lower() != "bearer":
             said = "give a key: Authorization: Bearer KEY" if not key else "this key is not known here"
             raise HttpError(401, said, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+        return found[1]
+
+    def find(self, key: str) -> tuple[bytes, Caller] | None:
+        """The digest and the holder of a key, as a header or a form has it; None if it is not known."""
+        hashed = hashlib.sha256(key.encode("latin-1", "replace")).digest()
+        found = None
+        for digest, caller in self._callers.items():  # all of them, whichever it is
+            if hmac.compare_digest(digest, hashed):
+                found = digest, caller
         return found
+
+    def holders(self) -> Iterator[tuple[bytes, Caller]]:
+        """All digests, and whose they are."""
+        yield from self._callers.items()
 
 
 def _bad(number: int, said: str) -> SettingsError:

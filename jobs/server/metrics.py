@@ -17,18 +17,17 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from nightmill.jobs.contract import JobState
 from nightmill.jobs.errors import DatabaseError
+from nightmill.jobs.server.counted import Counted
 from nightmill.jobs.server.desk import Desk
 from nightmill.jobs.server.errors import HttpError
 from nightmill.jobs.server.keys import Right
-from nightmill.jobs.sql.standing import Model, Standing
+from nightmill.jobs.sql.standing import Model, Standing, Waiting
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
 MOST_MODELS = 50  # named in labels; what there is of others is put together
 OTHERS, ANY = "(other)", "(any)"  # no model is called so
-_FRESH_SECONDS = 1.0
-_COUNTING_SHARE = 50
 _METHODS = frozenset({"GET", "POST", "DELETE", "HEAD", "OPTIONS", "PUT", "PATCH"})
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 600.0)
 
@@ -113,10 +112,10 @@ class Metrics:
         self._desk = desk
         self._standing = Standing(desk.client.database)
         self._asking = asyncio.Lock()
-        self._queued = _Counted(self._standing.queued)
-        self._running = _Counted(self._standing.running)
-        self._ended = _Counted(self._standing.ended)
-        self._workers = _Counted(self._standing.workers)
+        self._queued: Counted[Mapping[Model, Waiting]] = Counted(self._standing.queued, {})
+        self._running: Counted[Mapping[Model, int]] = Counted(self._standing.running, {})
+        self._ended: Counted[Mapping[tuple[Model, str], int]] = Counted(self._standing.ended, {})
+        self._workers: Counted[Mapping[tuple[str, str], int]] = Counted(self._standing.workers, {})
         self._database_up = False
         self.traffic = Traffic()
         if self.traffic.registry is not None:
@@ -181,28 +180,6 @@ class Metrics:
             names,
             together=max,
         )
-
-
-class _Counted:
-    """What a statement finds, asked again only if the last answer is old for what it took."""
-
-    def __init__(self, ask: Callable[[], Mapping[Any, Any]]) -> None:
-        self.found: Mapping[Any, Any] = {}
-        self._ask = ask
-        self._again_at = float("-inf")
-
-    def forget(self) -> None:
-        """Nothing is known any more."""
-        self.found = {}
-        self._again_at = float("-inf")
-
-    def look(self) -> None:
-        """Ask, if it is time."""
-        began = time.monotonic()
-        if began >= self._again_at:
-            self.found = self._ask()
-            ended = time.monotonic()
-            self._again_at = ended + max(_FRESH_SECONDS, _COUNTING_SHARE * (ended - began))
 
 
 def names_of(models: Iterable[Model]) -> dict[Model, str]:

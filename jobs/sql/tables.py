@@ -192,6 +192,12 @@ class JobRow(Base):
             where="batch IS NOT NULL",
         ),
         _partial("ix_jobs_finished", "batch", "finished_at", "id", where="finished_at IS NOT NULL"),
+        # What ended in a span of time, and its tokens: read without the rows.
+        _partial(
+            "ix_jobs_ended",
+            *("finished_at", "state", "completion_tokens"),
+            where="finished_at IS NOT NULL",
+        ),
         _partial("ix_jobs_running", "worker", where="state = 'running'"),
         # What the sweep takes for sending, in its order: jobs never announced, and announced long ago.
         _partial(

@@ -1,0 +1,207 @@
+"""What is done from a page: each is a form of ours with its token, and leads back to a page."""
+
+from typing import Any
+from urllib.parse import urlencode
+
+from starlette.requests import Request
+from starlette.responses import RedirectResponse, Response
+
+from nightmill.jobs.errors import NightmillError
+from nightmill.jobs.fields import OF_A_BATCH, check_option, deadline_moment
+from nightmill.jobs.ids import IdSource
+from nightmill.jobs.job import Job
+from nightmill.jobs.parameters import GenerationParams
+from nightmill.jobs.server.bodies import TIMES, read_form, read_times
+from nightmill.jobs.server.errors import HttpError, http_error_of
+from nightmill.jobs.server.files import PREFIX, Files
+from nightmill.jobs.server.handing_in import HandingIn
+from nightmill.jobs.server.pages.session import TOKEN, check_token
+from nightmill.jobs.server.pages.views import Views
+from nightmill.jobs.spec import JobSpec
+from nightmill.jobs.sql.http_batches import HttpBatch, HttpStatus
+
+_NUMBERS = {"max_tokens": int, "temperature": float, "seed": int, "top_p": float, "priority": int}
+
+
+class Actions:
+    """The pages' forms."""
+
+    def __init__(self, views: Views, handing_in: HandingIn, files: Files) -> None:
+        self._views = views
+        self._desk = views.desk
+        self._sessions = views.sessions
+        self._handing_in = handing_in
+        self._files = files
+        self._ids = IdSource()
+
+    async def cancel_batch(self, request: Request) -> Response:
+        """POST /batch/cancel."""
+        caller, form = await self._form(request)
+        batch, http = await self._desk.run(self._views.watch.batch, caller, form.get("name", ""))
+        caller.need_to_change(None if http is None else http.owner)
+        if http is None or http.status.final:
+            await self._desk.run(batch.cancel)
+        elif http.status is not HttpStatus.CANCELLING:
+            await self._handing_in.cancel(caller, http.batch)
+        return _to("/batch", name=batch.name)
+
+    async def retry_batch(self, request: Request) -> Response:
+        """POST /batch/retry: the rows that ended without a result, again."""
+        caller, form = await self._form(request)
+        batch, http = await self._desk.run(self._views.watch.batch, caller, form.get("name", ""))
+        caller.need_to_change(None if http is None else http.owner)
+        await self._desk.run(batch.retry_failed)
+        return _to("/batch", name=batch.name)
+
+    async def cancel_job(self, request: Request) -> Response:
+        """POST /job/cancel."""
+        caller, form = await self._form(request)
+        job = await self._desk.cancel(caller, form.get("id", ""))
+        return _to("/job", id=job.id)
+
+    async def retry_job(self, request: Request) -> Response:
+        """POST /job/retry: a job that ended without a result, again."""
+        caller, form = await self._form(request)
+        job = await self._desk.job(caller, form.get("id", ""))
+        caller.need_to_change(job.owner)
+        await self._desk.run(self._desk.client.retry, job.id)
+        return _to("/job", id=job.id)
+
+    async def repeat_job(self, request: Request) -> Response:
+        """POST /job/repeat: a new job with the same prompt, parameters and seed."""
+        caller, form = await self._form(request)
+        job = await self._desk.job(caller, form.get("id", ""))
+        return _to("/job", id=await self._desk.queue(caller, _again(job)))
+
+    async def begin(self, request: Request) -> Response:
+        """POST /try: one prompt."""
+        caller, form = await self._form(request)
+        said: dict[str, Any] = {name: _number(name, form[name]) for name in _NUMBERS if form.get(name)}
+        if form.get("model"):
+            said["model"] = form["model"]
+        prompt = form.get("prompt", "").replace("\r\n", "\n")
+        if form.get("kind") == "plain":
+            said["prompt"] = prompt
+        else:
+            system = [{"role": "system", "content": form["system"]}] if form.get("system") else []
+            said["messages"] = [*system, {"role": "user", "content": prompt}]
+        spec = JobSpec.parse(said, self._desk.waited_for)
+        return _to("/job", id=await self._desk.queue(caller, spec))
+
+    async def upload(self, request: Request) -> Response:
+        """POST /hand-in: a file."""
+        caller = self._sessions.caller(request)
+
+        def ours(texts: dict[str, str]) -> None:
+            check_token(request, {TOKEN: texts.pop(TOKEN, "")})
+
+        file = await self._files.take(request, caller, ours)
+        return _to("/hand-in/file", id=PREFIX + file.id)
+
+    async def submit(self, request: Request) -> Response:
+        """POST /hand-in/begin: the file as a batch."""
+        caller, form = await self._form(request)
+        caller.need_to_submit()
+        now = await self._desk.run(self._desk.client.database.now)
+        said: dict[str, Any] = {
+            name: _number(name, value) if name in _NUMBERS else value
+            for name, value in form.items()
+            if name in OF_A_BATCH and value.strip()
+        }
+        read_times(said, now)
+        begins, ends = said.get("scheduled_at"), deadline_moment(said.get("deadline"), now)
+        settings = {name: value for name, value in said.items() if name not in TIMES}
+        defaults = JobSpec.defaults(settings, OF_A_BATCH)
+        if defaults.model is not None:
+            await self._desk.run(self._desk.client.check_model, defaults.model)
+        if form.get("name"):
+            check_option("batch", form["name"])
+        asked = HttpBatch(
+            id=self._ids.draw(),
+            owner=caller.name,
+            input_file=form.get("file", ""),
+            created_at=now,
+            name=form.get("name") or None,
+            settings=settings,
+            scheduled_at=begins,
+            deadline_at=ends,
+        )
+        batch = await self._handing_in.submit(request, caller, asked, "file")
+        return _to("/hand-in/wait", id=batch.batch)
+
+    async def entering(self, request: Request) -> Response:
+        """GET /hand-in/wait?id=...: the batch, once its first rows are entered."""
+        caller = self._sessions.caller(request)
+        http = await self._handing_in.find(caller, request.query_params.get("id", ""))
+        try:
+            await self._desk.run(self._views.watch.batch, caller, http.batch)
+            return _to("/batch", name=http.batch)
+        except HttpError:
+            now = await self._desk.run(self._views.watch.looking.now)
+            values = {"http": http, "waits": http.status is HttpStatus.VALIDATING}
+            return self._views.pages.page(request, "entering.html", caller, values, now=now)
+
+    async def sign_in(self, request: Request) -> Response:
+        """POST /sign-in."""
+        form = await read_form(request)
+        check_token(request, form)
+        there = form.get("next", "/")
+        local = there.startswith("/") and not there.startswith(("//", "/\\"))
+        response = RedirectResponse(there if local else "/", 303)
+        secure = request.url.scheme == "https"
+        if self._sessions.sign_in(response, form.get("key", "").strip(), secure=secure) is not None:
+            return response
+        now = await self._desk.run(self._views.watch.looking.now)
+        values = {"next": there if local else "/", "wrong": True}
+        return self._views.pages.page(request, "sign_in.html", None, values, now=now, status=403)
+
+    async def sign_out(self, request: Request) -> Response:
+        """POST /sign-out."""
+        await self._form(request)
+        response = RedirectResponse("/sign-in", 303)
+        self._sessions.sign_out(response)
+        return response
+
+    async def _form(self, request: Request) -> tuple[Any, dict[str, str]]:
+        """Who sends a form of ours, and what is in it."""
+        caller = self._sessions.caller(request)
+        form = await read_form(request)
+        check_token(request, form)
+        return caller, form
+
+
+def _to(path: str, **query: str) -> Response:
+    """The page that shows what became of it."""
+    return RedirectResponse(f"{path}?{urlencode(query)}", 303)
+
+
+def _number(name: str, text: str) -> Any:
+    """A field's number, or its text, which the parser then refuses by name."""
+    try:
+        return _NUMBERS[name](text)
+    except ValueError:
+        return text
+
+
+def _again(job: Job) -> JobSpec:
+    """What asks for the same text as that job; raises HttpError where its row says too little."""
+    params = job.params.model_dump(exclude_defaults=True, exclude={"seed"})
+    said: dict[str, Any] = {**params, "seed": job.seed, "model": job.model}
+    if job.rendering is not None:
+        said |= {
+            "chat_template_kwargs": dict(job.rendering.variables) or None,
+            "add_generation_prompt": job.rendering.add_generation_prompt,
+            "continue_final_message": job.rendering.continue_final_message,
+        }
+    if job.constrained is not None:
+        raise HttpError(
+            409, "a job whose answer must be something is repeated with `nightmill verify`", code="not_here"
+        )
+    prompt = next((one for one in (job.prompt, job.prompt_ids, job.messages) if one is not None), None)
+    if prompt is None:
+        raise HttpError(409, "this row has no prompt that could be computed again", code="no_prompt")
+    try:
+        GenerationParams.parse(params)
+        return JobSpec.parse({**said, "messages" if job.messages is not None else "prompt": prompt})
+    except NightmillError as error:
+        raise http_error_of(error) from None

@@ -1,0 +1,125 @@
+"""Templates, and what they are told: numbers, times and states as people read them. Everything is escaped."""
+
+import re
+from collections.abc import Mapping
+from datetime import UTC, datetime, timedelta
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, Response
+
+from nightmill.jobs.printable import printable
+from nightmill.jobs.server.errors import HttpError
+from nightmill.jobs.server.keys import Caller, Right
+from nightmill.jobs.server.pages.session import TOKEN, form_token, keep_token
+
+HERE = Path(__file__).parent
+STATIC = {"pages.css": "text/css", "pages.js": "text/javascript", "icon.svg": "image/svg+xml"}
+_POLICY = (
+    "default-src 'none'; style-src 'self'; script-src 'self'; img-src 'self'; connect-src 'self'; "
+    "form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
+)
+HEADERS = {
+    "Content-Security-Policy": _POLICY,
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+_ACTING = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+_TIMES = ((86_400, "d"), (3_600, "h"), (60, "min"), (1, "s"))
+
+
+class Pages:
+    """Makes pages of templates."""
+
+    def __init__(self) -> None:
+        loader = FileSystemLoader(HERE / "templates")
+        self._environment = Environment(
+            loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+        )
+        self._environment.filters |= {
+            "number": number, "moment": moment, "clock": clock, "ago": ago, "span": span, "shown": shown,
+            "whole": whole,
+        }  # fmt: skip
+        self._environment.globals |= {"version": version("nightmill"), "token_field": TOKEN}
+        self._static = {name: (HERE / "static" / name).read_bytes() for name in STATIC}
+
+    def page(
+        self, request: Request, template: str, caller: Caller | None, values: Mapping[str, Any],
+        *, now: datetime, status: int = 200,
+    ) -> Response:  # fmt: skip
+        """A whole page for `caller`; None: nobody has signed in."""
+        made = self._environment.get_template(template).render(
+            values,
+            caller=caller,
+            can_submit=caller is not None and caller.right is not Right.READ,
+            token=form_token(request),
+            now=now,
+            path=request.url.path,
+        )
+        response = HTMLResponse(made, status, headers=HEADERS)
+        keep_token(request, response)
+        return response
+
+    async def static(self, request: Request) -> Response:
+        """GET /static/NAME: the style, the script and the icon, of which there are no others."""
+        name = request.path_params["name"]
+        if name not in self._static:
+            raise HttpError(404, f"there is no {printable(name, 80)!r}", code="unknown_url")
+        headers = {"Cache-Control": "public, max-age=3600", "X-Content-Type-Options": "nosniff"}
+        return Response(self._static[name], headers=headers, media_type=STATIC[name])
+
+
+def number(value: float | None) -> str:
+    """12,345; a dash for what is not known."""
+    return "–" if value is None else f"{value:,.0f}"
+
+
+def moment(value: datetime | None) -> str:
+    """2026-11-23 04:05:06 UTC."""
+    return "" if value is None else value.astimezone(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+
+
+def clock(value: datetime | None) -> str:
+    """04:05."""
+    return "" if value is None else value.astimezone(UTC).strftime("%H:%M")
+
+
+def span(value: timedelta | float | None) -> str:
+    """The two largest units of a duration: 3 h 5 min."""
+    if value is None:
+        return "–"
+    left = int(value.total_seconds() if isinstance(value, timedelta) else value)
+    if left < 1:
+        return "0 s"
+    parts: list[str] = []
+    for seconds, unit in _TIMES:
+        count, left = divmod(left, seconds)
+        if count or parts:
+            parts.append(f"{count} {unit}" if count else "")
+        if len(parts) == 2:
+            break
+    return " ".join(filter(None, parts))
+
+
+def ago(value: datetime | None, now: datetime) -> str:
+    """5 min ago, in 3 h."""
+    if value is None:
+        return "–"
+    gone = (now - value).total_seconds()
+    if abs(gone) < 1:
+        return "now"
+    return f"{span(gone)} ago" if gone > 0 else f"in {span(-gone)}"
+
+
+def whole(text: str) -> str:
+    """A stranger's text with its lines, without other characters that a browser or a clipboard acts on."""
+    return _ACTING.sub("\ufffd", text)
+
+
+def shown(value: object, longest: int = 200) -> str:
+    """A stranger's text on one line, without what a terminal or a browser would act on."""
+    return printable(str(value), longest)

@@ -1,0 +1,220 @@
+"""What is read: the night, a batch, a job, what a file holds, and the forms by which work is handed in."""
+
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import suppress
+from functools import wraps
+from itertools import islice
+from typing import Any
+from urllib.parse import quote, urlencode
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, RedirectResponse, Response, StreamingResponse
+
+from nightmill.jobs.batch_status import BatchStatus
+from nightmill.jobs.batches.batch import Batch
+from nightmill.jobs.batches.result_files import output_row
+from nightmill.jobs.contract import JobState, StopReason
+from nightmill.jobs.errors import NightmillError
+from nightmill.jobs.formats import FileFormat
+from nightmill.jobs.job import Job
+from nightmill.jobs.pieces import START, Place
+from nightmill.jobs.server.desk import Desk
+from nightmill.jobs.server.errors import HttpError, http_error_of
+from nightmill.jobs.server.events import COMMENT, EventStream, event, with_pauses
+from nightmill.jobs.server.files import PREFIX, Files
+from nightmill.jobs.server.folder import Folder
+from nightmill.jobs.server.keys import Caller
+from nightmill.jobs.server.pages.checking import check
+from nightmill.jobs.server.pages.night import Shown, Watch, open_batch
+from nightmill.jobs.server.pages.rendering import Pages
+from nightmill.jobs.server.pages.session import Sessions, SignInNeeded
+from nightmill.jobs.sql.looking import Filter
+
+Answer = Callable[[Request], Awaitable[Response]]
+
+_LONGEST_WORD = 200  # of what a filter looks for
+_ROWS_AT_ONCE = 200  # of a download, between two looks at whether anybody reads on
+
+
+class Views:
+    """The pages that change nothing."""
+
+    def __init__(
+        self, desk: Desk, watch: Watch, files: Files, folder: Folder, pages: Pages, sessions: Sessions
+    ) -> None:
+        self.desk = desk
+        self.watch = watch
+        self.pages = pages
+        self.sessions = sessions
+        self._files = files
+        self._folder = folder
+
+    def shown(self, answer: Answer) -> Answer:
+        """The endpoint with errors as pages, and for who has not signed in the way to do so."""
+
+        @wraps(answer)
+        async def answered(request: Request) -> Response:
+            try:
+                return await answer(request)
+            except SignInNeeded:
+                asked = request.url.path + (f"?{request.url.query}" if request.url.query else "")
+                back = asked if request.method == "GET" else "/"
+                return RedirectResponse(f"/sign-in?{urlencode({'next': back})}", 303)
+            except (NightmillError, HttpError) as error:
+                return await self._problem(request, http_error_of(error))
+
+        return answered
+
+    async def night(self, request: Request) -> Response:
+        """GET /."""
+        caller, run = self.sessions.caller(request), self.desk.run
+        now = await run(self.watch.looking.now)
+        batches = await run(self.watch.batches, caller)
+        values: dict[str, Any] = {"batches": batches, "night": None, "workers": []}
+        if caller.only is None:
+            values |= {
+                "night": await run(self.watch.night),
+                "workers": await run(self.watch.workers, now),
+            }
+        return self.pages.page(request, "night.html", caller, values, now=now)
+
+    async def batch(self, request: Request) -> Response:
+        """GET /batch?name=...: how it goes, and its rows."""
+        caller, run, query = self.sessions.caller(request), self.desk.run, request.query_params
+        batch, http = await run(self.watch.batch, caller, query.get("name", ""))
+        status = await run(batch.status)
+        wanted = _filter(query)
+        after = query.get("after") or None
+        lines = await run(self.watch.looking.lines, batch.name, wanted, after, _rows_of(status, wanted))
+        said = {name: value for name, value in query.items() if name != "after" and value}
+        values = {
+            "shown": Shown(status, http),
+            "lines": lines,
+            "query": said,
+            "next": None if lines.after is None else "/batch?" + urlencode(said | {"after": lines.after}),
+            "first": after is None,
+            "open": open_batch(status),
+            "may_change": caller.may_change(None if http is None else http.owner),
+            "states": list(JobState),
+            "reasons": list(StopReason),
+        }
+        now = await run(self.watch.looking.now)
+        return self.pages.page(request, "batch.html", caller, values, now=now)
+
+    async def results(self, request: Request) -> Response:
+        """GET /batch/results?name=...: the rows that succeeded so far, in the order of the file."""
+        return await self._download(request, errors=False)
+
+    async def errors(self, request: Request) -> Response:
+        """GET /batch/errors?name=...: the rows that ended without a result."""
+        return await self._download(request, errors=True)
+
+    async def job(self, request: Request) -> Response:
+        """GET /job?id=..."""
+        caller = self.sessions.caller(request)
+        job = await self._job(caller, request)
+        values = {"job": job, "may_change": caller.may_change(job.owner)}
+        now = await self.desk.run(self.watch.looking.now)
+        return self.pages.page(request, "job.html", caller, values, now=now)
+
+    async def events(self, request: Request) -> Response:
+        """GET /job/events?id=...: the text as it comes, for the page of a job."""
+        job = await self._job(self.sessions.caller(request), request)
+        last = request.headers.get("last-event-id")
+        return EventStream(job.id, self._pieces(job.id, Place.parse(last) if last else START), lambda: None)
+
+    async def hand_in(self, request: Request) -> Response:
+        """GET /hand-in: the form for a file."""
+        caller = self.sessions.caller(request)
+        now = await self.desk.run(self.watch.looking.now)
+        return self.pages.page(request, "hand_in.html", caller, {}, now=now)
+
+    async def checked(self, request: Request) -> Response:
+        """GET /hand-in/file?id=...: what an uploaded file holds, before it is handed in."""
+        caller, run = self.sessions.caller(request), self.desk.run
+        file = await self._files.find(caller, request.query_params.get("id", ""))
+        found = await run(check, self._folder.find(file.id), self.watch.looking)
+        models = sorted({worker.model for worker in await run(self.desk.client.serving)})
+        values = {"file": file, "file_id": PREFIX + file.id, "found": found, "models": models}
+        now = await run(self.watch.looking.now)
+        return self.pages.page(request, "checked.html", caller, values, now=now)
+
+    async def playground(self, request: Request) -> Response:
+        """GET /try: the form for one prompt."""
+        caller, run = self.sessions.caller(request), self.desk.run
+        models = sorted({worker.model for worker in await run(self.desk.client.serving)})
+        now = await run(self.watch.looking.now)
+        return self.pages.page(request, "try.html", caller, {"models": models}, now=now)
+
+    async def sign_in(self, request: Request) -> Response:
+        """GET /sign-in."""
+        if not self.sessions.needed:
+            return RedirectResponse("/", 303)
+        values = {"next": request.query_params.get("next", "/"), "wrong": False}
+        now = await self.desk.run(self.watch.looking.now)
+        return self.pages.page(request, "sign_in.html", None, values, now=now)
+
+    async def _download(self, request: Request, *, errors: bool) -> Response:
+        caller = self.sessions.caller(request)
+        batch, _ = await self.desk.run(self.watch.batch, caller, request.query_params.get("name", ""))
+        kind = FileFormat.OPENAI if batch.format is FileFormat.OPENAI else FileFormat.JSONL
+        name = quote(f"{batch.name}.{'errors' if errors else 'results'}.jsonl", safe="")
+        return StreamingResponse(
+            self._rows(batch, kind, errors),
+            media_type="application/octet-stream",
+            headers={
+                "Content-Disposition": f"attachment; filename*=UTF-8''{name}",
+                "X-Content-Type-Options": "nosniff",
+                "Cache-Control": "no-store",
+            },
+        )
+
+    async def _rows(self, batch: Batch, kind: FileFormat, errors: bool) -> AsyncIterator[str]:
+        jobs: Iterator[Job] = batch.errors() if errors else batch.results()
+        while rows := await self.desk.run(lambda: list(islice(jobs, _ROWS_AT_ONCE))):
+            yield "".join(
+                json.dumps(output_row(job, kind, errors=errors), ensure_ascii=False) + "\n" for job in rows
+            )
+
+    async def _job(self, caller: Caller, request: Request) -> Job:
+        return await self.desk.job(caller, request.query_params.get("id", ""))
+
+    async def _pieces(self, job_id: str, place: Place) -> AsyncIterator[str]:
+        try:
+            async for piece in with_pauses(self.desk.pieces(job_id, place)):
+                yield COMMENT if piece is None else event({"t": piece}, place=piece.place)
+            yield event({"over": True})
+        except (NightmillError, HttpError) as error:
+            yield event(http_error_of(error).body)
+
+    async def _problem(self, request: Request, error: HttpError) -> Response:
+        if request.headers.get("accept", "").startswith("application/json"):
+            return JSONResponse(error.body, error.status)
+        caller: Caller | None = None
+        with suppress(SignInNeeded):
+            caller = self.sessions.caller(request)
+        values = {"status": error.status, "said": error.body["error"]["message"]}
+        now = await self.desk.run(self.watch.looking.now)
+        return self.pages.page(request, "problem.html", caller, values, now=now, status=error.status)
+
+
+def _filter(query: Any) -> Filter:
+    """What a query looks for; words that are none are left out."""
+    state, reason = query.get("state"), query.get("reason")
+    return Filter(
+        state=JobState(state) if state in set(JobState) else None,
+        reason=StopReason(reason) if reason in set(StopReason) else None,
+        custom_id=(query.get("custom_id") or "")[:_LONGEST_WORD] or None,
+        text=(query.get("text") or "")[:_LONGEST_WORD] or None,
+    )
+
+
+def _rows_of(status: BatchStatus, wanted: Filter) -> int:
+    """How many rows are at most in that state, with that stop reason."""
+    found = [status.rows]
+    if wanted.state is not None:
+        found.append(status.states.get(wanted.state, 0))
+    if wanted.reason is not None:
+        found.append(status.stop_reasons.get(wanted.reason, 0))
+    return min(found)

@@ -1,0 +1,196 @@
+"""What people look at: counts of a span of time, its speed minute by minute, rows of a batch by pages.
+
+Nothing here reads more than an index, or more rows than a page is worth, however many jobs there are.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from typing import Any
+
+from sqlalchemy import String, cast, func, or_, select
+
+from nightmill.jobs.contract import JobState, StopReason
+from nightmill.jobs.sql.database import Database
+from nightmill.jobs.sql.tables import QUEUED, RUNNING, JobRow
+
+ROWS_AT_ONCE = 50
+"""Rows of a page."""
+SEARCHED_AT_ONCE = 20_000
+"""Rows that a page looks through for those that fit; then the reader says whether to search on."""
+_FEW = 5_000  # rows of a state that are sorted rather than searched for
+_SHOWN = 160  # characters of a text in a list
+
+
+@dataclass(frozen=True, slots=True)
+class Minute:
+    """What ended in a minute."""
+
+    begin: datetime
+    rows: int
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Filter:
+    """Which rows of a batch are looked for; None: any."""
+
+    state: JobState | None = None
+    reason: StopReason | None = None
+    custom_id: str | None = None  # the beginning of it
+    text: str | None = None  # somewhere in the answer
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A row of a batch in a list."""
+
+    id: str
+    row: int | None
+    custom_id: str | None
+    state: JobState
+    stop_reason: StopReason | None
+    prompt_tokens: int | None
+    completion_tokens: int | None
+    text: str | None  # its beginning
+    error: str | None  # its beginning
+    finished_at: datetime | None
+
+
+@dataclass(frozen=True, slots=True)
+class Lines:
+    """A page of rows. `after` is where the next begins, None at the end; `searched` is False if that is not
+    known to have any."""
+
+    lines: list[Line]
+    after: str | None
+    searched: bool
+
+
+class Looking:
+    """Statements for pages that people read."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    def now(self) -> datetime:
+        """The database's time."""
+        return self._database.now()
+
+    def waiting(self) -> dict[str, int]:
+        """How many jobs are queued and running."""
+        with self._database.read() as connection:
+            return {
+                name: connection.execute(
+                    select(func.count()).select_from(JobRow).where(condition)
+                ).scalar_one()
+                for name, condition in (("queued", QUEUED), ("running", RUNNING))
+            }
+
+    def ended(self, since: datetime) -> dict[JobState, int]:
+        """How many jobs ended since then, by state."""
+        query = (
+            select(JobRow.state, func.count())
+            .where(JobRow.finished_at.is_not(None), JobRow.finished_at >= since)
+            .group_by(JobRow.state)
+        )
+        with self._database.read() as connection:
+            return {JobState.read(state): rows for state, rows in connection.execute(query)}
+
+    def minutes(self, since: datetime, until: datetime, every: timedelta) -> list[Minute]:
+        """What ended in each `every` from `since` to `until`; those in which nothing did are there, too."""
+        step = int(every.total_seconds())
+        epoch = (
+            func.unixepoch(JobRow.finished_at)
+            if self._database.is_sqlite
+            else func.extract("epoch", JobRow.finished_at)
+        )
+        begin = int(since.timestamp())
+        place = func.floor((epoch - begin) / step) if not self._database.is_sqlite else (epoch - begin) / step
+        query = (
+            select(place.label("place"), func.count(), func.coalesce(func.sum(JobRow.completion_tokens), 0))
+            .where(JobRow.finished_at.is_not(None), JobRow.finished_at >= since, JobRow.finished_at < until)
+            .group_by("place")
+        )
+        with self._database.read() as connection:
+            found = {int(at): (rows, int(tokens)) for at, rows, tokens in connection.execute(query)}
+        return [
+            Minute(since + every * at, *found.get(at, (0, 0))) for at in range(int((until - since) / every))
+        ]
+
+    def lines(self, batch: str, wanted: Filter, after: str | None, few: int) -> Lines:
+        """The rows of a batch that fit, in the order in which they were entered.
+
+        after  the id of the last row that was looked at
+        few    how many rows have the state and stop reason that are wanted
+        """
+        conditions = _conditions(wanted)
+        if not conditions or few <= _FEW:
+            lines = self._page(_of(batch, after, *conditions), ROWS_AT_ONCE + 1)
+            more = len(lines) > ROWS_AT_ONCE
+            return Lines(lines[:ROWS_AT_ONCE], lines[ROWS_AT_ONCE - 1].id if more else None, searched=True)
+        ids = select(JobRow.id).where(*_of(batch, after)).order_by(JobRow.id).limit(SEARCHED_AT_ONCE)
+        with self._database.read() as connection:
+            last = connection.execute(select(func.max(ids.subquery().c.id))).scalar_one()
+        if last is None:
+            return Lines([], None, searched=True)
+        lines = self._page([*_of(batch, after, *conditions), JobRow.id <= last], ROWS_AT_ONCE + 1)
+        if len(lines) > ROWS_AT_ONCE:
+            return Lines(lines[:ROWS_AT_ONCE], lines[ROWS_AT_ONCE - 1].id, searched=True)
+        with self._database.read() as connection:
+            query = select(JobRow.id).where(*_of(batch, last)).limit(1)
+            more = connection.execute(query).one_or_none() is not None
+        return Lines(lines, last if more else None, searched=False)
+
+    def _page(self, conditions: Sequence[Any], limit: int) -> list[Line]:
+        query = (
+            select(
+                JobRow.id,
+                JobRow.row,
+                JobRow.custom_id,
+                JobRow.state,
+                JobRow.stop_reason,
+                JobRow.prompt_tokens,
+                JobRow.completion_tokens,
+                func.substr(JobRow.text, 1, _SHOWN),
+                func.substr(JobRow.error, 1, _SHOWN),
+                JobRow.finished_at,
+            )
+            .where(*conditions)
+            .order_by(JobRow.id)
+            .limit(limit)
+        )
+        with self._database.read() as connection:
+            return [
+                Line(
+                    job_id,
+                    row,
+                    custom_id,
+                    JobState.read(state),
+                    None if reason is None else StopReason.read(reason),
+                    *rest,
+                )
+                for job_id, row, custom_id, state, reason, *rest in connection.execute(query)
+            ]
+
+
+def _of(batch: str, after: str | None, *conditions: Any) -> list[Any]:
+    beyond = [] if after is None else [JobRow.id > after]
+    return [JobRow.batch == batch, *beyond, *conditions]
+
+
+def _conditions(wanted: Filter) -> list[Any]:
+    found: list[Any] = []
+    if wanted.state is not None:
+        found.append(JobRow.state == str(wanted.state))
+    if wanted.reason is not None:
+        found.append(JobRow.stop_reason == str(wanted.reason))
+    if wanted.custom_id is not None:
+        found.append(cast(JobRow.custom_id, String).startswith(wanted.custom_id, autoescape=True))
+    if wanted.text is not None:
+        inside = [
+            cast(column, String).contains(wanted.text, autoescape=True)
+            for column in (JobRow.text, JobRow.error)
+        ]
+        found.append(or_(*inside))
+    return found

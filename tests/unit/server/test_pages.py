@@ -1,0 +1,244 @@
+"""Pages: who may see and do what, what is escaped, and where forms lead. What moves is in `tests/browser`."""
+
+import json
+import re
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from datetime import datetime, timedelta
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+import httpx2
+import pytest
+
+from nightmill.jobs.client import Client
+from nightmill.jobs.contract import JobState
+from nightmill.jobs.job import Job
+from nightmill.jobs.parameters import GenerationParams
+from nightmill.jobs.server.pages.actions import _again
+from nightmill.jobs.server.pages.plot import HEIGHT, draw
+from nightmill.jobs.spec import JobSpec
+from nightmill.jobs.sql import looking
+from nightmill.jobs.sql.looking import Filter, Looking, Minute
+from tests.servers import wait_until
+from tests.unit.server.conftest import ALICE, BOB, EVE, OPS, Server
+
+Start = Callable[..., AbstractContextManager[Server]]
+HOSTILE = "<script>alert('x')</script>\x1b[2J"
+
+
+class Browser:
+    """Plain HTTP with cookies, that reads the token of a page before it sends a form."""
+
+    def __init__(self, server: Server, key: str | None = None) -> None:
+        self.http = httpx2.Client(base_url=server.url, timeout=60, follow_redirects=True)
+        if key is not None:
+            answer = self.send("/sign-in", "/sign-in", key=key, next="/")
+            assert answer.status_code == 200, answer.text
+
+    def get(self, path: str, **query: str) -> httpx2.Response:
+        return self.http.get(path, params=query)
+
+    def token(self, path: str) -> str:
+        (token, *_) = re.findall(r'name="form_token" value="([^"]+)"', self.get(path).text)
+        return token
+
+    def send(self, page: str, path: str, **form: str) -> httpx2.Response:
+        """The form at `path` with the token of `page`."""
+        return self.http.post(path, data={"form_token": self.token(page)} | form)
+
+
+@pytest.fixture
+def alone(start: Start) -> Any:
+    """A server without keys and without a worker."""
+    with start(keys=None, worker=False) as server:
+        yield server
+
+
+def test_without_a_key_nothing_is_seen_and_each_key_sees_its_own(start: Start) -> None:
+    with start(worker=False) as server:
+        mine = server.client.enqueue_spec(JobSpec.parse("secret of alice"), owner="alice")
+        for path in ("/", "/batch?name=x", f"/job?id={mine}", "/hand-in", "/try", f"/job/events?id={mine}"):
+            answer = Browser(server).http.get(path, follow_redirects=False)
+            assert answer.status_code == 303, path
+            assert urlsplit(answer.headers["location"]).path == "/sign-in", path
+            assert "secret" not in answer.text
+        wrong = Browser(server).send("/sign-in", "/sign-in", key="no-such-key-is-here", next="/")
+        assert (wrong.status_code, "not known here" in wrong.text) == (403, True)
+        alice, bob, eve = (Browser(server, key) for key in (ALICE, BOB, EVE))
+        assert "secret of alice" in alice.get("/job", id=mine).text
+        assert bob.get("/job", id=mine).status_code == 404
+        assert "secret of alice" in eve.get("/job", id=mine).text
+        assert "Workers" not in alice.get("/").text
+        assert "Workers" in eve.get("/").text
+        assert eve.send("/", "/job/cancel", id=mine).status_code == 403
+        assert server.client.get(mine).state is JobState.QUEUED
+        assert alice.send("/", "/job/cancel", id=mine).status_code == 200
+        assert server.client.get(mine).state is JobState.CANCELLED
+        alice.send("/", "/sign-out")
+        assert "Sign in" in alice.get("/").text
+
+
+def test_a_session_is_of_its_key_and_of_nobody_else(start: Start) -> None:
+    with start(worker=False) as server:
+        browser = Browser(server, ALICE)
+        cookie = browser.http.cookies["nightmill_session"].strip('"')
+        name, ends, seal = cookie.split("|")
+        assert name == "alice"
+        for forged in (f"ops|{ends}|{seal}", f"alice|{int(ends) + 1}|{seal}", "alice|9|x", "|||", ""):
+            browser.http.cookies.clear()
+            browser.http.cookies.set("nightmill_session", forged)
+            assert "Sign in" in browser.get("/").text, forged
+        outside = Browser(server).send("/sign-in", "/sign-in", key=ALICE, next="//evil.example/")
+        assert str(outside.url) == f"{server.url}/"
+
+
+def test_forms_of_other_pages_do_nothing(alone: Server) -> None:
+    job_id = alone.client.enqueue("x")
+    browser = Browser(alone)
+    browser.token("/try")
+    for form in ({}, {"form_token": ""}, {"form_token": "x" * 43}):
+        assert browser.http.post("/job/cancel", data=form | {"id": job_id}).status_code == 403
+    other = httpx2.Client(base_url=alone.url, headers={"Origin": "http://evil.example"})
+    assert other.post("/job/cancel", data={"id": job_id}).status_code == 403
+    assert alone.client.get(job_id).state is JobState.QUEUED
+
+
+def test_what_strangers_wrote_is_text_and_pages_run_no_script_of_theirs(alone: Server) -> None:
+    name = "<img src=x onerror=alert(1)> & co"
+    rows = [{"prompt": HOSTILE, "custom_id": "<b>one</b>"}, {"<i>promt</i>": "x"}]
+    alone.client.submit_batch(rows, name=name)
+    (job, *_) = alone.client.list_jobs(batch=name, state="queued")
+    browser = Browser(alone)
+    pages = [browser.get("/"), browser.get("/batch", name=name), browser.get("/job", id=job.id)]
+    for page in pages:
+        assert page.status_code == 200
+        assert not re.search(r"<(script>|img src=x|b>one|i>promt)", page.text)
+        assert "\x1b" not in page.text
+        policy = page.headers["content-security-policy"]
+        assert "default-src 'none'" in policy
+        assert "unsafe" not in policy
+    assert "&lt;img src=x" in pages[0].text
+    assert "&lt;script&gt;" in pages[2].text
+    assert browser.get("/batch", name="no such").status_code == 404
+    assert browser.get("/job", id="x").status_code == 404
+
+
+def test_a_night_is_handed_in_watched_and_downloaded(start: Start) -> None:
+    with start() as server:
+        browser = Browser(server, ALICE)
+        rows = '{"prompt": "one", "custom_id": "a"}\n{"prompt": "two", "max_tokens": 9}\n{"promt": "three"}\n'
+        form = {"form_token": browser.token("/hand-in"), "purpose": "batch"}
+        looked = browser.http.post("/hand-in", data=form, files={"file": ("night.jsonl", rows)})
+        assert looked.status_code == 200, looked.text
+        assert urlsplit(str(looked.url)).path == "/hand-in/file"
+        assert "did you mean prompt?" in looked.text
+        (file_id,) = re.findall(r'name="file" value="(file-[^"]+)"', looked.text)
+        form = {"file": file_id, "name": "tonight", "max_tokens": "20", "deadline": "8h", "model": ""}
+        begun = browser.send("/hand-in", "/hand-in/begin", **form)
+        assert begun.status_code == 200, begun.text
+        wait_until(lambda: len(server.client.list_batches()) == 1)
+        (batch,) = server.client.list_batches()
+        name = batch.name
+        status = batch.wait(timeout=30)
+        assert (status.succeeded, status.unsuccessful) == (2, 1)
+        page = browser.get("/batch", name=name).text
+        assert "tonight" in page
+        assert "completed with errors" in page
+        results = browser.get("/batch/results", name=name)
+        assert [row["custom_id"] for row in map(json.loads, results.text.splitlines())] == ["a", "row-2"]
+        assert "attachment" in results.headers["content-disposition"]
+        assert len(browser.get("/batch/errors", name=name).text.splitlines()) == 1
+        assert Browser(server, BOB).get("/batch/results", name=name).status_code == 404
+        bad = browser.send("/hand-in", "/hand-in/begin", file=file_id, temperature="hot")
+        assert (bad.status_code, "temperature: " in bad.text) == (400, True)
+
+
+def test_a_prompt_is_tried_and_repeated_to_the_letter(start: Start) -> None:
+    with start() as server:
+        browser = Browser(server, OPS)
+        made = browser.send("/try", "/try", prompt="hello", kind="plain", max_tokens="12", temperature="1")
+        first = parse_qs(urlsplit(str(made.url)).query)["id"][0]
+        server.client.wait(first, timeout=30)
+        again = browser.send("/", "/job/repeat", id=first)
+        second = parse_qs(urlsplit(str(again.url)).query)["id"][0]
+        server.client.wait(second, timeout=30)
+        assert second != first
+        assert server.client.get(second).text == server.client.get(first).text
+        events = browser.get("/job/events", id=first).text
+        assert '"over": true' in events
+
+
+def test_a_batch_is_cancelled_and_what_has_no_result_is_retried(alone: Server) -> None:
+    batch = alone.client.submit_batch([{"prompt": "x"}] * 3, name="a/b c")
+    browser = Browser(alone)
+    browser.send("/try", "/batch/cancel", name="a/b c")
+    assert batch.status().states[JobState.CANCELLED] == 3
+    browser.send("/try", "/batch/retry", name="a/b c")
+    assert batch.status().states[JobState.QUEUED] == 3
+
+
+def test_rows_are_found_and_read_by_pages(alone: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(looking, "ROWS_AT_ONCE", 7)
+    monkeypatch.setattr(looking, "SEARCHED_AT_ONCE", 10)
+    rows = [{"prompt": "x", "custom_id": f"{'even' if n % 2 == 0 else 'odd'}-{n:02}"} for n in range(40)]
+    alone.client.submit_batch(rows, name="b")
+    found = Looking(alone.client.database)
+
+    def all_of(wanted: Filter, few: int) -> tuple[list[str | None], int]:
+        ids: list[str | None] = []
+        pages, after = 0, None
+        while pages == 0 or after is not None:
+            page = found.lines("b", wanted, after, few)
+            ids += [line.custom_id for line in page.lines]
+            pages, after = pages + 1, page.after
+        return ids, pages
+
+    everything = [row["custom_id"] for row in rows]
+    even = [name for name in everything if name.startswith("even")]
+    for few in (0, 10**9):  # sorted at once, and searched for
+        assert all_of(Filter(), few)[0] == everything
+        assert all_of(Filter(custom_id="even-"), few)[0] == even
+        assert all_of(Filter(custom_id="%"), few)[0] == []
+        assert all_of(Filter(state=JobState.QUEUED), few)[0] == everything
+        assert all_of(Filter(text="no such text"), few)[0] == []
+    assert all_of(Filter(custom_id="odd-39"), 10**9) == (["odd-39"], 4)
+
+
+def test_minutes_hold_what_ended_in_them(client: Client) -> None:
+    clock = client.database.now()
+    batch = client.submit_batch([{"prompt": "x"}] * 3, name="b")
+    batch.cancel()
+    looking_at = Looking(client.database)
+    minute = timedelta(minutes=1)
+    found = looking_at.minutes(clock - minute, clock + minute, minute)
+    assert [one.rows for one in found] == [0, 3]
+    assert looking_at.ended(clock - minute) == {JobState.CANCELLED: 3}
+    assert looking_at.waiting() == {"queued": 0, "running": 0}
+
+
+def test_a_plot_is_within_its_frame(clock: Callable[[], datetime]) -> None:
+    begin, every = clock(), timedelta(minutes=5)
+    minutes = [Minute(begin + every * n, 1, 300 * n) for n in range(144)]
+    plot = draw(minutes, every)
+    assert plot is not None
+    heights = [float(y) for y in re.findall(r"[ML][\d.]+ ([\d.]+)", plot.line)]
+    assert len(heights) == 144
+    assert min(heights) >= 0
+    assert max(heights) <= HEIGHT
+    assert plot.most == 143
+    assert draw([Minute(begin, 0, 0)], every) is None
+
+
+def test_what_a_job_is_repeated_with_is_what_it_was_asked(client: Client) -> None:
+    said = {"max_tokens": 7, "temperature": 0.5, "stop": ["x"], "logit_bias": {5: 1.0}, "n": 2}
+    job: Job = client.get(client.enqueue([{"role": "user", "content": "hi"}], seed=3, **said))
+    spec = _again(job)
+    assert spec.params == job.params == GenerationParams(seed=3, **{**said, "stop": ("x",)})
+    assert spec.messages == job.messages
+
+
+def test_nothing_but_the_pages_own_files_is_served(alone: Server) -> None:
+    assert Browser(alone).get("/static/pages.js").headers["content-type"].startswith("text/javascript")
+    assert Browser(alone).get("/static/../keys.py").status_code == 404
+    assert Browser(alone).get("/static/session.py").status_code == 404
