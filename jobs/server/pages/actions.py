@@ -7,7 +7,7 @@ from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 
 from nightmill.jobs.errors import NightmillError
-from nightmill.jobs.fields import OF_A_BATCH, check_option, deadline_moment
+from nightmill.jobs.fields import FIELDS, OF_A_BATCH, Kind, check_option, deadline_moment
 from nightmill.jobs.ids import IdSource
 from nightmill.jobs.job import Job
 from nightmill.jobs.parameters import GenerationParams
@@ -20,7 +20,8 @@ from nightmill.jobs.server.pages.views import Views
 from nightmill.jobs.spec import JobSpec
 from nightmill.jobs.sql.http_batches import HttpBatch, HttpStatus
 
-_NUMBERS = {"max_tokens": int, "temperature": float, "seed": int, "top_p": float, "priority": int}
+_TRIED = ("max_tokens", "temperature", "seed")
+_READ = {Kind.INTEGER: int, Kind.NUMBER: float}
 
 
 class Actions:
@@ -76,7 +77,7 @@ class Actions:
     async def begin(self, request: Request) -> Response:
         """POST /try: one prompt."""
         caller, form = await self._form(request)
-        said: dict[str, Any] = {name: _number(name, form[name]) for name in _NUMBERS if form.get(name)}
+        said: dict[str, Any] = {name: _read(name, form[name]) for name in _TRIED if form.get(name)}
         if form.get("model"):
             said["model"] = form["model"]
         prompt = form.get("prompt", "").replace("\r\n", "\n")
@@ -104,9 +105,7 @@ class Actions:
         caller.need_to_submit()
         now = await self._desk.run(self._desk.client.database.now)
         said: dict[str, Any] = {
-            name: _number(name, value) if name in _NUMBERS else value
-            for name, value in form.items()
-            if name in OF_A_BATCH and value.strip()
+            name: _read(name, value) for name, value in form.items() if name in OF_A_BATCH and value.strip()
         }
         read_times(said, now)
         begins, ends = said.get("scheduled_at"), deadline_moment(said.get("deadline"), now)
@@ -175,10 +174,11 @@ def _to(path: str, **query: str) -> Response:
     return RedirectResponse(f"{path}?{urlencode(query)}", 303)
 
 
-def _number(name: str, text: str) -> Any:
-    """A field's number, or its text, which the parser then refuses by name."""
+def _read(name: str, text: str) -> Any:
+    """What a field of a form says: a number if it is of that kind, or a text, which the parser may refuse."""
+    read = _READ.get(FIELDS[name].kind) if name in FIELDS else None
     try:
-        return _NUMBERS[name](text)
+        return text if read is None else read(text)
     except ValueError:
         return text
 

@@ -44,7 +44,10 @@ def page_routes(desk: Desk, handing_in: HandingIn, files: Files, folder: Folder)
         "/sign-out": actions.sign_out,
     }
     return [
-        *(Route(path, views.shown(answer)) for path, answer in read.items()),
-        *(Route(path, views.shown(answer), methods=["POST"]) for path, answer in done.items()),
-        Route("/static/{name}", pages.static),
+        *(Route(path, views.shown(answer), include_in_schema=False) for path, answer in read.items()),
+        *(
+            Route(path, views.shown(answer), methods=["POST"], include_in_schema=False)
+            for path, answer in done.items()
+        ),
+        Route("/static/{name}", pages.static, include_in_schema=False),
     ]
