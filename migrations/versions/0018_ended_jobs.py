@@ -1,13 +1,13 @@
 """An index by which pages see what ended in a span of time, and how fast.
 
-Revision: 0017, after 0016.
+Revision: 0018, after 0017.
 """
 
 import sqlalchemy as sa
 from alembic import op
 
-revision = "0017"
-down_revision = "0016"
+revision = "0018"
+down_revision = "0017"
 branch_labels = None
 depends_on = None
 
