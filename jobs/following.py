@@ -35,7 +35,7 @@ from nightmill.jobs.sql.jobs import Store, chunked
 
 log = logging.getLogger(__name__)
 
-LISTEN_SECONDS = 0.02  # how soon workers hear of a new reader
+LISTEN_SECONDS = 0.01  # how soon workers hear of a new reader
 LOOK_SECONDS = 0.5  # how soon the end of a job is seen whose worker cannot say so
 LINGER_SECONDS = 5.0  # how long the threads wait for another reader
 PATIENCE_SECONDS = 30.0  # with a database that does not answer

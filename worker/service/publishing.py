@@ -23,6 +23,8 @@ from nightmill.worker.watched import watched_thread
 log = logging.getLogger(__name__)
 
 LOOK_SECONDS = 0.025  # from one look at who follows to the next, while there are jobs
+EAGER_LOOK_SECONDS = 0.005
+EAGER_SECONDS = 0.1  # after interactive jobs began: whoever waits for them is about to say so
 MOST_TEXTS = 2048  # followed on one worker at once; the others come whole
 _PAUSE_SECONDS = 1.0  # after a failure of Redis
 
@@ -91,15 +93,18 @@ class Publisher:
         self._closing = threading.Event()
         self._lines: Lines = {}
         self._texts: dict[str, _Text] = {}  # by answer
-        self._look_at = 0.0
+        self._looked_at = 0.0
+        self._eager_until = 0.0
         self._thread = watched_thread("publisher", self._run, on_failure)
 
     def start(self) -> None:
         """Begin."""
         self._thread.start()
 
-    def began(self) -> None:
-        """Jobs were claimed: see at once whether somebody follows them."""
+    def began(self, *, interactive: bool = False) -> None:
+        """Jobs were claimed: see soon whether somebody follows them."""
+        if interactive:
+            self._eager_until = time.monotonic() + EAGER_SECONDS
         self._news.put([])
 
     def grown(self, growths: list[Growth]) -> None:
@@ -162,14 +167,19 @@ class Publisher:
         """Without a job there is nothing to look for."""
         if self._in_flight.idle and not self._texts:
             return None
-        return max(0.0, self._look_at - time.monotonic())
+        return max(0.0, self._look_at() - time.monotonic())
+
+    def _look_at(self) -> float:
+        """When to look at the lists again."""
+        eager = self._looked_at < self._eager_until
+        return self._looked_at + (EAGER_LOOK_SECONDS if eager else LOOK_SECONDS)
 
     def _look(self) -> None:
         """See who follows what, and have the engine tell that."""
         now = time.monotonic()
-        if now < self._look_at:
+        if now < self._look_at():
             return
-        self._look_at = now + LOOK_SECONDS
+        self._looked_at = now
         lines = self._followers.look()
         if lines != self._lines:
             self._lines = lines

@@ -210,7 +210,7 @@ class Service:
                 self._fail_job(key, _not_submitted(error))
         if requests:
             self._submit(requests)
-            self._publisher.began()
+            self._publisher.began(interactive=any(request.interactive for request in requests))
         if resumed := [len(request.generated_ids) for request in requests if request.generated_ids]:
             log.info("%d answers go on from %d tokens that were saved", len(resumed), sum(resumed))
         return [(claim.job_id, claim.attempt) for claim in claims]
