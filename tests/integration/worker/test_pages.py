@@ -39,6 +39,7 @@ NOT_RUN = [
     "# or celery -A nightmill.worker.app worker --pool=threads --model FILE",
     "nightmill worker --model qwen2.5-0.5b-instruct-q8_0.gguf            # on the machine with the GPU",
     "nightmill batch watch tonight                     # follows it; exits like `nightmill run`",
+    'job_id = jobs.enqueue(chat, tools=[weather], tool_choice="required")',
     "pip install 'nightmill[server]'",
     "export NIGHTMILL_API_KEYS=alice=$ALICES_KEY,grafana:read=$GRAFANAS_KEY,ops:admin=sha256:$DIGEST",
     "celery -A nightly beat & celery -A nightly worker",
