@@ -234,6 +234,11 @@ def report(title: str, found: Sequence[dict[str, Any]], marks: Path) -> None:
     """A table of one phase."""
     moments: dict[str, dict[str, float]] = defaultdict(dict)
     steps = []
+    silent = [one for one in found if not one["pieces"]]  # random weights may draw what is no text
+    found = [one for one in found if one["pieces"]]
+    print(f"\n{title}: {len(found)} requests, and {len(silent)} whose answers have no text", flush=True)
+    if not found:
+        return
     begin, end = found[0]["sent"], max(one["pieces"][-1] for one in found)
     for line in marks.read_text().splitlines():
         what, moment, job = json.loads(line)
@@ -254,7 +259,7 @@ def report(title: str, found: Sequence[dict[str, Any]], marks: Path) -> None:
         values["created to claimed (the row's times)"].append(one["started_at"] - one["created_at"])
         values["gap between pieces"] += [after - before for before, after in pairwise(one["pieces"])]
     values["step of the engine"] = steps
-    print(f"\n{title}: {len(found)} requests\n\n| ms | p50 | p90 | p99 | most |")
+    print("\n| ms | p50 | p90 | p99 | most |")
     print("| --- | --- | --- | --- | --- |")
     for name, seconds in values.items():
         seconds.sort()

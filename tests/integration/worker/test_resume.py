@@ -57,7 +57,7 @@ def test_interrupted_jobs_go_on_from_what_was_saved(
         if stop is signal.SIGKILL:
             wait_until(lambda: min(_counts(jobs_client, ids), default=0) >= ENOUGH, PATIENCE)
         else:
-            first_done = jobs_client.enqueue("Go", max_tokens=ENOUGH, ignore_eos=True, priority=9)
+            first_done = jobs_client.enqueue("Go", max_tokens=ENOUGH, ignore_eos=True, interactive=True)
             jobs_client.wait(first_done, timeout=PATIENCE)
         leaving.send_signal(stop)
         leaving.wait(60)
