@@ -53,11 +53,11 @@ class Line:
 class Recorder:
     """Stands in for a launcher: notes its calls in order, and makes them.
 
-    name  of the operation that a call is, by the method and its arguments; None: the call queues nothing
+    name  of the operation that a call is, by the method and its arguments
     """
 
     def __init__(
-        self, target: Any, calls: list[tuple[str, Callable[[], None]]], name: Callable[..., str | None]
+        self, target: Any, calls: list[tuple[str, Callable[[], None]]], name: Callable[..., str]
     ) -> None:
         self._target = target
         self._calls = calls
@@ -69,10 +69,9 @@ class Recorder:
     def __call__(self, *arguments: Any) -> None:
         self._noted("", self._target, *arguments)
 
-    def _noted(self, method: str, found: Callable[..., Any], *arguments: Any) -> Any:
-        if (name := self._name(method, *arguments)) is not None:
-            self._calls.append((name, lambda: found(*arguments)))
-        return found(*arguments)
+    def _noted(self, method: str, found: Callable[..., None], *arguments: Any) -> None:
+        self._calls.append((self._name(method, *arguments), lambda: found(*arguments)))
+        found(*arguments)
 
 
 class Costs:
@@ -152,10 +151,10 @@ def recorded(model: Model, inputs: StepInputs, shape: StepShape) -> list[tuple[s
 
     def in_few_rows(layer: Layer) -> Any:
         products = {layer.weights.attn_output: "output", layer.weights.ffn_down: "down"}
-        names = {"qkv": "qkv", "swiglu": "gate_up and swiglu", "takes_down": None}
+        names = {"qkv": "qkv", "swiglu": "gate_up and swiglu"}
 
-        def name(method: str, *arguments: Any) -> str | None:
-            return names[method] if method in names else products[arguments[1]]
+        def name(method: str, *arguments: Any) -> str:
+            return names.get(method) or products[arguments[1]]
 
         return Recorder(layer.kernels.few, calls, name)
 

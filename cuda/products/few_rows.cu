@@ -24,7 +24,7 @@
 // weights: registers are spared, and blocks of few_swiglu are few enough to run all at once.
 //
 // Options: -DHEAD_DIM (64), -DINTERLEAVED (0). Dynamic shared memory: `pitch_of` bytes for each row of inputs and of W.
-#include "products/few_rows.cuh"
+#include "common/qkv.cuh"
 
 static_assert(HEAD_DIM % 8 == 0, "a block has whole pairs of one head");
 
@@ -32,6 +32,7 @@ static constexpr int THREADS = 128;         // but for few_swiglu
 static constexpr int SWIGLU_THREADS = 256;  // at most
 static constexpr int TOKENS = 8;
 static constexpr int ROWS = 8;  // of W that a product takes
+static constexpr int MAX_PARTS = 32;
 
 extern __shared__ __align__(16) unsigned char shared[];
 
@@ -56,6 +57,39 @@ static __device__ __forceinline__ void fetch_to_l2(const unsigned char* start, i
     if (size > 0)
         asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(start + from), "r"(size) : "memory");
 }
+
+// norm(x) as rows of elements in shared memory, summed in the order of `rms_norm`: the warps of the block that a row has
+// there are parts here, which the warps of this block share out.
+struct NormShape {
+    int tokens, width, chunks, pieces, parts, warps, warp, lane;
+    const float* gains;
+
+    __device__ __forceinline__ NormShape(int tokens, int width, const float* gains, bool one_piece)
+        : tokens(tokens), width(width), gains(gains) {
+        chunks = width / 8, pieces = one_piece || chunks <= 256 ? 1 : chunks <= 512 ? 2 : 4;
+        parts = (chunks + 32 * pieces - 1) / (32 * pieces);
+        warps = blockDim.x / 32, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    }
+
+    __device__ __forceinline__ float scale_of(const float* sums, float eps) const {
+        float total;
+        if (parts <= 4) {  // as `warp_sum` adds them
+            const float4 four = *reinterpret_cast<const float4*>(sums);
+            const float third = parts > 2 ? four.z : 0.0f, fourth = parts > 3 ? four.w : 0.0f;
+            total = (four.x + third) + ((parts > 1 ? four.y : 0.0f) + fourth);
+        } else {
+            total = warp_sum(lane < parts ? sums[lane] : 0.0f);
+        }
+        return 1.0f / sqrtf(total / static_cast<float>(width) + eps);
+    }
+
+    static __device__ __forceinline__ void store(unsigned char* target, float (&values)[8], const float (&gains)[8],
+                                                 float scale) {
+#pragma unroll
+        for (int i = 0; i < 8; ++i) values[i] *= scale * gains[i];
+        *reinterpret_cast<Element8*>(target) = pack(values);
+    }
+};
 
 // For a warp that has at most HELD parts, each of one piece: x stays in registers between the two passes, and the gains
 // are there from the start. The code for one part is a third of that for all cases, and instructions have to come from
@@ -202,6 +236,43 @@ static __device__ __forceinline__ void multiply(float (&c)[COUNT][4], uint32_t i
 // should not share one of its four tensor cores.
 static __device__ __forceinline__ int turn() { return (threadIdx.x / 32 - blockIdx.x) % (THREADS / 32); }
 
+// A pair of results that is rotated together: elements `low` and `high` of a head of a token.
+struct Pair {
+    const Qkv& to;
+    int head, token, low, high, cache_row = 0;
+    float low_bias = 0.0f, high_bias = 0.0f;
+    float2 angle = make_float2(1.0f, 0.0f);
+
+    static __device__ __forceinline__ int element(int pair, int which) {
+        return INTERLEAVED ? 2 * pair + which : pair + which * (HEAD_DIM / 2);
+    }
+
+    // Loads what the step's arrays hold: it is there before the step starts.
+    __device__ __forceinline__ Pair(const Qkv& to, int head, int token, int pair, bool exists)
+        : to(to), head(head), token(token), low(element(pair, 0)), high(element(pair, 1)) {
+        if (!exists) return;
+        if (to.bias != nullptr)
+            low_bias = to.bias[head * HEAD_DIM + low], high_bias = to.bias[head * HEAD_DIM + high];
+        angle = *reinterpret_cast<const float2*>(to.angles(to.table_row(to.positions[token])) + 2 * pair);
+        cache_row = to.cache_rows[token];
+    }
+
+    __device__ __forceinline__ void finish(float x, float y) const {
+        x = rounded(x), y = rounded(y);
+        if (to.bias != nullptr) x += low_bias, y += high_bias;
+        if (!to.is_value(head)) rotate(x, y, angle.x, angle.y);
+        Element* target = to.in_qkv(token, head);
+#ifndef KV_FP8
+        if (!to.is_query(head)) {
+            if (cache_row < 0) return;
+            target = to.in_cache(cache_row, head);
+        }
+#endif
+        target[low] = to_element(x);
+        target[high] = to_element(y);
+    }
+};
+
 template <int HELD>
 static __device__ __forceinline__ void qkv_rows(const float* __restrict__ x, const float* __restrict__ gains, float eps,
                                                 const Element* __restrict__ w, const Qkv& to, int tokens, int width) {
@@ -223,7 +294,7 @@ static __device__ __forceinline__ void qkv_rows(const float* __restrict__ x, con
     if (turn() != 0) return;
     float c[1][4] = {};
     multiply(c, inputs_at, weights_at, width, pitch);
-    if (exists) pair.finish(to, c[0][0], c[0][1]);
+    if (exists) pair.finish(c[0][0], c[0][1]);
 }
 
 // `first`: elements of K in the first sum, a multiple of 64; the others, if there are any, are added after it.

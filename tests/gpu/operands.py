@@ -20,7 +20,6 @@ from nightmill.worker.runners.gpu.products.shapes import Kind, Shape, Way, padde
 from nightmill.worker.runners.gpu.rows.activate import Activate
 from nightmill.worker.runners.gpu.steps import StepInputs, StepShape
 from nightmill.worker.runners.kv_format import KvFormat
-from nightmill.worker.runners.reference.rounding import to_fp8
 from tests.elements import as_words, from_words
 from tests.kept import as_parts, from_parts
 
@@ -77,36 +76,6 @@ def e4m3_numbers() -> Array:
     numbers = np.where(exponents, np.ldexp(8 + mantissas, exponents - 10), np.ldexp(mantissas, -9))
     numbers = np.where(byte & 127 == 127, np.nan, numbers)
     return np.where(byte & 128, -numbers, numbers).astype(np.float32)
-
-
-def e4m3_bytes(numbers: Array) -> Array:
-    """Of numbers that are E4M3."""
-    magnitudes = np.abs(numbers)
-    exponents = np.maximum(np.frexp(magnitudes)[1] - 1, -6)
-    mantissas = np.ldexp(magnitudes, 3 - exponents).astype(np.int64)
-    words = np.where(mantissas < 8, mantissas, (exponents + 7) * 8 + mantissas - 8)
-    return (words | np.signbit(numbers) * 128).astype(np.uint8)
-
-
-class RoundedRows:
-    """Random rows, in FP8: on the device, followed by one of NaN, and as float64."""
-
-    def __init__(self, device: Device, rows: int, columns: int, rng: np.random.Generator) -> None:
-        sizes = rng.uniform(0.01, 10, (rows, 1)) / np.sqrt(columns)
-        numbers, scales = to_fp8((rng.standard_normal((rows, columns)) * sizes).astype(np.float32))
-        self.exact = numbers.astype(np.float64) * scales
-        words = np.vstack([e4m3_bytes(numbers), np.full((1, columns), 0x7F, dtype=np.uint8)])
-        self._numbers = device.upload(words)
-        self._scales = device.upload(np.append(scales, np.float32(np.nan)).astype(np.float32))
-        self._shape = rows, columns
-
-    @property
-    def buffer(self) -> Buffer:
-        return Buffer(self._numbers, self._shape, FP8, self._scales)
-
-    @property
-    def matrix(self) -> Matrix:
-        return Matrix(self._numbers, *self._shape, Format.FP8, self._scales)
 
 
 def fetched(device: Device, held: Buffer, rows: int | None = None) -> Array:

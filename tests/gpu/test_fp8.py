@@ -11,7 +11,7 @@ from nightmill.worker.model.families import read_spec
 from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.runners.gpu.device.device import Device
 from nightmill.worker.runners.gpu.device.element import Element
-from nightmill.worker.runners.gpu.device.operands import ELEMENT, FLOAT, Format
+from nightmill.worker.runners.gpu.device.operands import ELEMENT, FLOAT, FP8, Buffer, Format, Matrix
 from nightmill.worker.runners.gpu.numbers import Numbers, WeightNumbers
 from nightmill.worker.runners.gpu.products.hopper_fp8 import FP8_TILES, HopperFp8
 from nightmill.worker.runners.gpu.products.shapes import SUMMED, Kind, Shape
@@ -22,7 +22,7 @@ from tests.elements import BOTH_ELEMENTS, ROUNDED_ONCE, rounded
 from tests.ggufs import spec_tensors, write_model
 from tests.gpu.comparing import nmse
 from tests.gpu.driving import BLOCK, Chunk, Cuda, HasLogits, Pages, Reference, logits_of
-from tests.gpu.operands import Array, RoundedRows, buffer, elements, fetched, fetched_fp8, fp8_room, poisoned
+from tests.gpu.operands import Array, buffer, elements, fetched, fetched_fp8, fp8_room, poisoned
 from tests.unit.model.test_family_keys import FILES, file_of
 
 ROWS = (1, 7, 63, 65, 257)
@@ -36,6 +36,36 @@ def hopper() -> None:
             pytest.skip("these kernels run on Hopper only")
 
 
+def bytes_of(numbers: Array) -> Array:
+    """Of numbers that are E4M3."""
+    magnitudes = np.abs(numbers)
+    exponents = np.maximum(np.frexp(magnitudes)[1] - 1, -6)
+    mantissas = np.ldexp(magnitudes, 3 - exponents).astype(np.int64)
+    words = np.where(mantissas < 8, mantissas, (exponents + 7) * 8 + mantissas - 8)
+    return (words | np.signbit(numbers) * 128).astype(np.uint8)
+
+
+class Rows:
+    """Random rows, in FP8: on the device, followed by one of NaN, and as float64."""
+
+    def __init__(self, device: Device, rows: int, columns: int, rng: np.random.Generator) -> None:
+        sizes = rng.uniform(0.01, 10, (rows, 1)) / np.sqrt(columns)
+        numbers, scales = to_fp8((rng.standard_normal((rows, columns)) * sizes).astype(np.float32))
+        self.exact = numbers.astype(np.float64) * scales
+        words = np.vstack([bytes_of(numbers), np.full((1, columns), 0x7F, dtype=np.uint8)])
+        self._numbers = device.upload(words)
+        self._scales = device.upload(np.append(scales, np.float32(np.nan)).astype(np.float32))
+        self._shape = rows, columns
+
+    @property
+    def buffer(self) -> Buffer:
+        return Buffer(self._numbers, self._shape, FP8, self._scales)
+
+    @property
+    def matrix(self) -> Matrix:
+        return Matrix(self._numbers, *self._shape, Format.FP8, self._scales)
+
+
 @BOTH_ELEMENTS
 @pytest.mark.parametrize("kind", FP8_TILES, ids=str)
 def test_every_tile_is_exact_and_gives_the_same_bits(device: Device, kind: Kind) -> None:
@@ -43,9 +73,9 @@ def test_every_tile_is_exact_and_gives_the_same_bits(device: Device, kind: Kind)
     rng = np.random.default_rng(1)
     gated, floats = kind.activation is not None, kind in SUMMED
     for outputs, inputs in SIZES:
-        weight = RoundedRows(device, 2 * outputs if gated else outputs, inputs, rng)
+        weight = Rows(device, 2 * outputs if gated else outputs, inputs, rng)
         for rows in ROWS:
-            x = RoundedRows(device, rows, inputs, rng)
+            x = Rows(device, rows, inputs, rng)
             exact = x.exact @ weight.exact.T
             before = rng.standard_normal((rows, outputs)).astype(np.float32)
             if kind is Kind.RESIDUAL:
@@ -74,7 +104,7 @@ def test_every_tile_is_exact_and_gives_the_same_bits(device: Device, kind: Kind)
 def test_rows_of_elements_are_rounded_before_they_are_multiplied(device: Device) -> None:
     rng = np.random.default_rng(2)
     x = elements(device, rng.standard_normal((9, 896)))
-    weight = RoundedRows(device, 520, 896, rng).matrix
+    weight = Rows(device, 520, 896, rng).matrix
     given = HopperFp8(device, [Kind.ADDEND], fp8_room(device, 9, 896))
     quantised = fp8_room(device, 9, 896)
     given._quantise(x.address, quantised.address, quantised.scales, 9, 896)

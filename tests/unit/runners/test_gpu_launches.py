@@ -183,7 +183,7 @@ def test_an_fp8_cache_is_written_and_read_by_kernels_of_its_own(hopper: Recorded
 
 
 def test_steps_with_fp8_weights_launch_kernels_as_they_were_compiled(hopper: RecordedDriver) -> None:
-    """Of the sizes at which other tiles are taken, and of a few drawn tokens, whose layers are fused."""
+    """Of the sizes at which other tiles are taken; by a model that kernels would fuse more of in 16 bits."""
     file = GgufFile.open(MODEL)
     options = {"slots": SLOTS, "context": CONTEXT, "kv_blocks": SLOTS * CONTEXT // 16, "max_tokens": 2048}
     with closing(CudaRunner(file, read_spec(file), numbers=FP8_WEIGHTS, **options)) as runner:  # type: ignore[arg-type]
@@ -192,12 +192,10 @@ def test_steps_with_fp8_weights_launch_kernels_as_they_were_compiled(hopper: Rec
             prompts = [Chunk(slot, [1] * CONTEXT, 0, length) for slot in range(count)]
             runner.launch(pages.batch(prompts, admit=True))
             assert runner.collect() is not None
-    fused = {name for name in hopper.launches if name.startswith("few_")}
-    assert fused == {"few_fp8_qkv_32", "few_fp8_residual_16", "few_fp8_swiglu_32"}
     for kind in (Kind.PLAIN, Kind.SWIGLU, Kind.RESIDUAL):
         assert hopper.launches.keys() & {f"{kind.value}_{tile.name}" for tile in FP8_TILES[kind]}
     assert hopper.launches.keys() >= {"rms_norm_fp8_1", "quantise_1"}
-    assert "hopper_qkv" not in hopper.launches
+    assert not hopper.launches.keys() & {"few_residual", "hopper_qkv"}
     assert hopper.launches.keys() - {"library"} <= hopper.checked
 
 

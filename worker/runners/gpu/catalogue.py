@@ -11,7 +11,6 @@ from nightmill.worker.runners.gpu.attention.prefill import HopperPrefill, Portab
 from nightmill.worker.runners.gpu.computed import refusal
 from nightmill.worker.runners.gpu.device.sources import Source, for_element
 from nightmill.worker.runners.gpu.numbers import HALF, Numbers, WeightNumbers
-from nightmill.worker.runners.gpu.products.few_fp8 import FewFp8
 from nightmill.worker.runners.gpu.products.few_rows import FewRows
 from nightmill.worker.runners.gpu.products.hopper_fp8 import HopperFp8
 from nightmill.worker.runners.gpu.products.hopper_qkv import HopperQkv
@@ -62,7 +61,7 @@ class PackedLauncher(Protocol):
 
 # Those that compile longest first.
 _OF_ELEMENTS: tuple[type[Launcher], ...] = (HopperTiles, HopperQkv, SplitTiles, FewRows)
-_OF_FP8: tuple[type[Launcher], ...] = (HopperFp8, FewFp8, Quantise)
+_OF_FP8: tuple[type[Launcher], ...] = (HopperFp8, Quantise)
 _LAUNCHERS: tuple[type[Launcher], ...] = (
     Embedding, Norms, Activate, Rotation, LogitScale, DecodeAttention, HopperPrefill, PortablePrefill,
     GeneralDecode, Sampler, Dequantizer,

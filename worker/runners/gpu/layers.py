@@ -15,7 +15,6 @@ from nightmill.worker.runners.gpu.device.device import Device
 from nightmill.worker.runners.gpu.device.operands import Buffer, Format, Matrix
 from nightmill.worker.runners.gpu.kv_cache import KvCache, LayerCache
 from nightmill.worker.runners.gpu.products.chooser import Product, Products
-from nightmill.worker.runners.gpu.products.few_fp8 import FewFp8
 from nightmill.worker.runners.gpu.products.few_rows import FewRows
 from nightmill.worker.runners.gpu.products.kinds import layer_kinds
 from nightmill.worker.runners.gpu.products.qkv import Qkv
@@ -106,7 +105,7 @@ class LayerKernels:
     output: Product
     gate_up: GateUp
     down: Product
-    few: FewRows | FewFp8 | None
+    few: FewRows | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,10 +140,7 @@ def bind_layers(
         attention, width, ffn = layer.attention, spec.width, layer.feed_forward
         rotation, kinds = rotations[attention], layer_kinds(layer)
         decode, prefill = attentions.of(attention)
-        suited = (
-            one for one in (FewRows, FewFp8) if one.suits(layer, width, own.formats, hopper=device.hopper)
-        )
-        few = next(suited, None)
+        few = FewRows.suits(layer, width, own.formats, hopper=device.hopper)
         return LayerKernels(
             qkv=Qkv(device, attention, width, own.qkv.format, products, rotation),
             decode=decode,
@@ -152,7 +148,7 @@ def bind_layers(
             output=products.of(kinds.output, width, attention.queries, own.attn_output.format),
             gate_up=GateUp(products, activate, at.of(layer).gate_up, ffn, kinds.gate_up, own.gate_up),
             down=products.of(kinds.down, width, ffn.width, own.ffn_down.format),
-            few=few and few(device, layer, width, rotation.table),
+            few=FewRows(device, layer, width, rotation.table) if few else None,
         )
 
     def bound(layer: LayerSpec, own: LayerWeights, pages: LayerCache, following: NormWeight) -> Layer:

@@ -18,12 +18,11 @@ from nightmill.worker.runners.gpu.steps import StepInputs
 from nightmill.worker.runners.gpu.weights.layout import LayerWeights
 from nightmill.worker.runners.kv_format import KvFormat
 
-__all__ = ["HEADS", "MAX_ROWS", "FewRows", "is_plain"]
+__all__ = ["MAX_ROWS", "FewRows"]
 
 MAX_ROWS = 4  # tokens of a step; the kernels take 8, but each block norms all (H200: 8 took 1.3 ms, not 1.1)
-_FEWEST_ROWS = 2  # above, `down` is faster by a `Product` (4 on an H200: a step of 645 us, not 671)
 _ROWS = 8  # of a weight in a block
-HEADS = (64, 128)  # sizes of theirs
+_HEADS = (64, 128)  # sizes of theirs
 _DEPTH = 32  # inputs come in multiples of it
 _MAX_SHARED = 226 << 10  # of a block on Hopper, with 1 KiB for what kernels declare themselves
 _SWIGLU_BLOCKS = 2  # of `few_swiglu` on a multiprocessor
@@ -66,8 +65,8 @@ class FewRows:
         return (
             hopper
             and all(kept.plain for kept in formats)
-            and attention.head_dim in HEADS
-            and is_plain(layer)
+            and attention.head_dim in _HEADS
+            and _is_plain(layer)
             and not any(size % _DEPTH for size in (width, attention.queries, layer.feed_forward.width))
             and _most_shared(layer, width) <= _MAX_SHARED
         )
@@ -77,10 +76,6 @@ class FewRows:
         """What they are compiled from."""
         suited = (one for one in spec.layers if cls.suits(one, spec.width, [Format.F16], hopper=hopper))
         return list(dict.fromkeys(_source(layer) for layer in suited))
-
-    def takes_down(self, rows: int) -> bool:
-        """Whether `residual` is for what leaves the feed-forward network, too, in steps of so many rows."""
-        return rows <= _FEWEST_ROWS
 
     def qkv(
         self, x: Buffer, layer: LayerWeights, inputs: StepInputs, qkv: Buffer, cache: LayerCache, tokens: int
@@ -115,8 +110,8 @@ class FewRows:
         )  # fmt: skip
 
 
-def is_plain(layer: LayerSpec) -> bool:
-    """Whether kernels for few tokens compute all that a layer says: they know only what is copied here."""
+def _is_plain(layer: LayerSpec) -> bool:
+    """Whether the kernels compute all that a layer says: they know nothing of what is not copied here."""
     attention, before, after = layer.attention, layer.attention_norm, layer.feed_forward_norm
     known = LayerSpec(
         attention_norm=None if before is None else Norm(before.eps),
