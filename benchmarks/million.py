@@ -29,6 +29,7 @@ from nightmill.jobs.settings import Settings
 from nightmill.jobs.spec import JobSpec
 from nightmill.jobs.sql.claims import Claims
 from nightmill.jobs.sql.jobs import JOBS, chunked
+from nightmill.jobs.sql.looking import Filter, Looking
 from nightmill.jobs.sql.prune import Prune
 from nightmill.jobs.sql.sweep import Sweep
 from tests.servers import start_postgres
@@ -136,6 +137,32 @@ def questions(client: Client) -> dict[str, Callable[[], object]]:
             store.finished_since(LIVE, client.database.now() - timedelta(seconds=5))
         ),
         "prune: what would go": Prune(store, client.database.now() - timedelta(days=30)).count,
+        **pages(client),
+    }
+
+
+def pages(client: Client) -> dict[str, Callable[[], object]]:
+    """What the page of the night asks for."""
+    looking, rows = Looking(client.database), client.batches.store.get(LIVE).row_count or 0
+    now = client.database.now()
+    middle = looking.lines(LIVE, Filter(), None, rows).after
+    for _ in range(100):
+        middle = looking.lines(LIVE, Filter(), middle, rows).after
+
+    def find(few: int, after: str | None = None, **wanted: Any) -> Callable[[], object]:
+        return lambda: looking.lines(LIVE, Filter(**wanted), after, few)
+
+    evening = now - timedelta(hours=12)
+    return {
+        "page: queued and running": looking.waiting,
+        "page: ended in 12 hours": lambda: looking.ended(evening),
+        "page: tokens of 12 hours": lambda: looking.minutes(evening, now, timedelta(minutes=5)),
+        "page: first rows": find(rows),
+        "page: rows after the first 5,000": find(rows, middle),
+        "page: failed rows": find(rows // 100, state=JobState.FAILED),
+        "page: running rows": find(256, state=JobState.RUNNING),
+        "page: a custom_id at the end": find(rows, custom_id=f"row-{rows - 1}"),
+        "page: a text that is nowhere": find(rows, text="snow"),
     }
 
 

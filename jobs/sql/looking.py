@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any
 
-from sqlalchemy import String, cast, func, or_, select
+from sqlalchemy import Integer, String, cast, func, or_, select
 
 from nightmill.jobs.contract import JobState, StopReason
 from nightmill.jobs.sql.database import Database
@@ -80,12 +80,15 @@ class Looking:
     def waiting(self) -> dict[str, int]:
         """How many jobs are queued and running."""
         with self._database.read() as connection:
-            return {
-                name: connection.execute(
-                    select(func.count()).select_from(JobRow).where(condition)
+
+            def count(*conditions: Any) -> int:
+                return connection.execute(
+                    select(func.count()).select_from(JobRow).where(*conditions)
                 ).scalar_one()
-                for name, condition in (("queued", QUEUED), ("running", RUNNING))
-            }
+
+            # Each of these has an index that holds its rows alone; all that are queued have none.
+            queued = count(QUEUED, JobRow.sent_at.is_(None)) + count(QUEUED, JobRow.sent_at.is_not(None))
+            return {"queued": queued, "running": count(RUNNING)}
 
     def ended(self, since: datetime) -> dict[JobState, int]:
         """How many jobs ended since then, by state."""
@@ -99,14 +102,12 @@ class Looking:
 
     def minutes(self, since: datetime, until: datetime, every: timedelta) -> list[Minute]:
         """What ended in each `every` from `since` to `until`; those in which nothing did are there, too."""
-        step = int(every.total_seconds())
-        epoch = (
-            func.unixepoch(JobRow.finished_at)
+        epoch: Any = (
+            func.unixepoch(JobRow.finished_at, type_=Integer)
             if self._database.is_sqlite
-            else func.extract("epoch", JobRow.finished_at)
+            else cast(func.floor(func.extract("epoch", JobRow.finished_at)), Integer)
         )
-        begin = int(since.timestamp())
-        place = func.floor((epoch - begin) / step) if not self._database.is_sqlite else (epoch - begin) / step
+        place = (epoch - int(since.timestamp())) // int(every.total_seconds())
         query = (
             select(place.label("place"), func.count(), func.coalesce(func.sum(JobRow.completion_tokens), 0))
             .where(JobRow.finished_at.is_not(None), JobRow.finished_at >= since, JobRow.finished_at < until)
@@ -126,7 +127,9 @@ class Looking:
         """
         conditions = _conditions(wanted)
         if not conditions or few <= _FEW:
-            lines = self._page(_of(batch, after, *conditions), ROWS_AT_ONCE + 1)
+            # Few rows are found by their state and then sorted: in their order, all would be looked at.
+            order = JobRow.id.concat("") if conditions else JobRow.id
+            lines = self._page(_of(batch, after, *conditions), ROWS_AT_ONCE + 1, order)
             more = len(lines) > ROWS_AT_ONCE
             return Lines(lines[:ROWS_AT_ONCE], lines[ROWS_AT_ONCE - 1].id if more else None, searched=True)
         ids = select(JobRow.id).where(*_of(batch, after)).order_by(JobRow.id).limit(SEARCHED_AT_ONCE)
@@ -142,7 +145,7 @@ class Looking:
             more = connection.execute(query).one_or_none() is not None
         return Lines(lines, last if more else None, searched=False)
 
-    def _page(self, conditions: Sequence[Any], limit: int) -> list[Line]:
+    def _page(self, conditions: Sequence[Any], limit: int, order: Any = JobRow.id) -> list[Line]:
         query = (
             select(
                 JobRow.id,
@@ -157,7 +160,7 @@ class Looking:
                 JobRow.finished_at,
             )
             .where(*conditions)
-            .order_by(JobRow.id)
+            .order_by(order)
             .limit(limit)
         )
         with self._database.read() as connection:

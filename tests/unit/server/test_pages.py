@@ -10,6 +10,7 @@ from urllib.parse import parse_qs, urlsplit
 
 import httpx2
 import pytest
+from sqlalchemy import update
 
 from nightmill.jobs.client import Client
 from nightmill.jobs.contract import JobState
@@ -20,7 +21,8 @@ from nightmill.jobs.server.pages.plot import HEIGHT, draw
 from nightmill.jobs.spec import JobSpec
 from nightmill.jobs.sql import looking
 from nightmill.jobs.sql.looking import Filter, Looking, Minute
-from tests.servers import wait_until
+from nightmill.jobs.sql.tables import JobRow
+from tests.servers import Clock, wait_until
 from tests.unit.server.conftest import ALICE, BOB, EVE, OPS, Server
 
 Start = Callable[..., AbstractContextManager[Server]]
@@ -205,16 +207,27 @@ def test_rows_are_found_and_read_by_pages(alone: Server, monkeypatch: pytest.Mon
     assert all_of(Filter(custom_id="odd-39"), 10**9) == (["odd-39"], 4)
 
 
-def test_minutes_hold_what_ended_in_them(client: Client) -> None:
-    clock = client.database.now()
-    batch = client.submit_batch([{"prompt": "x"}] * 3, name="b")
+def test_minutes_hold_what_ended_in_them(client: Client, clock: Clock) -> None:
+    batch = client.submit_batch([{"prompt": "x"}] * 6, name="b")
+    minute, begin = timedelta(minutes=1), client.database.now()
+    jobs = list(client.list_jobs(batch="b"))
+    for tokens, (job, after) in enumerate(zip(jobs, (1, 20, 59, 61, 62), strict=False), 1):
+        with client.database.write() as connection:
+            connection.execute(
+                update(JobRow)
+                .where(JobRow.id == job.id)
+                .values(
+                    state="succeeded", finished_at=begin + timedelta(seconds=after), completion_tokens=tokens
+                )
+            )
+    clock.advance(120)
     batch.cancel()
     looking_at = Looking(client.database)
-    minute = timedelta(minutes=1)
-    found = looking_at.minutes(clock - minute, clock + minute, minute)
-    assert [one.rows for one in found] == [0, 3]
-    assert looking_at.ended(clock - minute) == {JobState.CANCELLED: 3}
-    assert looking_at.waiting() == {"queued": 0, "running": 0}
+    found = looking_at.minutes(begin - minute, begin + 3 * minute, minute)
+    assert [(one.rows, one.tokens) for one in found] == [(0, 0), (3, 6), (2, 9), (1, 0)]
+    assert looking_at.ended(begin) == {JobState.CANCELLED: 1, JobState.SUCCEEDED: 5}
+    client.enqueue_many(["a", "b"])
+    assert looking_at.waiting() == {"queued": 2, "running": 0}
 
 
 def test_a_plot_is_within_its_frame(clock: Callable[[], datetime]) -> None:
