@@ -17,7 +17,7 @@ define new_enough
 	{ echo 'Nightmill needs Python 3.11 or newer$(if $(1),$(COMMA) and $(1) is not): $(2)' >&2; exit 1; }
 endef
 
-.PHONY: help demo test fetched vocabularies campaign check lint kernels format gpu-test parity bench build clean
+.PHONY: help demo test fetched vocabularies browser campaign check lint kernels format gpu-test parity bench build clean
 
 help: ## Say what there is to make
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -70,6 +70,12 @@ vocabularies: $(VENV)/dev.stamp ## Fetch real vocabularies and chat templates, w
 	@echo "Fetching vocabularies and chat templates (76 MB) ..."
 	@$(BIN)/python -m tools.vocabularies $(VENV)/vocabularies.part
 	@rm -rf $(VENV)/vocabularies && mv $(VENV)/vocabularies.part $(VENV)/vocabularies
+
+browser: ## Install Chromium for the tests of pages, where that may be done: on Debian, as root
+	@command -v chromium chromium-browser google-chrome >/dev/null || { \
+		test "$$(id -u)" = 0 && command -v apt-get >/dev/null && echo "Installing Chromium ..." && apt-get -qq update && \
+		DEBIAN_FRONTEND=noninteractive apt-get -qq install --no-install-recommends chromium >/dev/null; \
+	} || echo "Chromium cannot be installed here: the tests of pages need one."
 
 # The same seed plans the same faults. Minutes are shared out among the parts; see tests/campaign/__init__.py.
 SEED ?= 1

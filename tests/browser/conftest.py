@@ -15,10 +15,18 @@ if TYPE_CHECKING:
 _NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 
 
-@pytest.fixture(scope="session")
+def find_chromium() -> str | None:
+    """Where the browser is, if there is one."""
+    return os.environ.get("NIGHTMILL_TEST_CHROMIUM") or next(filter(None, map(shutil.which, _NAMES)), None)
+
+
+@pytest.fixture(scope="module")
 def chromium() -> "Iterator[Browser]":
-    """A browser; without one, tests are skipped on a laptop and fail in CI."""
-    path = os.environ.get("NIGHTMILL_TEST_CHROMIUM") or next(filter(None, map(shutil.which, _NAMES)), None)
+    """A browser; without one, tests are skipped on a laptop and fail in CI.
+
+    It ends with the module: Playwright's event loop would be in the way of other tests' loops.
+    """
+    path = find_chromium()
     try:
         from playwright.sync_api import sync_playwright
     except ModuleNotFoundError:
