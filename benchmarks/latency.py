@@ -44,6 +44,8 @@ from tests.servers import free_port, wait_until, worker_env
 NAME = "benchmarks.latency"
 MARKS = "LATENCY_MARKS"
 ANSWER_TOKENS = 32
+TEXT_TOKENS = range(64, 80)
+"""Letters in vocabularies of bytes. With random weights most tokens that are drawn would not be text."""
 PARTS = {
     "handed in": "from the request until the server makes the row",
     "message": "the row's commit and the way through Redis",
@@ -148,9 +150,9 @@ async def one(http: httpx2.AsyncClient, number: int) -> dict[str, Any]:
     """When a request was sent, when its pieces came, and what its row says."""
     body = {
         "prompt": f"{number}: tell me of the {number}th night.",
-        "max_tokens": ANSWER_TOKENS,
-        "ignore_eos": True,
-    }
+        "max_tokens": ANSWER_TOKENS, "ignore_eos": True,
+        "logit_bias": {str(token): 100 for token in TEXT_TOKENS},
+    }  # fmt: skip
     sent, pieces, data = time.time(), [], {}
     async with http.stream("POST", "/execute", json=body) as answer:
         assert answer.status_code == 200, await answer.aread()
@@ -160,7 +162,7 @@ async def one(http: httpx2.AsyncClient, number: int) -> dict[str, Any]:
                 if "t" in data:
                     pieces.append(time.time())
     assert data.get("state") == "succeeded", data
-    return {"job": data["job_id"], "sent": sent, "pieces": pieces} | {
+    return {"job": data["job_id"], "sent": sent, "pieces": pieces, "end": data} | {
         name: datetime.fromisoformat(data[name]).timestamp() for name in ("created_at", "started_at")
     }
 
@@ -237,6 +239,8 @@ def report(title: str, found: Sequence[dict[str, Any]], marks: Path) -> None:
     silent = [one for one in found if not one["pieces"]]  # random weights may draw what is no text
     found = [one for one in found if one["pieces"]]
     print(f"\n{title}: {len(found)} requests, and {len(silent)} whose answers have no text", flush=True)
+    if silent:
+        print(silent[0]["end"], flush=True)
     if not found:
         return
     begin, end = found[0]["sent"], max(one["pieces"][-1] for one in found)
