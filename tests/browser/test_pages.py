@@ -101,7 +101,7 @@ def test_a_prompt_is_answered_before_ones_eyes(server: Server, page: "Page") -> 
 def test_a_page_that_nobody_sees_asks_for_nothing(server: Server, page: "Page") -> None:
     page.goto(f"{server.url}/")
     asked: list[str] = []
-    page.on("request", lambda request: asked.append(request.url))
+    page.on("request", lambda one: asked.append(one.url) if one.resource_type == "fetch" else None)
     page.evaluate("Object.defineProperty(document, 'hidden', {value: true, configurable: true})")
     page.wait_for_timeout(3_500)
     assert asked == []
