@@ -12,7 +12,7 @@ TYPED_IN = (
         ROOT / "docs" / f"{name}.md"
         for name in (
             *("first-night", "python", "http"),
-            *("verifying", "running-for-months", "operations", "reading-results-with-sql"),
+            *("verifying", "running-for-months", "operations", "reading-results-with-sql", "page"),
         )
     ),
 )
