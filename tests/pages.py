@@ -12,14 +12,17 @@ TYPED_IN = (
         ROOT / "docs" / f"{name}.md"
         for name in (
             *("first-night", "python", "http"),
-            *("verifying", "running-for-months", "operations", "reading-results-with-sql", "page"),
+            *("verifying", "running-for-months", "operations", "reading-results-with-sql"),
         )
     ),
 )
 """Pages whose commands people type in, in the order in which a newcomer meets them."""
 PAGES = (
     *TYPED_IN,
-    *(ROOT / "docs" / f"{name}.md" for name in ("file-formats", "settings", "models", "architecture")),
+    *(
+        ROOT / "docs" / f"{name}.md"
+        for name in ("file-formats", "settings", "models", "page", "architecture")
+    ),
 )
 """Every page of docs/ is one of these."""
 _BLOCK = re.compile(
