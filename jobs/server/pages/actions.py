@@ -10,7 +10,6 @@ from nightmill.jobs.errors import NightmillError
 from nightmill.jobs.fields import FIELDS, OF_A_BATCH, Kind, check_option, deadline_moment
 from nightmill.jobs.ids import IdSource
 from nightmill.jobs.job import Job
-from nightmill.jobs.parameters import GenerationParams
 from nightmill.jobs.server.bodies import TIMES, read_form, read_times
 from nightmill.jobs.server.errors import HttpError, http_error_of
 from nightmill.jobs.server.files import PREFIX, Files
@@ -193,15 +192,15 @@ def _again(job: Job) -> JobSpec:
             "add_generation_prompt": job.rendering.add_generation_prompt,
             "continue_final_message": job.rendering.continue_final_message,
         }
-    if job.constrained is not None:
-        raise HttpError(
-            409, "a job whose answer must be something is repeated with `nightmill verify`", code="not_here"
+    if job.constrained is not None or (job.rendering is not None and job.rendering.tools is not None):
+        said_more = (
+            "a job that names tools, or says what its answer must be, cannot be repeated from its page"
         )
+        raise HttpError(409, f"{said_more}: hand it in again as it was, with its seed", code="not_here")
     prompt = next((one for one in (job.prompt, job.prompt_ids, job.messages) if one is not None), None)
     if prompt is None:
         raise HttpError(409, "this row has no prompt that could be computed again", code="no_prompt")
     try:
-        GenerationParams.parse(params)
         return JobSpec.parse({**said, "messages" if job.messages is not None else "prompt": prompt})
     except NightmillError as error:
         raise http_error_of(error) from None

@@ -16,6 +16,7 @@ from nightmill.jobs.client import Client
 from nightmill.jobs.contract import JobState
 from nightmill.jobs.job import Job
 from nightmill.jobs.parameters import GenerationParams
+from nightmill.jobs.server.errors import HttpError
 from nightmill.jobs.server.pages.actions import _again
 from nightmill.jobs.server.pages.plot import HEIGHT, draw
 from nightmill.jobs.spec import JobSpec
@@ -249,6 +250,11 @@ def test_what_a_job_is_repeated_with_is_what_it_was_asked(client: Client) -> Non
     spec = _again(job)
     assert spec.params == job.params == GenerationParams(seed=3, **{**said, "stop": ("x",)})
     assert spec.messages == job.messages
+    weather = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
+    for more in ({"tools": [weather]}, {"choice": ["yes", "no"]}):
+        other = client.get(client.enqueue([{"role": "user", "content": "hi"}], **more))
+        with pytest.raises(HttpError, match="hand it in again as it was"):
+            _again(other)
 
 
 def test_nothing_but_the_pages_own_files_is_served(alone: Server) -> None:
