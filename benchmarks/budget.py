@@ -120,17 +120,7 @@ class Costs:
 def measure(runner: CudaRunner, batch: StepBatch, costs: Costs, rates: tuple[float, float]) -> Iterator[Line]:
     """Each operation of this step alone, then the whole step."""
     model = runner._model
-    decode = len(batch.tokens) == batch.drawn
-    tiles = runner._prefill.tiles(batch.sequence_starts, batch.context_lengths, batch.drawn)
-    size = len(batch.slots)
-    if decode:
-        runner._model.tune(size, size)
-        pieces = runner._decode_pieces(batch, size)
-        inputs = runner._steps.write_padded(0, batch, size, pieces, len(pieces))
-        shape = StepShape(tokens=size, sequences=size, drawn=size, draws=size, tiles=0, pieces=len(pieces))
-    else:
-        shape = StepShape(len(batch.tokens), size, 0, len(batch.draws), len(tiles))
-        inputs = runner._steps.write(0, batch, shape, tiles, np.zeros((0, 4), dtype=np.int32))
+    inputs, shape = prepared(runner, batch)
     calls = recorded(model, inputs, shape)
     runner.device.synchronize()
     for name in dict.fromkeys(name for name, _ in calls):
@@ -140,6 +130,21 @@ def measure(runner: CudaRunner, batch: StepBatch, costs: Costs, rates: tuple[flo
         yield Line(name, nodes, moved, flops, max(moved / rates[0], flops / rates[1]), seconds)
     seconds, nodes = timed(runner, lambda: queue(model, inputs, shape))
     yield Line("step", nodes, 0, 0, 0.0, seconds)
+
+
+def prepared(runner: CudaRunner, batch: StepBatch) -> tuple[StepInputs, StepShape]:
+    """A step's arrays on the GPU. Products of drawn tokens are tuned for so many rows."""
+    size = len(batch.slots)
+    if len(batch.tokens) == batch.drawn:
+        runner._model.tune(size, size)
+        pieces = runner._decode_pieces(batch, size)
+        shape = StepShape(tokens=size, sequences=size, drawn=size, draws=size, tiles=0, pieces=len(pieces))
+        inputs = runner._steps.write_padded(0, batch, size, pieces, len(pieces))
+    else:
+        tiles = runner._prefill.tiles(batch.sequence_starts, batch.context_lengths, batch.drawn)
+        shape = StepShape(len(batch.tokens), size, 0, len(batch.draws), len(tiles))
+        inputs = runner._steps.write(0, batch, shape, tiles, np.zeros((0, 4), dtype=np.int32))
+    return inputs, shape
 
 
 def recorded(model: Model, inputs: StepInputs, shape: StepShape) -> list[tuple[str, Callable[[], None]]]:

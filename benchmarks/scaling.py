@@ -1,10 +1,11 @@
 """How the engine scales on the GPU: from 1 to 4,096 sequences, and from contexts of 128 to 32,000 tokens.
 
-    python -m benchmarks.scaling MODEL.gguf [--repeat 2] > scaling.jsonl
+    python -m benchmarks.scaling MODEL.gguf [--sequences 1 64 1024] [--contexts 512 8192] > scaling.jsonl
     python -m benchmarks.plot scaling.jsonl -o docs/throughput.svg
 
-Random token ids, no end-of-text. Prints one JSON line a point (`Point`), a median of the repetitions after
-one that is not counted; a point whose sequences do not fit the model or the GPU all at once is left out.
+Random token ids, no end-of-text. Prints one JSON line a point (`Point`): a median of the repetitions, before
+which the GPU does two steps of such prompts and some tokens of their answers; a point whose sequences do not
+fit the model or the GPU all at once is left out.
 """
 
 import argparse
@@ -40,6 +41,13 @@ PROMPT, ANSWER = 512, 256
 CONTEXTS = (128, 512, 2048, 8192, 32000)
 LONG_SEQUENCES, LONG_STEPS = 32, 64
 TOKEN_BUDGET = 16384
+WARM_STEPS, WARM_ANSWER = (
+    2,
+    16,
+)  # steps of prompts that come before what is timed, and tokens of their answers
+
+
+Series = Literal["sequences", "contexts"]
 
 
 class Point(BaseModel):
@@ -47,7 +55,7 @@ class Point(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    series: Literal["sequences", "contexts"]
+    series: Series
     sequences: PositiveInt
     prompt: PositiveInt
     answer: PositiveInt
@@ -56,7 +64,25 @@ class Point(BaseModel):
     decode_tokens_per_s: PositiveFloat  # while all sequences decode
     limit_tokens_per_s: PositiveFloat  # `decode_limit`
     model: str
+    formats: str
+    """What is not in 16 bits (`Numbers.words`)."""
     gpu: str
+
+
+class Load(NamedTuple):
+    """What is computed at once: so many sequences, and tokens of each prompt and each answer."""
+
+    sequences: int
+    prompt: int
+    answer: int
+
+    def __str__(self) -> str:
+        return f"{self.sequences:,} sequences of {self.prompt:,} + {self.answer:,} tokens"
+
+    @property
+    def tokens(self) -> int:
+        """Of a sequence."""
+        return self.prompt + self.answer
 
 
 class Run(NamedTuple):
@@ -72,72 +98,78 @@ def main() -> None:
     style = argparse.RawDescriptionHelpFormatter
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=style)
     arguments.add_argument("model", type=Path)
-    arguments.add_argument("--repeat", type=int, default=2)
+    arguments.add_argument("--repeat", type=int, default=1)
+    arguments.add_argument("--sequences", type=int, nargs="*", default=SEQUENCES)
+    arguments.add_argument("--contexts", type=int, nargs="*", default=CONTEXTS)
     add_formats(arguments)
     arguments.add_argument("--bytes-per-s", type=float, default=BYTES_PER_S)
     arguments.add_argument("--flops", type=float, default=FLOPS)
     options = arguments.parse_args()
     file = GgufFile.open(options.model)
     spec = read_spec(file)
-    measure_series("sequences", [(count, PROMPT, ANSWER) for count in SEQUENCES], file, spec, options)
-    measure_series("contexts", [long_point(context) for context in CONTEXTS], file, spec, options)
+    load_of: dict[Series, list[Load]] = {
+        "sequences": [Load(count, PROMPT, ANSWER) for count in options.sequences],
+        "contexts": [long_load(context) for context in options.contexts],
+    }
+    for series, loads in load_of.items():
+        load_of[series] = [load for load in loads if load.tokens < spec.context_length]
+    every = [load for loads in load_of.values() for load in loads]
+    if not every:
+        raise SystemExit(f"no sequences fit into the model's context of {spec.context_length:,} tokens")
+    runner = CudaRunner(
+        file, spec, numbers=numbers_from(options, file, spec), slots=max(load.sequences for load in every),
+        depth=3, max_tokens=TOKEN_BUDGET, context=max(load.tokens for load in every) + 1,
+        report=lambda line: print(line, file=sys.stderr),
+    )  # fmt: skip
+    try:
+        for series, loads in load_of.items():
+            for load in loads:
+                if load.sequences * -(-load.tokens // runner.block_size) > runner.kv_blocks:
+                    print(f"{load} do not fit", file=sys.stderr)
+                    continue
+                point = point_of(series, load, runner, spec, options)
+                print(point.model_dump_json(), flush=True)
+    finally:
+        runner.close()
 
 
-def long_point(context: int) -> tuple[int, int, int]:
+def long_load(context: int) -> Load:
     """Sequences, prompt and answer for which `context` is the mean while all of them decode.
 
     The first of them draw already while the last prompts are computed: the answer is longer by those steps.
     """
     answer = LONG_STEPS + math.ceil(LONG_SEQUENCES * context / (TOKEN_BUDGET - LONG_SEQUENCES))
-    return LONG_SEQUENCES, context - answer // 2, answer
+    return Load(LONG_SEQUENCES, context - answer // 2, answer)
 
 
-def measure_series(
-    series: Literal["sequences", "contexts"], points: list[tuple[int, int, int]],
-    file: GgufFile, spec: ModelSpec, options: argparse.Namespace,
-) -> None:  # fmt: skip
-    """Print the points of one series, all measured on one runner."""
-    points = [point for point in points if point[1] + point[2] < spec.context_length]
-    if not points:
-        return
-    numbers = numbers_from(options, file, spec)
-    runner = CudaRunner(
-        file, spec, numbers=numbers, slots=max(count for count, _, _ in points), depth=3,
-        max_tokens=TOKEN_BUDGET, context=max(prompt + answer for _, prompt, answer in points) + 1,
-        report=lambda line: print(line, file=sys.stderr),
+def point_of(
+    series: Series, load: Load, runner: CudaRunner, spec: ModelSpec, options: argparse.Namespace
+) -> Point:
+    """Measure one load on a runner that others were measured on, too."""
+    few = min(load.sequences, math.ceil(WARM_STEPS * TOKEN_BUDGET / load.prompt))
+    measure(runner, load._replace(sequences=few, answer=WARM_ANSWER), options.repeat, time.perf_counter)
+    runs = [measure(runner, load, turn, time.perf_counter) for turn in range(options.repeat)]
+    run = Run(*(statistics.median(values) for values in zip(*runs, strict=True)))
+    numbers, rates = runner.numbers, (options.bytes_per_s, options.flops)
+    return Point(
+        series=series, sequences=load.sequences, prompt=load.prompt, answer=load.answer,
+        context=round(run.context), output_tokens_per_s=round(run.output),
+        decode_tokens_per_s=round(run.decode),
+        limit_tokens_per_s=round(decode_limit(spec, load.sequences, run.context, *rates, numbers)),
+        model=spec.name, formats=numbers.words, gpu=runner.device.name,
     )  # fmt: skip
-    try:
-        for count, prompt, answer in points:
-            if count * -(-(prompt + answer) // runner.block_size) > runner.kv_blocks:
-                print(f"{count} sequences of {prompt} + {answer} tokens do not fit", file=sys.stderr)
-                continue
-            runs = [
-                measure(runner, count, prompt, answer, turn, time.perf_counter)
-                for turn in range(options.repeat + 1)
-            ]
-            run = Run(*(statistics.median(values) for values in zip(*runs[1:], strict=True)))
-            limit = decode_limit(spec, count, run.context, options.bytes_per_s, options.flops, numbers)
-            point = Point(
-                series=series, sequences=count, prompt=prompt, answer=answer, context=round(run.context),
-                output_tokens_per_s=round(run.output), decode_tokens_per_s=round(run.decode),
-                limit_tokens_per_s=round(limit), model=spec.name, gpu=runner.device.name,
-            )  # fmt: skip
-            print(point.model_dump_json(), flush=True)
-    finally:
-        runner.close()
 
 
-def measure(
-    runner: Runner, count: int, prompt: int, answer: int, seed: int, clock: Callable[[], float]
-) -> Run:
-    """Compute `count` random prompts and their answers.
+def measure(runner: Runner, load: Load, seed: int, clock: Callable[[], float]) -> Run:
+    """Compute random prompts and their answers.
 
     The decode rate is of the steps in which all sequences decode: from when the last prompt is computed, not
     only launched, until the first answer ends.
     """
+    count, prompt, answer = load
     draw = np.random.default_rng(seed)
     engine = Engine(
-        runner, text_stream=NoText, eos_ids=frozenset(), context_length=prompt + answer + 1,
+        runner, text_stream=NoText, eos_ids=frozenset(), context_length=load.tokens + 1,
         max_sequences=count, token_budget=TOKEN_BUDGET, prefix_sharing=False,
     )  # fmt: skip
     for number in range(count):

@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks import plot, scaling
 from benchmarks.engine import in_ranges
-from benchmarks.scaling import Point
+from benchmarks.scaling import Load, Point
 from nightmill.worker.runners.base import Drawn
 from tests.specs import dense_spec
 from tests.unit.engine.scripted import Clock, ScriptedRunner
@@ -37,7 +37,7 @@ def test_decode_rate_is_of_the_steps_in_which_all_decode(
 ) -> None:
     monkeypatch.setattr(scaling, "TOKEN_BUDGET", 32)
     clock = Clock()
-    run = scaling.measure(TimedRunner(clock, slots=16, depth=depth), count, 20, 40, 0, clock)
+    run = scaling.measure(TimedRunner(clock, slots=16, depth=depth), Load(count, 20, 40), 0, clock)
     assert run.decode == count
     assert run.output == count * 40 / (clock.now - 1000)
     assert 20 < run.context < 60
@@ -47,12 +47,12 @@ def test_no_rate_where_the_first_answer_ends_before_the_last_prompt(monkeypatch:
     monkeypatch.setattr(scaling, "TOKEN_BUDGET", 32)
     clock = Clock()
     with pytest.raises(AssertionError, match="no step in which all"):
-        scaling.measure(TimedRunner(clock, slots=16, depth=3), 16, 20, 5, 0, clock)
+        scaling.measure(TimedRunner(clock, slots=16, depth=3), Load(16, 20, 5), 0, clock)
 
 
 @pytest.mark.parametrize("context", scaling.CONTEXTS)
 def test_long_prompts_leave_steps_in_which_all_decode_around_their_context(context: int) -> None:
-    count, prompt, answer = scaling.long_point(context)
+    count, prompt, answer = scaling.long_load(context)
     steps_of_prompts = count * prompt / (scaling.TOKEN_BUDGET - count)
     assert answer - steps_of_prompts >= scaling.LONG_STEPS
     assert prompt + answer / 2 == pytest.approx(context, abs=1)

@@ -142,6 +142,7 @@ class CudaRunner:
         device, slots, context = self.device, self.slots, self._context
         numbers, why = choose_weights(spec, numbers, allowed(device.free_memory(), gpu_memory))
         self._report(f"weights {why}")
+        self.numbers = numbers  # as they were chosen
         check_spec(spec, numbers)
         if numbers.weights is WeightNumbers.FP8 and not device.hopper:
             raise RunnerError(
