@@ -1,19 +1,21 @@
 """Draw what `benchmarks.scaling` measured, against the hardware's limit and other engines.
 
-    python -m benchmarks.plot scaling.jsonl -o docs/throughput.svg [--peers 7b]
+    python -m benchmarks.plot benchmarks/measured/*.jsonl -o docs/throughput.svg --peers 0.5b 7b
 
-Prints the same figures as Markdown tables. The same lines give the same file, to the byte, with the same
-release of matplotlib.
+A row of panels for each file. Writes FILE.svg for light pages and FILE-dark.svg for dark ones, and prints the
+same figures as Markdown tables. The same lines give the same files, to the byte, with the same release of
+matplotlib.
 """
 
 import argparse
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import NullLocator, StrMethodFormatter
+from matplotlib.ticker import LogLocator, NullLocator, StrMethodFormatter
 from pydantic import ValidationError
 
 from benchmarks.scaling import ANSWER, PROMPT, Point
@@ -33,12 +35,27 @@ PEERS = {
 Peers = Mapping[str, list[tuple[int, int]]]
 OTHER_LENGTHS = (1, 4096)
 DECODE, OUTPUT, LIMIT = "Nightmill, decoding", "Nightmill, output", "limit of the GPU, decoding"
-COLOURS = {DECODE: "#0072b2", OUTPUT: "#56b4e9", LIMIT: "#555555"}  # Okabe and Ito's, told apart by all
-PEER_COLOURS = ("#d55e00", "#cc79a7")
+
+
+@dataclass(frozen=True)
+class Theme:
+    """Colours; those of lines are Okabe and Ito's, or lighter ones, told apart by all."""
+
+    page: str
+    words: str
+    grid: str
+    decode: str
+    output: str
+    limit: str
+    peers: tuple[str, str]
+
+
+LIGHT = Theme("#ffffff", "#1f2328", "#e5e5e5", "#0072b2", "#56b4e9", "#555555", ("#d55e00", "#cc79a7"))
+DARK = Theme("#0d1117", "#e6edf3", "#2b313a", "#56b4e9", "#b9e1f9", "#9aa4af", ("#ff8a3d", "#e6a3c8"))
 STYLE = {
     "svg.hashsalt": "nightmill", "svg.fonttype": "none", "text.parse_math": False, "font.size": 9,
-    "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.color": "#e5e5e5",
-    "axes.titlesize": 9, "lines.markersize": 4, "lines.linewidth": 1.5, "legend.frameon": False,
+    "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "axes.titlesize": 9,
+    "lines.markersize": 4, "lines.linewidth": 1.5, "legend.frameon": False,
 }  # fmt: skip
 
 
@@ -46,13 +63,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Read, draw, print."""
     style = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=style)
-    parser.add_argument("results", type=Path, help="the lines that benchmarks.scaling printed")
+    parser.add_argument(
+        "results", type=Path, nargs="+", metavar="RESULTS.jsonl", help="lines that benchmarks.scaling printed"
+    )
     parser.add_argument("-o", "--output", type=Path, required=True, metavar="FILE.svg")
-    parser.add_argument("--peers", choices=PEERS, default="0.5b", help="the size that others are drawn of")
+    parser.add_argument(
+        "--peers", choices=PEERS, nargs="+", default=["0.5b"], help="for each file: the size of the others"
+    )
     options = parser.parse_args(arguments)
-    points = read(options.results)
-    draw(points, options.output, PEERS[options.peers])
-    print("\n".join(tables(points)))
+    if len(options.peers) != len(options.results):
+        parser.error(f"{len(options.results)} files of results, but {len(options.peers)} of --peers")
+    files = [read(path) for path in options.results]
+    rows = [(points, PEERS[size]) for points, size in zip(files, options.peers, strict=True)]
+    draw(rows, options.output, LIGHT)
+    draw(rows, options.output.with_stem(f"{options.output.stem}-dark"), DARK)
+    print("\n\n".join("\n".join([f"{title(points)}:", "", *tables(points)]) for points in files))
 
 
 def read(path: Path) -> list[Point]:
@@ -73,8 +98,8 @@ def read(path: Path) -> list[Point]:
             ) from error
     if missing := {"sequences", "contexts"} - {point.series for point in points}:
         raise SystemExit(f"{path} holds no points of the series {' and '.join(sorted(missing))}")
-    if len(measured := {f"{point.model} on {point.gpu}" for point in points}) > 1:
-        raise SystemExit(f"{path} mixes measurements: {', '.join(sorted(measured))}")
+    if len(measured := {title([point]) for point in points}) > 1:
+        raise SystemExit(f"{path} mixes measurements: {'; '.join(sorted(measured))}")
     return sorted(points, key=lambda point: (point.sequences, point.context))
 
 
@@ -83,45 +108,64 @@ def of(series: str, points: list[Point]) -> list[Point]:
     return [point for point in points if point.series == series]
 
 
-def draw(points: list[Point], path: Path, peers: Peers) -> None:
+def title(points: list[Point]) -> str:
+    """What was measured."""
+    first = points[0]
+    return f"{first.model}, {first.formats or 'in 16 bits'}, on {first.gpu}"
+
+
+def draw(rows: list[tuple[list[Point], Peers]], path: Path, theme: Theme) -> None:
     """Write an SVG, 900 pixels wide."""
-    with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(900 / 96, 400 / 96), layout="constrained", facecolor="white")
-        wide, narrow = figure.subplots(1, 2, width_ratios=(5, 3))
-        figure.suptitle(f"{points[0].model} on {points[0].gpu}", fontsize=10)
-        counts = of("sequences", points)
-        sequences = [point.sequences for point in counts]
-        decoding(wide, sequences, counts)
-        wide.plot(
-            sequences, [point.output_tokens_per_s for point in counts],
-            "o-", color=COLOURS[OUTPUT], label=OUTPUT,
-        )  # fmt: skip
-        for (name, rates), colour in zip(peers.items(), PEER_COLOURS, strict=True):
-            wide.plot(
-                *zip(*rates, strict=True), "s:", color=colour, label=name
-            )  # between them nothing is known
-            other = [rate for rate in rates if rate[0] in OTHER_LENGTHS]
-            wide.plot(*zip(*other, strict=True), "s", color=colour, markerfacecolor="white")
-        axes(wide, f"{PROMPT} → {ANSWER} tokens", "sequences at once", [1, 4, 16, 64, 256, 1024, 4096])
-        wide.legend(loc="lower right")
-        contexts = of("contexts", points)
-        decoding(narrow, [point.context for point in contexts], contexts)
-        title = f"{contexts[0].sequences} sequences"
-        axes(narrow, title, "context, tokens", [point.context for point in contexts])
+    style = {
+        "text.color": theme.words, "axes.labelcolor": theme.words, "axes.edgecolor": theme.words,
+        "axes.titlecolor": theme.words, "axes.facecolor": theme.page, "xtick.color": theme.words,
+        "ytick.color": theme.words, "grid.color": theme.grid,
+    }  # fmt: skip
+    with matplotlib.rc_context(STYLE | style):
+        size = (900 / 96, 380 / 96 * len(rows))
+        figure = Figure(figsize=size, layout="constrained", facecolor=theme.page)
+        strips = figure.subfigures(len(rows), 1, squeeze=False, hspace=0.04)[:, 0]
+        for strip, (points, peers) in zip(strips, rows, strict=True):
+            strip.set_facecolor(theme.page)
+            strip.suptitle(title(points), fontsize=10)
+            draw_row(*strip.subplots(1, 2, width_ratios=(5, 3)), points, peers, theme)
         figure.savefig(path, format="svg", metadata={"Date": None, "Creator": None})
 
 
-def decoding(panel: Axes, x: list[int], points: list[Point]) -> None:
+def draw_row(wide: Axes, narrow: Axes, points: list[Point], peers: Peers, theme: Theme) -> None:
+    """Both series of a model."""
+    counts = of("sequences", points)
+    sequences = [point.sequences for point in counts]
+    decoding(wide, sequences, counts, theme)
+    wide.plot(
+        sequences, [point.output_tokens_per_s for point in counts], "o-", color=theme.output, label=OUTPUT
+    )  # fmt: skip
+    for (name, rates), colour in zip(peers.items(), theme.peers, strict=True):
+        wide.plot(*zip(*rates, strict=True), "s:", color=colour, label=name)  # nothing is known between them
+        other = [rate for rate in rates if rate[0] in OTHER_LENGTHS]
+        wide.plot(*zip(*other, strict=True), "s", color=colour, markerfacecolor=theme.page)
+    ticks = [4**power for power in range(7) if 4**power <= sequences[-1]]
+    axes(wide, f"{PROMPT} → {ANSWER} tokens", "sequences at once", ticks)
+    wide.set_ylim(bottom=min(rate for rates in peers.values() for _, rate in rates) / 3)  # room for the words
+    wide.legend(loc="lower right")
+    contexts = of("contexts", points)
+    decoding(narrow, [point.context for point in contexts], contexts, theme)
+    heading = f"{contexts[0].sequences} sequences"
+    axes(narrow, heading, "context, tokens", [point.context for point in contexts])
+
+
+def decoding(panel: Axes, x: list[int], points: list[Point], theme: Theme) -> None:
     """The rate of decoding and its limit."""
     limits = [point.limit_tokens_per_s for point in points]
     rates = [point.decode_tokens_per_s for point in points]
-    panel.plot(x, limits, "--", color=COLOURS[LIMIT], label=LIMIT)
-    panel.plot(x, rates, "o-", color=COLOURS[DECODE], label=DECODE)
+    panel.plot(x, limits, "--", color=theme.limit, label=LIMIT)
+    panel.plot(x, rates, "o-", color=theme.decode, label=DECODE)
 
 
-def axes(panel: Axes, title: str, xlabel: str, ticks: list[int]) -> None:
+def axes(panel: Axes, heading: str, xlabel: str, ticks: list[int]) -> None:
     """Both logarithmic, with plain numbers."""
-    panel.set(title=title, xlabel=xlabel, ylabel="tokens/s", xscale="log", yscale="log", xticks=ticks)
+    panel.set(title=heading, xlabel=xlabel, ylabel="tokens/s", xscale="log", yscale="log", xticks=ticks)
+    panel.yaxis.set_major_locator(LogLocator(subs=(1, 3)))
     for axis in (panel.xaxis, panel.yaxis):
         axis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
         axis.set_minor_locator(NullLocator())

@@ -91,7 +91,8 @@ def table(found: Sequence[Timing]) -> list[str]:
     of = {(timing.weights, timing.rows): timing for timing in found}
     base, *others = dict.fromkeys(timing.weights for timing in found)
     columns = ["rows", f"{base}: products, us", "step, us"]
-    columns += [f"{name}: {part}" for name in others for part in ("products", "step")]
+    for name in others:
+        columns += [f"{name}: products", "step"]
     lines = [f"| {' | '.join(columns)} |", "| --- " * len(columns) + "|"]
     for rows in dict.fromkeys(timing.rows for timing in found):
         held = of[base, rows]

@@ -1,11 +1,11 @@
-"""benchmarks.scaling and benchmarks.plot: what is timed, the limit it is held against, and the drawing."""
+"""benchmarks.scaling, plot and rows: what is timed, what it is held against, and how that is shown."""
 
 import json
 from pathlib import Path
 
 import pytest
 
-from benchmarks import plot, scaling
+from benchmarks import plot, rows, scaling
 from benchmarks.engine import in_ranges
 from benchmarks.scaling import Load, Point
 from nightmill.worker.runners.base import Drawn
@@ -75,7 +75,8 @@ def made_up() -> list[Point]:
     return [
         Point(
             series=series, sequences=count, prompt=512, answer=256, context=context, model="Qwen2.5-0.5B",
-            gpu="NVIDIA H200", limit_tokens_per_s=(limit := scaling.decode_limit(QWEN, count, context)),
+            formats="", gpu="NVIDIA H200",
+            limit_tokens_per_s=(limit := scaling.decode_limit(QWEN, count, context)),
             decode_tokens_per_s=limit / 2, output_tokens_per_s=limit / 4,
         )
         for series, count, context in counts + contexts
@@ -95,15 +96,29 @@ def test_plot_names_its_series_and_is_the_same_every_time(
     plot.main([str(results), "-o", str(first)])
     printed = capsys.readouterr().out
     plot.main([str(results), "-o", str(second)])
-    assert first.read_bytes() == second.read_bytes()
+    dark = tmp_path / "a-dark.svg"
+    assert first.read_bytes() == second.read_bytes() != dark.read_bytes()
     drawn = first.read_text()
     for words in (plot.DECODE, plot.OUTPUT, plot.LIMIT, *plot.PEERS["0.5b"], "tokens/s", "sequences at once"):
         assert f">{words}<" in drawn
-    plot.main([str(results), "-o", str(second), "--peers", "7b"])
-    assert all(f">{name}<" in second.read_text() for name in plot.PEERS["7b"])
+        assert f">{words}<" in dark.read_text()
+    assert plot.LIGHT.page not in dark.read_text()
     limit = scaling.decode_limit(QWEN, 256, 640)
     assert f"| 256 | {limit / 2:,.0f} | {limit:,.0f} | 50% | {limit / 4:,.0f} |" in printed.splitlines()
-    assert len(printed.splitlines()) == len(scaling.SEQUENCES) + len(scaling.CONTEXTS) + 5
+    assert len(printed.splitlines()) == len(scaling.SEQUENCES) + len(scaling.CONTEXTS) + 7
+
+
+def test_a_row_of_panels_for_each_file_beside_peers_of_its_size(tmp_path: Path) -> None:
+    small = write(tmp_path / "small.jsonl", made_up())
+    as_large = {"model": "Qwen2.5-7B", "formats": "weights in FP8"}
+    large = write(tmp_path / "large.jsonl", [point.model_copy(update=as_large) for point in made_up()])
+    both = [str(small), str(large), "-o", str(tmp_path / "both.svg")]
+    plot.main([*both, "--peers", "0.5b", "7b"])
+    drawn = (tmp_path / "both.svg").read_text()
+    titles = ("Qwen2.5-0.5B, in 16 bits, on NVIDIA H200", "Qwen2.5-7B, weights in FP8, on NVIDIA H200")
+    assert all(f">{words}<" in drawn for words in (*titles, *plot.PEERS["0.5b"], *plot.PEERS["7b"]))
+    with pytest.raises(SystemExit):
+        plot.main(both)
 
 
 @pytest.mark.parametrize(
@@ -125,7 +140,9 @@ def test_missing_file_and_mixed_machines_are_refused(tmp_path: Path) -> None:
         plot.read(tmp_path / "none.jsonl")
     points = made_up()
     other = points[0].model_copy(update={"gpu": "NVIDIA H100"})
-    with pytest.raises(SystemExit, match=r"mixes measurements: Qwen2\.5-0\.5B on NVIDIA H100, Qwen"):
+    with pytest.raises(
+        SystemExit, match=r"mixes measurements: Qwen2\.5-0\.5B, in 16 bits, on NVIDIA H100; Qwen"
+    ):
         plot.read(write(tmp_path / "mixed.jsonl", [*points, other]))
 
 
@@ -138,3 +155,17 @@ def test_a_rate_of_nothing_is_refused(tmp_path: Path) -> None:
 
 def test_neighbouring_sizes_whose_products_take_one_way_are_told_once() -> None:
     assert in_ranges({1: "a", 8: "a", 1024: "b", 2048: "a"}) == "1 to 8 a, 1,024 b, 2,048 a"
+
+
+def test_packed_weights_are_shown_as_shares_of_sixteen_bits() -> None:
+    def timing(weights: str, count: int, products: float, step: float) -> rows.Timing:
+        return rows.Timing(weights, count, products, step, ways={})
+
+    found = [timing("16 bits", 1, 3e-3, 4e-3), timing("16 bits", 4096, 0.06, 0.08)]
+    found += [timing("Q4_K", 1, 1.5e-3, 2.4e-3), timing("Q4_K", 4096, 0.0618, 0.08)]
+    assert rows.table(found) == [
+        "| rows | 16 bits: products, us | step, us | Q4_K: products | step |",
+        "| --- | --- | --- | --- | --- |",
+        "| 1 | 3,000 | 4,000 | 0.50 | 0.60 |",
+        "| 4,096 | 60,000 | 80,000 | 1.03 | 1.00 |",
+    ]
