@@ -9,6 +9,7 @@ import re
 import shutil
 import struct
 import subprocess
+import tempfile
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -49,10 +50,12 @@ void launch_all(void (*kernel)(Arguments...), void* const* values, int threads) 
     launch_with(kernel, values, threads, std::index_sequence_for<Arguments...>());
 }}
 
-extern "C" void launch(unsigned x, unsigned y, unsigned z, int threads, void* const* values) {{
-    gridDim = {{x, y, z}}, blockDim = {{unsigned(threads), 1, 1}};
-    launch_all({kernel}, values, threads);
-}}
+#define LAUNCHER(kernel) \\
+    extern "C" void launch_##kernel(unsigned x, unsigned y, unsigned z, int threads, void* const* all) {{ \\
+        gridDim = {{x, y, z}}, blockDim = {{unsigned(threads), 1, 1}}; \\
+        launch_all(kernel, all, threads); \\
+    }}
+{launchers}
 """
 
 
@@ -94,20 +97,26 @@ class HostDevice:
 
 
 class HostModule:
-    """In place of `Module` and `KernelPairs`: a file, compiled for a kernel when that is first launched."""
+    """In place of `Module` and `KernelPairs`: a file, compiled when a kernel of it is first launched.
+
+    together: for all of its kernels that may be launched, of which those of attention take long each
+    """
 
     folder: Path
     stands: str
+    together: bool
     launched: set[str]
 
     def __init__(self, device: HostDevice, source: Source) -> None:
         self.source = for_element(source, device.element, device.kv)
+        self.names: list[str] = []
 
     @classmethod
     def of(cls, device: HostDevice, source: Source) -> "HostModule":
         return cls(device, source)
 
     def function(self, name: str, arguments: str, **options: Any) -> "HostFunction":
+        self.names.append(name)
         return HostFunction(self, name, re.findall(r"\d*[a-zA-Z]", arguments))
 
 
@@ -131,15 +140,16 @@ class HostFunction:
         *arguments: int | float | bytes,
         **options: Any,
     ) -> None:
-        path, wanted = self._module.source
-        library = _compiled(path, wanted, self._name, self._module.folder, self._module.stands)
+        module = self._module
+        names = tuple(sorted({*module.names})) if module.together else (self._name,)
+        library = _compiled(*module.source, names, module.folder, module.stands)
         packed = [
             ctypes.create_string_buffer(struct.pack(f"@{letter}", value), 128)
             for letter, value in zip(self._letters, arguments, strict=True)
         ]
         values = (ctypes.c_void_p * len(packed))(*map(ctypes.addressof, packed))
-        library.launch(*grid, *(1,) * (3 - len(grid)), block[0], values)
-        self._module.launched.add(self._name)
+        library[f"launch_{self._name}"](*grid, *(1,) * (3 - len(grid)), block[0], values)
+        module.launched.add(self._name)
 
 
 class HostMaps:
@@ -160,18 +170,21 @@ class HostMaps:
 
 
 @cache
-def _compiled(path: Path, options: tuple[str, ...], kernel: str, folder: Path, stands: str) -> ctypes.CDLL:
+def _compiled(
+    path: Path, options: tuple[str, ...], kernels: tuple[str, ...], folder: Path, stands: str
+) -> ctypes.CDLL:
     compiler = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
     assert compiler is not None
-    place = folder / f"{kernel}{''.join(options)}"
-    place.mkdir()
+    place = Path(tempfile.mkdtemp(prefix=f"{kernels[0]}{''.join(options)}", dir=folder))
     source, library = place / path.name, place / "launch.so"
     text = path.read_text(encoding="utf-8")
     source.write_text(_DYNAMIC.sub(r"unsigned char* const \1 = host::dynamic_shared;", text))
     launch = place / "launch.cpp"
-    launch.write_text(_LAUNCH.format(path=source, kernel=kernel))
+    launchers = "\n".join(f"LAUNCHER({kernel})" for kernel in kernels)
+    launch.write_text(_LAUNCH.format(path=source, launchers=launchers))
     includes = [f"-I{one}" for one in (HERE / stands, HERE, kernel_directory())]
     flags = ["-std=c++17", "-O1", "-ffp-contract=off", "-fPIC", "-shared", "-w"]
+    flags.append("-U_FORTIFY_SOURCE")  # which forbids jumps from one stack to another
     flags.append("-D__CUDA_ARCH_FEAT_SM90_ALL")
     subprocess.run([compiler, *flags, *options, *includes, launch, "-o", library], check=True)
     return ctypes.CDLL(str(library))
@@ -205,7 +218,8 @@ def _launch_on_host(
     if not any(map(shutil.which, ("c++", "g++", "clang++"))):
         pytest.skip("no C++ compiler")
     launched: set[str] = set()
-    for name, value in (("folder", folder), ("launched", launched), ("stands", stands)):
+    said = {"folder": folder, "launched": launched, "stands": stands, "together": stands == "rows"}
+    for name, value in said.items():
         patch.setattr(HostModule, name, value, raising=False)
     for module in launchers:
         patch.setattr(module, "KernelPairs", HostModule)

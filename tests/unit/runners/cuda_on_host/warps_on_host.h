@@ -8,9 +8,9 @@
 #include <cstdio>
 #include <cstdlib>
 #include <functional>
+#include <setjmp.h>
 #include <ucontext.h>
 #include <utility>
-#include <vector>
 
 #include "cuda_on_host.h"
 
@@ -75,10 +75,12 @@ static constexpr int MOST_THREADS = 1024, STACK = 1 << 18, MOST_IDLE_TURNS = 200
 // Addresses in shared memory count from here.
 alignas(1 << 18) static unsigned char dynamic_shared[1 << 18];
 
+// Where a thread is; it begins with `context`, and turns without that, whose switch asks the kernel for signals.
 struct Thread {
     ucontext_t context;
-    std::vector<char> stack;
-    bool done;
+    jmp_buf at;
+    char* stack;  // not cleared: of most, a page is used
+    bool begun, done;
 };
 // How many of those who meet are here, and how often they met.
 struct Meeting {
@@ -86,13 +88,27 @@ struct Meeting {
     unsigned times;
 };
 static Thread threads[MOST_THREADS];
-static ucontext_t turn_taker;
+static jmp_buf turn_taker;
 static std::function<void()> kernel;
 static int now, count, idle_turns;
 static Meeting of_warp[32], of_warpgroup[8], of_block;
 static uint32_t told[MOST_THREADS][8];  // what each thread tells the others of its warp
 
-inline void wait_a_turn() { swapcontext(&threads[now].context, &turn_taker); }
+// Others have run meanwhile, of which a compiler knows nothing.
+inline void look_again() { asm volatile("" ::: "memory"); }
+__attribute__((noinline)) inline void wait_a_turn() {
+    if (_setjmp(threads[now].at) == 0) _longjmp(turn_taker, 1);
+    look_again();
+}
+__attribute__((noinline)) inline void give_a_turn() {
+    if (_setjmp(turn_taker) == 0) {
+        Thread& thread = threads[now];
+        if (thread.begun) _longjmp(thread.at, 1);
+        thread.begun = true;
+        setcontext(&thread.context);
+    }
+    look_again();
+}
 inline void happened() { idle_turns = 0; }
 
 inline void meet(Meeting& meeting, int everyone) {
@@ -121,10 +137,10 @@ inline void run_block(int block_threads, const std::function<void()>& launched) 
     of_block = {};
     for (int i = 0; i < count; ++i) {
         Thread& thread = threads[i];
-        thread.done = false;
-        thread.stack.resize(STACK);
+        thread.begun = thread.done = false;
+        if (!thread.stack) thread.stack = static_cast<char*>(malloc(STACK));
         getcontext(&thread.context);
-        thread.context.uc_stack.ss_sp = thread.stack.data(), thread.context.uc_stack.ss_size = STACK;
+        thread.context.uc_stack.ss_sp = thread.stack, thread.context.uc_stack.ss_size = STACK;
         makecontext(&thread.context, run_thread, 0);
     }
     for (int left = count; left > 0;) {
@@ -133,7 +149,7 @@ inline void run_block(int block_threads, const std::function<void()>& launched) 
         for (now = 0; now < count; ++now) {
             if (threads[now].done) continue;
             threadIdx.x = now;
-            swapcontext(&turn_taker, &threads[now].context);
+            give_a_turn();
             left += !threads[now].done;
         }
     }
