@@ -1,7 +1,9 @@
 """Matchers of many texts, moved and asked together: what the engine calls between two steps."""
 
 import os
+import time
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from llguidance import LLExecutor, LLMatcher
 
@@ -14,6 +16,16 @@ from nightmill.worker.runners.base import IntArray
 
 QUICK_SECONDS = 0.1
 """The longest that a grammar may have taken to compile to be compiled again, as between two steps."""
+_FULL = "too many states"
+"""What llguidance says if a lexer has no room left. New ones help against nothing else that it says."""
+_OWN_STATES = 8_000
+"""Of a lexer that one text has for itself: some 5 MB, so that each of 2,000 texts may have one.
+
+With the 50,000 that texts share, 64 of "([a-z ]*e[a-z ]{17}c){3}" had taken 700 MB after 200 tokens, and went
+on (a vocabulary of 49,152 tokens).
+"""
+_RENEWING_SECONDS = 10.0
+"""For all that are renewed between two steps: well below the silence that ends an engine."""
 
 
 class Grammar:
@@ -31,10 +43,12 @@ class Grammar:
         self._asked, self._lark, self._limits = asked, lark, limits
         self._fresh = self.compile()
 
-    def compile(self) -> LLMatcher:
-        """A matcher that shares nothing."""
-        source, limits = complete(self._lark), self._limits.build()
-        return LLMatcher(self.tokens.tokenizer, source, log_level=0, limits=limits)
+    def compile(self, most_states: int | None = None) -> LLMatcher:
+        """A matcher that shares nothing; its lexer may have `most_states`, by default all that one may."""
+        limits = self._limits
+        if most_states is not None:
+            limits = replace(limits, max_lexer_states=min(most_states, limits.max_lexer_states))
+        return LLMatcher(self.tokens.tokenizer, complete(self._lark), log_level=0, limits=limits.build())
 
     @property
     def fault(self) -> str:
@@ -67,14 +81,15 @@ class Matching:
         self.matcher = matcher
         self.drawn: list[int] = []
 
-    def renewed(self) -> bool:
-        """Begin again with a lexer of its own; whether that can be done between two steps.
+    def renewed(self, most_states: int | None, until: float) -> bool:
+        """Begin again with a lexer of its own; whether that can be done before `until`, and helps.
 
         What texts share has a bound. Whoever reaches it must not fail for what others have put there.
         """
-        if not self.grammar.quick:
+        full = _FULL in self.matcher.get_error()
+        if not full or not self.grammar.quick or time.monotonic() >= until:
             return False
-        self.matcher = self.grammar.compile()
+        self.matcher = self.grammar.compile(most_states)
         return self.matcher.try_consume_tokens(self.drawn) == len(self.drawn)
 
 
@@ -89,10 +104,13 @@ class Matchings:
     def masks(self, constraints: Mapping[int, Matching], masks: IntArray, /) -> Faults:
         """See `nightmill.worker.engine.constraints`."""
         self._fill(constraints.items(), masks)
-        if failed := [(place, one) for place, one in constraints.items() if one.matcher.is_error()]:
-            reasons = {place: one.matcher.get_error() for place, one in failed}
-            self._fill([(place, one) for place, one in failed if one.renewed()], masks)
-        faults = {place: _plain(reasons[place]) for place, one in failed if one.matcher.is_error()}
+        failed = [(place, one) for place, one in constraints.items() if one.matcher.is_error()]
+        reasons = {place: one.matcher.get_error() for place, one in failed}
+        until = time.monotonic() + _RENEWING_SECONDS
+        for most_states in (_OWN_STATES, None):
+            self._fill([(place, one) for place, one in failed if one.renewed(most_states, until)], masks)
+            failed = [(place, one) for place, one in failed if one.matcher.is_error()]
+        faults = {place: _plain(reasons[place]) for place, one in failed}
         for place, one in constraints.items():
             if one.grammar.may_name_tokens and place not in faults:
                 row = masks[place]
@@ -110,11 +128,12 @@ class Matchings:
         pairs = [(one.matcher, token_id) for one, token_id in zip(constraints, token_ids, strict=True)]
         taken = self._executor.consume_token_par(pairs)
         faults: Faults = {}
+        until = time.monotonic() + _RENEWING_SECONDS
         for place, (one, token_id) in enumerate(zip(constraints, token_ids, strict=True)):
             one.drawn.append(token_id)
             if not taken[place]:
                 reason = one.matcher.get_error()
-                if not one.renewed():
+                if not one.renewed(_OWN_STATES, until) and not one.renewed(None, until):
                     faults[place] = _plain(reason)
         return faults
 
