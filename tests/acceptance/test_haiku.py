@@ -49,6 +49,7 @@ def text_in_sql(client: Client, job_id: str) -> str:
     return found
 
 
+@pytest.mark.parametrize("server_settings", ["postgresql"], indirect=True)
 def test_text_in_the_database_obeys_a_word_drawn_at_random(
     nightmill: Client, start: Callable[[], Worker]
 ) -> None:

@@ -77,9 +77,10 @@ def test_without_the_distribution_there_is_no_installed_model(monkeypatch: pytes
     assert installed_model() is None
 
 
-def test_questions_go_to_the_installed_model_through_the_whole_path(
+def test_questions_go_to_the_installed_model_and_what_to_type_next_can_be_typed(
     install: Install, directory: Path
 ) -> None:
+    """The bundled model does not know the largest planet, but it is asked."""
     model = install()
     said = run_demo(directory, "--seed", "3")
     assert f"12 prompts enqueued; starting a worker with {model}" in said
@@ -88,6 +89,18 @@ def test_questions_go_to_the_installed_model_through_the_whole_path(
         found = client.list_jobs(limit=100)
     assert sorted(job.messages[0]["content"] for job in found if job.messages) == sorted(QUESTIONS)
     assert all(job.text and job.text in said for job in found)
+    nightmill = Path(sys.executable).with_name("nightmill").absolute()
+    echo, run = (line.strip() for line in said.splitlines()[-2:])
+    assert (Path.cwd() / run.split()[0]) == nightmill  # it is not on the PATH
+    subprocess.run(
+        ["bash", "-euc", f"{echo}\n{run.replace(run.split()[0], str(nightmill), 1)}"],
+        cwd=directory,
+        env=worker_env(Settings(data_dir=directory / "data")),
+        check=True,
+        timeout=120,
+    )
+    (result,) = (directory / "results.jsonl").read_text().splitlines()
+    assert json.loads(result)["text"]
 
 
 def test_haiku_may_be_asked_for_and_what_an_interrupted_demo_has_left_is_not_generated(
@@ -119,24 +132,6 @@ def test_without_a_gpu_the_demo_says_so_before_it_does_anything(
     assert done.output.startswith("Error: PyCUDA cannot be imported")
     assert done.output.endswith("Without --gpu the demo uses NumPy\n")
     assert not list(directory.iterdir())
-
-
-def test_what_to_type_next_can_be_typed(install: Install, directory: Path) -> None:
-    """The bundled model does not know the largest planet, but it is asked."""
-    install()
-    lines = run_demo(directory, "-n", "1").splitlines()
-    nightmill = Path(sys.executable).with_name("nightmill").absolute()
-    echo, run = (line.strip() for line in lines[-2:])
-    assert (Path.cwd() / run.split()[0]) == nightmill  # it is not on the PATH
-    subprocess.run(
-        ["bash", "-euc", f"{echo}\n{run.replace(run.split()[0], str(nightmill), 1)}"],
-        cwd=directory,
-        env=worker_env(Settings(data_dir=directory / "data")),
-        check=True,
-        timeout=120,
-    )
-    (result,) = (directory / "results.jsonl").read_text().splitlines()
-    assert json.loads(result)["text"]
 
 
 def test_the_bundled_model_writes_haiku_and_says_why(install: Install, directory: Path) -> None:

@@ -52,6 +52,7 @@ def test_enqueued_prompts_arrive_as_text_with_reasons(jobs_client: Client, start
     assert [worker.state for worker in jobs_client.workers()] == ["stopped"]
 
 
+@on_postgresql
 def test_killed_worker_loses_no_job_and_repeats_none(jobs_client: Client, start_worker: StartWorker) -> None:
     ids = jobs_client.enqueue_many(["Write a haiku about the sea"] * 10, **LONG)
     with start_worker("doomed", "--max-sequences", "8") as doomed:

@@ -259,17 +259,6 @@ def test_ctrl_c_twice_hands_everything_back_at_once(jobs_client: Client, run: Ru
 
 
 @on_sqlite
-def test_a_worker_that_serves_the_model_is_used_and_left_alone(
-    jobs_client: Client, run: Run, start_worker: StartWorker, prompts: Path
-) -> None:
-    with start_worker("served") as worker:
-        process = run(prompts)
-        assert process.wait(PATIENCE) == 3
-        assert worker.poll() is None
-        assert len(jobs_client.workers()) == 1
-
-
-@on_sqlite
 def test_a_worker_that_dies_in_the_middle_is_replaced(
     jobs_client: Client, run: Run, start_worker: StartWorker, prompts: Path
 ) -> None:
@@ -314,13 +303,16 @@ def test_what_cannot_work_is_one_line_and_nothing_is_queued(
 
 @on_postgresql
 def test_the_deadline_ends_a_run_with_partial_texts_and_a_code_of_its_own(
-    start_worker: StartWorker, run: Run, tmp_path: Path
+    jobs_client: Client, start_worker: StartWorker, run: Run, tmp_path: Path
 ) -> None:
+    """A worker that serves the model is used, and left alone."""
     path = tmp_path / "long.jsonl"
     path.write_text('{"prompt": "Write a haiku", "max_tokens": 450, "ignore_eos": true}\n' * 300)
-    with start_worker("there"):  # starting one could take until the deadline
-        process = run(path, "--deadline", "6s")
+    with start_worker("there") as worker:  # starting one could take until the deadline
+        process = run(path, "--deadline", "4s")
         said, progress = process.communicate(timeout=PATIENCE)
+        assert worker.poll() is None
+        assert len(jobs_client.workers()) == 1
     assert process.returncode == 5, progress
     assert "expired" in said
     codes = [row["error"]["code"] for row in rows(tmp_path / "out.errors.jsonl")]

@@ -1,16 +1,16 @@
 """Rows of the bundled model, computed again by a real worker: the same bits, or it is said why not."""
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from typing import Any
 
 import pytest
+from click.testing import CliRunner, Result
 from sqlalchemy import update
 
 from nightmill.jobs.arithmetic import Arithmetic
 from nightmill.jobs.client import Client
+from nightmill.jobs.commands.main import main
 from nightmill.jobs.settings import Settings
 from nightmill.jobs.sql.jobs import JOBS
 from nightmill.jobs.sql.tables import JobRow
@@ -28,14 +28,9 @@ def quick(quick: Settings) -> Settings:
     return quick.model_copy(update={"reference": True, "model": demo_model()})
 
 
-def verify(settings: Settings, *arguments: str) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run(
-        [sys.executable, "-m", "nightmill", "verify", "night", "--sample", "5", *arguments],
-        env=worker_env(settings),
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=PATIENCE,
+def verify(settings: Settings, *arguments: str) -> Result:
+    return CliRunner().invoke(
+        main, ["verify", "night", "--sample", "5", *arguments], env=worker_env(settings)
     )
 
 
@@ -59,12 +54,12 @@ def test_rows_computed_again_are_equal_to_the_bit_and_what_is_not_is_found(
     assert (arithmetic.runner, arithmetic.weights) == ("numpy", "f32")
 
     nobody = verify(settings)
-    assert nobody.returncode == 1
+    assert nobody.exit_code == 1
     assert "no live worker serves 'nightmill-demo', which these rows are of" in nobody.stderr
 
     with start_worker("second"):
         done = verify(settings)
-        assert (done.returncode, done.stdout.splitlines()[0]) == (0, "night: 5 of 5 rows equal to the bit")
+        assert (done.exit_code, done.stdout.splitlines()[0]) == (0, "night: 5 of 5 rows equal to the bit")
         assert {job.id: job for job in jobs_client.results(ids)} == before
         assert [batch.name for batch in jobs_client.list_batches()] == ["night"]
 
@@ -75,7 +70,7 @@ def test_rows_computed_again_are_equal_to_the_bit_and_what_is_not_is_found(
                 update(JOBS).where(JobRow.id == ids[1]).values(text="another", arithmetic=other)
             )
         done = verify(settings, "--json")
-        assert done.returncode == 1
+        assert done.exit_code == 1
         rows = {row["job_id"]: row for row in json.loads(done.stdout)["rows"]}
         assert (rows[ids[0]]["verdict"], rows[ids[0]]["parting"]["then"]) == ("defect", "tampered")
         explained = f"device: NVIDIA H200, now {arithmetic.device}"

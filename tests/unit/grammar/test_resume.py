@@ -32,7 +32,7 @@ def outcome(one: Completion) -> tuple[tuple[int, ...], str, StopReason, str | No
     return one.token_ids, one.text, one.stop_reason, one.error
 
 
-@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     place=st.integers(0, len(ASKED) - 1),
     seed=st.integers(0, 2**31),
