@@ -42,7 +42,7 @@ from nightmill.worker.link.loading import (
     load_model,
     served_name,
 )
-from nightmill.worker.options import merge_options, worker_id_option, worker_options
+from nightmill.worker.options import gpu_name, merge_options, worker_id_option, worker_options
 from nightmill.worker.service import tasks
 from nightmill.worker.service.gate import GatedAMQP
 from nightmill.worker.service.heart import LOADING, Heart
@@ -148,7 +148,7 @@ class EngineStep(bootsteps.StartStopStep):
         self.broker.ping()
         self.claims = Claims(self.database, self.options.get("worker_id") or uuid.uuid4().hex)
         gpu = gpu_index(settings)
-        named = None if gpu is None else f"GPU {gpu}"
+        named = None if gpu is None else gpu_name(gpu)
         self.claims.register(socket.gethostname(), os.getpid(), served_name(settings), named, LOADING)
         heart = Heart(self.claims, settings.stale_seconds)
         try:

@@ -99,6 +99,11 @@ def worker_options() -> list[click.Option]:
     ]
 
 
+def gpu_name(index: int) -> str:
+    """What a worker's row calls its GPU."""
+    return f"GPU {index}"
+
+
 def worker_id_option() -> click.Option:
     """For whoever starts a worker and wants to know its row in `workers` from the first moment."""
     return click.Option(["--id", "worker_id"], hidden=True, help="The id of its row in the table of workers.")

@@ -2,18 +2,23 @@
 
 A lock file, held open by us and by our worker, says that one of them lives. Whoever gets the lock knows that
 both of the earlier holders are gone, and can give their jobs back at once in place of waiting for silence.
+
+Who asks for a device, `--gpu N` or `--reference`, gets a worker there: one that is elsewhere does not serve.
 """
 
 import fcntl
 import re
 import signal
+import socket
 import uuid
 
 from nightmill.jobs.client import Client
 from nightmill.jobs.errors import NightmillError
+from nightmill.jobs.job import Worker
 from nightmill.jobs.settings import make_data_dir
 from nightmill.jobs.sql.sweep import Sweep
 from nightmill.worker.commands.process import WorkerProcess
+from nightmill.worker.options import gpu_name
 
 _ID = re.compile("[0-9a-f]{32}")
 _KILLED = (-signal.SIGKILL, -signal.SIGTERM)
@@ -51,17 +56,20 @@ class WorkerKeeper:
         if self.own is not None:
             return "" if self.own.ready else self.own.progress
         if not self._take_lock():
-            return (
-                "" if self._client.serving(self._model) else "waiting for the worker of an earlier run to end"
-            )
+            return "" if self.served else "waiting for the worker of an earlier run to end"
         self._bury_earlier()
-        if self._client.serving(self._model):
+        if self.served:
             self._release_lock()
             return ""
         worker_id = uuid.uuid4().hex
         self._write(worker_id)  # first, so that a worker that has claimed jobs is always written down
         self.own = WorkerProcess(self._client, self.log, worker_id=worker_id, pass_fds=[self._lock.fileno()])
         return self.own.progress
+
+    @property
+    def served(self) -> bool:
+        """Whether any worker serves the model, on the device that is asked for."""
+        return any(map(self._is_asked_for, self._client.serving(self._model)))
 
     def end(self, *, at_once: bool) -> str:
         """Let our own worker end, without waiting for it; returns what will happen."""
@@ -86,6 +94,13 @@ class WorkerKeeper:
         self._lock.close()
 
     # -- helpers ---------------------------------------------------------------------------------
+
+    def _is_asked_for(self, worker: Worker) -> bool:
+        settings = self._client.settings
+        if settings.reference:
+            return worker.gpu is None
+        here = worker.host == socket.gethostname()
+        return settings.gpu is None or (here and worker.gpu == gpu_name(settings.gpu))
 
     def _died(self, worker: WorkerProcess) -> bool:
         """True if it has ended and may be started again; for one that fails to start, see its `ready`."""

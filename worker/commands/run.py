@@ -29,11 +29,13 @@ from nightmill.jobs.printable import printable
 from nightmill.jobs.settings import Settings
 from nightmill.worker.commands.keeper import WorkerKeeper
 from nightmill.worker.fetching import with_model_file
-from nightmill.worker.options import WORKER_SETTINGS, merge_options, worker_options
+from nightmill.worker.options import WORKER_SETTINGS, as_arguments, merge_options, worker_options
 
 POLL_SECONDS = 0.5
 _POLL_SHARE = 10  # look at a huge batch a tenth of the time at most
 INTERRUPTED = 130
+_HEARD = frozenset({"model", "model_name", "gpu", "reference"})
+"""What a worker that is there already is chosen by; other options of a worker are for one that is started."""
 
 
 @click.command()
@@ -75,7 +77,8 @@ def run(
       nightmill run prompts.jsonl -o results.jsonl --model model.gguf
 
     Rows are OpenAI batch rows, plain JSONL, CSV or Parquet; a bad one fails alone. The model given here
-    answers every row, also one that names another. A worker is started unless one serves the model already.
+    answers every row, also one that names another. A worker is started unless one serves the model already,
+    on the GPU that --gpu names, or with NumPy for --reference.
     Results are appended to OUTPUT as they finish, and put in the order of FILE at the end. Killed at any
     moment and run again, the same command goes on where it stood: rows that are done are not done again.
 
@@ -147,6 +150,12 @@ def run(
             say_times(batch.status(errors=False), rows, say)
             keeper = WorkerKeeper(client, model)
             stack.callback(keeper.close)
+            unheard = as_arguments({name: worker_settings[name] for name in WORKER_SETTINGS - _HEARD})
+            if unheard and keeper.served:
+                say(
+                    "a worker that is there already serves the model, as it was started; for one that this "
+                    f"command starts are {' '.join(unheard)}"
+                )
             stream = stack.enter_context(ResultStream(batch, *outputs))
             status = _follow(batch, stream, keeper, log)
             if status.state.final:

@@ -305,15 +305,16 @@ def test_what_cannot_work_is_one_line_and_nothing_is_queued(
 def test_the_deadline_ends_a_run_with_partial_texts_and_a_code_of_its_own(
     jobs_client: Client, start_worker: StartWorker, run: Run, tmp_path: Path
 ) -> None:
-    """A worker that serves the model is used, and left alone."""
+    """A worker that serves the model is used, and left alone; it does not hear of options."""
     path = tmp_path / "long.jsonl"
     path.write_text('{"prompt": "Write a haiku", "max_tokens": 450, "ignore_eos": true}\n' * 300)
     with start_worker("there") as worker:  # starting one could take until the deadline
-        process = run(path, "--deadline", "4s")
+        process = run(path, "--deadline", "4s", "--context", "500")
         said, progress = process.communicate(timeout=PATIENCE)
         assert worker.poll() is None
         assert len(jobs_client.workers()) == 1
     assert process.returncode == 5, progress
+    assert "there already" in progress and "command starts are --context 500\n" in progress
     assert "expired" in said
     codes = [row["error"]["code"] for row in rows(tmp_path / "out.errors.jsonl")]
     assert set(codes) == {"deadline"}

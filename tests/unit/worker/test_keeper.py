@@ -1,5 +1,6 @@
 """What keeps a worker alive starts it again as often as it takes to find who kills it, and then gives up."""
 
+import socket
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -7,7 +8,9 @@ from typing import Any
 import pytest
 
 from nightmill.jobs.client import Client
+from nightmill.jobs.contract import WorkerState
 from nightmill.jobs.errors import NightmillError
+from nightmill.jobs.sql.claims import Claims
 from nightmill.worker.commands import keeper
 from nightmill.worker.commands.keeper import WorkerKeeper
 
@@ -59,3 +62,30 @@ def test_a_worker_that_dies_often_is_started_again_while_rows_get_done(kept: Wor
     for number in range(200):
         kept.check(done=number // 30)
     assert Dying.started > 60
+
+
+@pytest.mark.parametrize(
+    ("asked", "serves"),  # NumPy here, GPU 0 here, GPU 1 on another host
+    [
+        ({}, (True, True, True)),
+        ({"gpu": 0}, (False, True, False)),
+        ({"gpu": 1}, (False, False, False)),
+        ({"reference": True}, (True, False, False)),
+    ],
+)
+def test_a_worker_serves_who_asks_for_its_device_only(
+    asked: dict[str, Any], serves: tuple[bool, ...], sqlite_client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keeper, "WorkerProcess", Dying)
+    here = socket.gethostname()
+    settings = sqlite_client.settings.model_copy(update=asked)
+    monkeypatch.setattr(sqlite_client, "settings", settings)
+    for number, (host, gpu) in enumerate([(here, None), (here, "GPU 0"), ("elsewhere", "GPU 1")]):
+        there = Claims(sqlite_client.database, f"{number}" * 32)
+        there.register(host, 1, "model", gpu)
+        there.beat(WorkerState.READY)
+        kept = WorkerKeeper(sqlite_client, "model")
+        kept.check(done=0)
+        assert (kept.own is None) is serves[number]
+        kept.close()
+        there.withdraw()
