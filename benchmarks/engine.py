@@ -2,13 +2,16 @@
 
     python -m benchmarks.engine MODEL.gguf [--weights 16bit] [--kv 16bit] [--repeat 3] [single uniform ...]
 
-Prints one JSON line a workload: the median over the repetitions, after one that is not counted.
+Prints one JSON line a workload: the median over the repetitions, after one that is not counted. --quick is
+for when a GPU's time is scarce: all workloads on one runner with room for each, and before what is counted
+only two steps of prompts and some tokens.
 --constrained none,one,same,all does so for each of these, on one runner: no answer is held to a JSON schema,
 the first alone, all to one, each to one of its own.
 """
 
 import argparse
 import json
+import math
 import statistics
 import sys
 import time
@@ -68,7 +71,15 @@ class Workload:
 
     @property
     def context(self) -> int:
+        """Tokens of the longest sequence."""
         return self.shared_prefix + self.prompt[1] + self.answer[1]
+
+    def begun(self) -> "Workload":
+        """So many of its sequences that two steps compute their prompts, with a few tokens each."""
+        few = math.ceil(2 * self.token_budget / (self.shared_prefix + self.prompt[1]))
+        return replace(
+            self, sequences=min(self.sequences, few), answer=(1, 1) if self.counts_prompts else (8, 8)
+        )
 
 
 WORKLOADS = {
@@ -176,6 +187,7 @@ def main() -> None:
     arguments.add_argument("--depth", type=int, default=3)
     arguments.add_argument("--slots", type=int, help="sequences at once, instead of the workload's own")
     arguments.add_argument("--token-budget", type=int)
+    arguments.add_argument("--quick", action="store_true", help="see above")
     arguments.add_argument("--no-graphs", action="store_true")
     arguments.add_argument("--no-prefix-sharing", action="store_true")
     arguments.add_argument("--products", action="store_true", help="print which kernel each product took")
@@ -184,59 +196,67 @@ def main() -> None:
     options = arguments.parse_intermixed_args()  # options may stand between workloads
     file = GgufFile.open(options.model)
     spec = read_spec(file)
-    for name in options.workloads:
-        for found in measure(name, file, spec, options):
+    for names in [options.workloads] if options.quick else [[name] for name in options.workloads]:
+        for found in measure(names, file, spec, options):
             print(json.dumps(found), flush=True)
 
 
 def measure(
-    name: str, file: GgufFile, spec: ModelSpec, options: argparse.Namespace
+    names: Sequence[str], file: GgufFile, spec: ModelSpec, options: argparse.Namespace
 ) -> Iterator[dict[str, object]]:
-    """Run one workload on a runner of its own, free and under constraints as is asked."""
-    workload = replace(WORKLOADS[name], logprobs=options.logprobs)
-    slots = options.slots or workload.slots
-    budget = max(options.token_budget or workload.token_budget, slots)
-    numbers = numbers_from(options, file, spec)
+    """Run workloads on one runner, free and under constraints as is asked."""
+    workloads = {name: asked_for(WORKLOADS[name], options) for name in names}
+    every = workloads.values()
     began = time.perf_counter()
     runner = CudaRunner(
-        file, spec, slots=slots, depth=options.depth, context=workload.context + 1, max_tokens=budget,
-        gpu=options.gpu, graphs=not options.no_graphs, numbers=numbers,
+        file, spec, slots=max(one.slots for one in every), depth=options.depth,
+        context=max(one.context for one in every) + 1, max_tokens=max(one.token_budget for one in every),
+        gpu=options.gpu, graphs=not options.no_graphs, numbers=numbers_from(options, file, spec),
         report=lambda line: print(line, file=sys.stderr),
     )  # fmt: skip
     ready = time.perf_counter() - began
     if options.products:
         for product, ways in runner.products().items():
             print(f"{product}: {in_ranges(ways)}", file=sys.stderr)
-    sharing = not options.no_prefix_sharing
-    held = Held(file, spec.vocab)
-    same: dict[str, Any] = {
-        "slots": slots,
-        "token_budget": runner.max_tokens,
-        "prefix_sharing": sharing,
-        "held": held,
-    }
+    constrained = options.constrained.split(",")
+    held = None if constrained == ["none"] else Held(file, spec.vocab)
+    same: dict[str, Any] = {"prefix_sharing": not options.no_prefix_sharing, "held": held}
     try:
-        for which in options.constrained.split(","):
-            turns = [play(workload, runner, seed, **same, which=which) for seed in range(1 + options.repeat)]
-            yield {
-                "workload": name,
-                "constrained": which,
-                "model": spec.name,
-                "gpu": runner.device.name,
-                "dtype": runner.numbers.element.value,
-                "weights": runner.numbers.weights.value,
-                "kv": runner.numbers.kv.value,
-                **figures(workload, turns[1:]),
-                "slots": slots,
-                "token_budget": runner.max_tokens,
-                "depth": options.depth,
-                "weights_gib": round(runner.memory.weights / 2**30, 2),
-                "kv_pages": runner.kv_blocks,
-                "ready_s": round(ready, 2),
-            }
+        for name, workload in workloads.items():
+            budget = min(workload.token_budget, runner.max_tokens)
+            same |= {"slots": workload.slots, "token_budget": budget}
+            for which in constrained:
+                play(workload.begun() if options.quick else workload, runner, 0, **same, which=which)
+                turns = [
+                    play(workload, runner, 1 + turn, **same, which=which) for turn in range(options.repeat)
+                ]
+                yield {
+                    "workload": name,
+                    "constrained": which,
+                    "model": spec.name,
+                    "gpu": runner.device.name,
+                    "dtype": runner.numbers.element.value,
+                    "weights": runner.numbers.weights.value,
+                    "kv": runner.numbers.kv.value,
+                    **figures(workload, turns),
+                    "slots": workload.slots,
+                    "token_budget": budget,
+                    "depth": options.depth,
+                    "weights_gib": round(runner.memory.weights / 2**30, 2),
+                    "kv_pages": runner.kv_blocks,
+                    "ready_s": round(ready, 2),
+                }
     finally:
-        held.grammars.close()
+        if held is not None:
+            held.grammars.close()
         runner.close()
+
+
+def asked_for(workload: Workload, options: argparse.Namespace) -> Workload:
+    """As the options change it; a step has a token of every sequence at least."""
+    slots = options.slots or workload.slots
+    budget = max(options.token_budget or workload.token_budget, slots)
+    return replace(workload, slots=slots, token_budget=budget, logprobs=options.logprobs)
 
 
 if __name__ == "__main__":
