@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.formats import add_formats, numbers_from
+from benchmarks.limits import BYTES_PER_S, FLOPS
 from benchmarks.steps import FILL, Steps
 from nightmill.worker.model.families import read_spec
 from nightmill.worker.model.gguf.file import GgufFile
@@ -35,7 +36,6 @@ from nightmill.worker.runners.gpu.steps import StepInputs, StepShape
 
 PROMPT = 1024  # tokens of each sequence in the prefill step
 REPLAYS = 9
-BYTES_PER_S, FLOPS = 4.27e12, 760e12  # of a device copy and of a large FP16 product, as measured on an H200
 
 
 @dataclass

@@ -2,7 +2,8 @@
 
     python -m benchmarks.engine MODEL.gguf [--weights 16bit] [--kv 16bit] [--repeat 3] [single uniform ...]
 
-Prints one JSON line a workload: the median over the repetitions, after one that is not counted. --quick is
+Prints one JSON line a workload: the median over the repetitions, after one that is not counted, and the limit
+of what memory and arithmetic of an H200 allow (`benchmarks.limits`). --quick is
 for when a GPU's time is scarce: all workloads on one runner with room for each, and before what is counted
 only two steps of prompts and some tokens.
 --constrained none,one,same,all does so for each of these, on one runner: no answer is held to a JSON schema,
@@ -23,6 +24,7 @@ import numpy as np
 
 from benchmarks.formats import add_formats, numbers_from
 from benchmarks.held import WHICH, Held
+from benchmarks.limits import Limit
 from nightmill.jobs.parameters import GenerationParams
 from nightmill.worker.engine.engine import Engine, EngineStats
 from nightmill.worker.engine.request import Request
@@ -145,13 +147,18 @@ def play(
     return Turn(tokens, seconds, engine.stats)
 
 
-def figures(workload: Workload, turns: Sequence[Turn]) -> dict[str, object]:
+def figures(workload: Workload, turns: Sequence[Turn], limit: Limit) -> dict[str, object]:
     """What is printed of the turns that count."""
     last = turns[-1]
+    requests = workload.requests(limit.spec.vocab, 1)
+    prompts = [len(request.prompt_ids) - workload.shared_prefix for request in requests]
+    answers = [request.params.max_tokens for request in requests]
+    least = limit.workload([*prompts, workload.shared_prefix], [*answers, 1], workload.slots)
     rate = round(statistics.median(turn.rate for turn in turns))
     return {
         "prompt_tokens_per_s" if workload.counts_prompts else "output_tokens_per_s": rate,
         "all": [round(turn.rate) for turn in turns],
+        "limit_tokens_per_s": round(sum(prompts if workload.counts_prompts else answers) / least),
         "tokens": last.tokens,
         "seconds": round(statistics.median(turn.seconds for turn in turns), 3),
         "prompt_tokens": last.stats.prompt_tokens,
@@ -218,6 +225,7 @@ def measure(
     if options.products:
         for product, ways in runner.products().items():
             print(f"{product}: {in_ranges(ways)}", file=sys.stderr)
+    limit = Limit(spec, runner.numbers)
     constrained = options.constrained.split(",")
     held = None if constrained == ["none"] else Held(file, spec.vocab)
     same: dict[str, Any] = {"prefix_sharing": not options.no_prefix_sharing, "held": held}
@@ -238,7 +246,7 @@ def measure(
                     "dtype": runner.numbers.element.value,
                     "weights": runner.numbers.weights.value,
                     "kv": runner.numbers.kv.value,
-                    **figures(workload, turns),
+                    **figures(workload, turns, limit),
                     "slots": workload.slots,
                     "token_budget": budget,
                     "depth": options.depth,

@@ -20,20 +20,17 @@ from typing import Literal, NamedTuple
 import numpy as np
 from pydantic import BaseModel, ConfigDict, PositiveFloat, PositiveInt
 
-from benchmarks.budget import BYTES_PER_S, FLOPS
 from benchmarks.formats import add_formats, numbers_from
+from benchmarks.limits import BYTES_PER_S, FLOPS, Limit
 from nightmill.jobs.parameters import GenerationParams
 from nightmill.worker.engine.engine import Engine
 from nightmill.worker.engine.request import Request
 from nightmill.worker.link.garbage import QuietCollector
 from nightmill.worker.model.families import read_spec
 from nightmill.worker.model.gguf.file import GgufFile
-from nightmill.worker.model.spec import ModelSpec, Role
+from nightmill.worker.model.spec import ModelSpec
 from nightmill.worker.runners.base import Runner
-from nightmill.worker.runners.gpu.kv_cache import PAGE, page_bytes
-from nightmill.worker.runners.gpu.numbers import HALF, Numbers, WeightNumbers
 from nightmill.worker.runners.gpu.runner import CudaRunner
-from nightmill.worker.runners.gpu.weights.layout import runs_of
 from tests.engines import NoText
 
 SEQUENCES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
@@ -62,7 +59,7 @@ class Point(BaseModel):
     context: PositiveInt
     output_tokens_per_s: PositiveFloat  # all output over the whole time, prompts included
     decode_tokens_per_s: PositiveFloat  # while all sequences decode
-    limit_tokens_per_s: PositiveFloat  # `decode_limit`
+    limit_tokens_per_s: PositiveFloat  # `Limit.decoding`
     model: str
     formats: str
     """What is not in 16 bits (`Numbers.words`)."""
@@ -150,13 +147,13 @@ def point_of(
     measure(runner, load._replace(sequences=few, answer=WARM_ANSWER), options.repeat, time.perf_counter)
     runs = [measure(runner, load, turn, time.perf_counter) for turn in range(options.repeat)]
     run = Run(*(statistics.median(values) for values in zip(*runs, strict=True)))
-    numbers, rates = runner.numbers, (options.bytes_per_s, options.flops)
+    limit = Limit(spec, runner.numbers, options.bytes_per_s, options.flops)
     return Point(
         series=series, sequences=load.sequences, prompt=load.prompt, answer=load.answer,
         context=round(run.context), output_tokens_per_s=round(run.output),
         decode_tokens_per_s=round(run.decode),
-        limit_tokens_per_s=round(decode_limit(spec, load.sequences, run.context, *rates, numbers)),
-        model=spec.name, formats=numbers.words, gpu=runner.device.name,
+        limit_tokens_per_s=round(limit.decoding(load.sequences, run.context)),
+        model=spec.name, formats=runner.numbers.words, gpu=runner.device.name,
     )  # fmt: skip
 
 
@@ -203,31 +200,6 @@ def measure(runner: Runner, load: Load, seed: int, clock: Callable[[], float]) -
         decode=(finish[1] - begin[1]) / (finish[0] - begin[0]),
         context=prompt + (begin[1] + finish[1]) / 2 / count,
     )
-
-
-def decode_limit(
-    spec: ModelSpec,
-    sequences: int,
-    context: float,
-    bytes_per_s: float = BYTES_PER_S,
-    flops: float = FLOPS,
-    numbers: Numbers = HALF,
-) -> float:
-    """Tokens per second that no decoding exceeds whose attention and products do not overlap.
-
-    Products take as long as reading all weights, as they are kept, or as their FLOPs, whichever is longer;
-    attention takes as long as reading the keys and values of `sequences` contexts. `flops`: of products in 16
-    bits; layers in FP8 have twice as many.
-    """
-    lookup = None if spec.tied_head else Role.EMBEDDING  # of which a token needs one row
-    matrices = [(role, weight) for role, weight in spec.all_weights() if weight.is_matrix and role != lookup]
-    kept = sum(run.bytes for role, weight in matrices for run in runs_of(spec, role, weight, numbers))
-    head = spec.vocab * spec.width
-    layers = sum(math.prod(weight.shape) for _, weight in matrices) - head
-    of_layers = layers / 2 if numbers.weights is WeightNumbers.FP8 else layers
-    products = max(kept / bytes_per_s, 2 * (of_layers + head) * sequences / flops)
-    attention = sequences * context * page_bytes(spec, numbers.kv) / PAGE / bytes_per_s
-    return sequences / (products + attention)
 
 
 if __name__ == "__main__":

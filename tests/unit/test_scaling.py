@@ -7,6 +7,7 @@ import pytest
 
 from benchmarks import plot, rows, scaling
 from benchmarks.engine import in_ranges
+from benchmarks.limits import Limit
 from benchmarks.scaling import Load, Point
 from nightmill.worker.runners.base import Drawn
 from tests.specs import dense_spec
@@ -66,7 +67,18 @@ def test_long_prompts_leave_steps_in_which_all_decode_around_their_context(conte
     [(1, 512, 4_300), (32, 512, 115_000), (256, 512, 360_000), (1024, 512, 360_000), (256, 640, 318_000)],
 )
 def test_limit_is_what_bytes_and_flops_allow(sequences: int, context: int, expected: int) -> None:
-    assert scaling.decode_limit(QWEN, sequences, context) == pytest.approx(expected, rel=0.01)
+    assert Limit(QWEN).decoding(sequences, context) == pytest.approx(expected, rel=0.01)
+
+
+# By hand: 358 million weights in layers and 136 million in the head.
+def test_limit_of_a_workload_is_that_of_its_prompts_and_of_its_steps() -> None:
+    limit = Limit(QWEN)
+    steps = sum(256 / limit.decoding(256, 512 + step) for step in range(1, 256))
+    prompts = (256 * 512 * 2 * 358e6 + 256 * 2 * 136e6 + 24 * 4 * 896 * 256 * 512 * 513 / 2) / 760e12
+    assert limit.workload([512] * 256, [256] * 256, slots=256) == pytest.approx(prompts + steps, rel=0.002)
+    alone = limit.workload([512] * 256, [256] * 256, slots=1)
+    assert alone == pytest.approx(prompts + 256 * 255 / limit.decoding(1, 640), rel=0.002)
+    assert limit.workload([1024] * 8, [1] * 8, slots=8) < limit.workload([1024] * 8, [2] * 8, slots=8)
 
 
 def made_up() -> list[Point]:
@@ -76,7 +88,7 @@ def made_up() -> list[Point]:
         Point(
             series=series, sequences=count, prompt=512, answer=256, context=context, model="Qwen2.5-0.5B",
             formats="", gpu="NVIDIA H200",
-            limit_tokens_per_s=(limit := scaling.decode_limit(QWEN, count, context)),
+            limit_tokens_per_s=(limit := Limit(QWEN).decoding(count, context)),
             decode_tokens_per_s=limit / 2, output_tokens_per_s=limit / 4,
         )
         for series, count, context in counts + contexts
@@ -103,7 +115,7 @@ def test_plot_names_its_series_and_is_the_same_every_time(
         assert f">{words}<" in drawn
         assert f">{words}<" in dark.read_text()
     assert plot.LIGHT.page not in dark.read_text()
-    limit = scaling.decode_limit(QWEN, 256, 640)
+    limit = Limit(QWEN).decoding(256, 640)
     assert f"| 256 | {limit / 2:,.0f} | {limit:,.0f} | 50% | {limit / 4:,.0f} |" in printed.splitlines()
     assert len(printed.splitlines()) == len(scaling.SEQUENCES) + len(scaling.CONTEXTS) + 7
 
