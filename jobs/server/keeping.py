@@ -90,6 +90,7 @@ class Keeper:
     def look(self) -> None:
         """Do the next step of every batch that needs one, and that nobody else is doing."""
         over, batches = self._store.over(), self._store.open()
+        self._not_before = {one.id: self._not_before[one.id] for one in batches if one.id in self._not_before}
         self._end_what_nobody_ends(batches)
         for batch in batches:
             if self._over.is_set():
@@ -104,7 +105,7 @@ class Keeper:
             except DatabaseUnreachableError:
                 raise
             except Exception:
-                # Whatever it is, the other batches go on.
+                # A full disk, or a mistake of ours, which its owner cannot mend: the other batches go on.
                 log.exception("batch %s: a step failed; it is tried again", batch.batch)
                 self._not_before[batch.id] = time.monotonic() + _AGAIN_SECONDS
 
@@ -200,14 +201,19 @@ class Keeper:
                 jobs = self._rows.in_order(batch.batch, states)
                 written.append(self._write(batch, jobs, format, errors=len(written) == 1))
             status, outcome = self._outcome(batch, *written)
-            if not self._store.end(batch, self._name, status, outcome):
-                raise OvertakenError
-        except OvertakenError:
-            for file in filter(None, written):
-                self._folder.remove(file.id)
+        except BaseException:  # as where the disk is full: the next try writes both files again
+            self._take_away(written)
             raise
+        # If this raises, it may have been done all the same: the files stay, or are swept in a day.
+        if not self._store.end(batch, self._name, status, outcome):
+            self._take_away(written)
+            raise OvertakenError
         for file in filter(None, written):
             self._folder.settle(file.id)
+
+    def _take_away(self, written: Iterable[StoredFile | None]) -> None:
+        for file in filter(None, written):
+            self._folder.remove(file.id)
 
     def _write(
         self, batch: HttpBatch, jobs: Iterable[Job], format: FileFormat, *, errors: bool

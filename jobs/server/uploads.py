@@ -82,7 +82,7 @@ class _Upload:
                     received += len(chunk)
                     patience.reschedule(begun + bodies.BODY_SECONDS + received / _SLOWEST)
                     form.feed(chunk)
-                    self._count(len(chunk), received, form)
+                    self._count(received, form)
                     if form.waiting >= _WRITTEN_AT_ONCE:
                         await self._write(form, file)
                 await self._write(form, file)
@@ -93,7 +93,7 @@ class _Upload:
         if not form.over:
             raise _incomplete()
 
-    def _count(self, came: int, received: int, form: Form) -> None:
+    def _count(self, received: int, form: Form) -> None:
         """Refuse what is too much, before it is written."""
         if (
             received > self._limits.file_bytes + OTHER_BYTES

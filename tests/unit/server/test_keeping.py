@@ -314,3 +314,24 @@ def test_a_step_that_fails_harms_no_other_batch(
     assert caplog.text.count("a step failed") == 1  # and not at every look
     monkeypatch.setattr(Keeper, "_validate", real)
     world.finish(broken, world.keeper())
+
+
+def test_results_for_which_there_is_no_room_leave_none_behind(
+    world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each try would take as much again of a disk that is full already."""
+    batch, keeper, real = world.hand_in(), world.keeper(), Keeper._write
+
+    def write(self: Keeper, *args: Any, errors: bool) -> StoredFile | None:
+        if errors:
+            raise OSError(28, "No space left on device")
+        return real(self, *args, errors=errors)
+
+    with monkeypatch.context() as full:
+        full.setattr(Keeper, "_write", write)
+        for _ in range(3):
+            keeper.look()
+            world.run_rows()
+    assert world.status(batch) is HttpStatus.FINALIZING and "No space left" in caplog.text
+    assert [path.name for path in world.folder.path.iterdir()] == [batch.input_file]
+    world.finish(batch, world.keeper())
