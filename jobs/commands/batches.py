@@ -11,7 +11,7 @@ from nightmill.jobs.client import Client
 from nightmill.jobs.commands.job_options import AT, BATCH_OPTIONS, given, job_options
 from nightmill.jobs.commands.on_end import on_end_options, run_on_end, words_of
 from nightmill.jobs.commands.options import Group, json_option
-from nightmill.jobs.commands.printing import counted, describe_status
+from nightmill.jobs.commands.printing import counted, describe_status, say_if_nobody_serves
 from nightmill.jobs.commands.progress import BatchProgress
 from nightmill.jobs.commands.terminal import Line, LiveLine, confirm, echo, echo_err, echo_json, table
 from nightmill.jobs.formats import FileFormat, InputFile
@@ -98,6 +98,8 @@ def submit(
             made = client.submit_batch(source, name=name, on_rows=on_rows, webhook=webhook, **settings)
         status = made.status()
         say_times(status, settings)
+        if not as_json and not status.state.final:
+            say_if_nobody_serves(client, made.record.model)
         if at_end is not None and not status.state.final:
             with BatchProgress(made.name) as line:
                 status = made.wait(on_status=line.show)
@@ -183,10 +185,14 @@ def watch(name: str, as_json: bool) -> None:
 
     \b
     Exits 0 if every row succeeded; 3: completed_with_errors; 4: failed, no row succeeded; 5: expired at the
-    deadline; 6: cancelled. 1 is an error of this command, 2 wrong usage. Ctrl-C stops watching, no more.
+    deadline; 6: cancelled. 1 is an error of this command, 2 wrong usage. Ctrl-C stops watching, no more; 130.
     """
-    with Client() as client, BatchProgress(name) as line:
-        found = client.get_batch(name).wait(on_status=line.show)
+    with Client() as client:
+        followed = client.get_batch(name)
+        if not as_json and not followed.status(errors=False).state.final:
+            say_if_nobody_serves(client, followed.record.model)
+        with BatchProgress(name) as line:
+            found = followed.wait(on_status=line.show)
     echo_json(status_values(found)) if as_json else echo(describe_status(found))
     raise SystemExit(EXIT_CODES[found.state])
 

@@ -12,12 +12,14 @@ from nightmill.jobs.commands.batches import EXIT_CODES
 from nightmill.jobs.commands.job_options import given, job_options
 from nightmill.jobs.commands.options import json_option
 from nightmill.jobs.commands.printing import (
+    counted,
     follow,
     job_values,
     print_all_of,
     print_job,
     print_stream,
     prompt_line,
+    say_if_nobody_serves,
 )
 from nightmill.jobs.commands.terminal import echo, echo_json, table
 from nightmill.jobs.contract import JobState
@@ -48,7 +50,8 @@ def enqueue(
 ) -> None:
     """Queue PROMPTS, one job each, and print their ids. A prompt of - is read from standard input.
 
-    With --wait or --stream the exit code is 3 if a job has failed or was cancelled.
+    With --wait or --stream the exit code is 3 if a job has failed or was cancelled. Ctrl-C stops waiting, no
+    more.
     """
     if stream and as_json:
         raise click.UsageError("--json prints jobs that have ended: give --wait in place of --stream")
@@ -59,17 +62,28 @@ def enqueue(
             text = sys.stdin.read() if prompt == "-" else prompt
             asked = _messages(text, system) if chat or system else text
             ids.append(client.enqueue(asked, interactive=wait or stream, **settings))
-        if stream:
-            ended = [print_stream(client, job_id) for job_id in ids]
-            raise SystemExit(_exit_code(ended))
-        if not wait:
+        if not wait and not stream:
             echo_json({"ids": ids}) if as_json else echo("\n".join(ids))
             return
-        ended = []
-        for job in follow(client, ids, show=not as_json):
-            ended.append(job)
-            echo_json(job_values(job)) if as_json else print_job(job)
+        if not as_json:
+            say_if_nobody_serves(client, settings.get("model"))
+        try:
+            ended = _shown(client, ids, stream=stream, as_json=as_json)
+        except KeyboardInterrupt:
+            echo(f"Interrupted; {counted(len(ids), 'job')} handed in: {', '.join(ids)}", err=True)
+            raise
     raise SystemExit(_exit_code(ended))
+
+
+def _shown(client: Client, ids: list[str], *, stream: bool, as_json: bool) -> list[Job]:
+    """Print the jobs as they end, or with `stream` as they are generated; returns them."""
+    if stream:
+        return [print_stream(client, job_id) for job_id in ids]
+    ended = []
+    for job in follow(client, ids, show=not as_json):
+        ended.append(job)
+        echo_json(job_values(job)) if as_json else print_job(job)
+    return ended
 
 
 def _exit_code(ended: list[Job]) -> int:

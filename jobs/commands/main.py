@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import click
 
-from nightmill.jobs.commands.options import Group
+from nightmill.jobs.commands.options import INTERRUPTED, Group
 from nightmill.jobs.errors import DeliveryDelayedWarning, NightmillError
 from nightmill.jobs.printable import printable
 
@@ -62,7 +62,10 @@ COMMANDS = {
 
 
 class NightmillGroup(Group):
-    """Turns Nightmill's errors into one line on stderr and exit code 1, and finds commands by name."""
+    """Turns Nightmill's errors into one line on stderr and exit code 1, and finds commands by name.
+
+    Ctrl-C ends them with INTERRUPTED.
+    """
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run a command."""
@@ -72,6 +75,8 @@ class NightmillGroup(Group):
                 return super().invoke(ctx)
             except NightmillError as error:
                 raise click.ClickException(str(error)) from error
+            except KeyboardInterrupt:
+                raise SystemExit(INTERRUPTED) from None
 
     def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
         """Read what stands before the command's name."""

@@ -1,4 +1,4 @@
-"""What commands share, and is quickly loaded: the option --json, and groups with whole sentences."""
+"""What commands share, and is quickly loaded: an option, an exit code, groups with whole sentences."""
 
 from typing import Any, get_args
 
@@ -12,6 +12,8 @@ LOG_FORMAT: dict[str, Any] = {
     "type": click.Choice(get_args(LogFormat)),
     "help": "How to log: lines for people, or an object of JSON on each line [NIGHTMILL_LOG_FORMAT].",
 }
+INTERRUPTED = 130
+"""The exit code after Ctrl-C, as of a command that SIGINT ends."""
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON for programs.")
 
 

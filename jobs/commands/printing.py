@@ -34,6 +34,13 @@ def follow(client: Client, ids: list[str], *, show: bool, total_label: str = "jo
                 yield job
 
 
+def say_if_nobody_serves(client: Client, model: str | None) -> None:
+    """Say on stderr that what was handed in for `model` waits for a worker, if none lives that takes it."""
+    if not client.serving(model):
+        which = "" if model is None else f" that serves {printable(model)!r}"
+        echo(f"No worker is running{which}: start one, nightmill worker --model FILE", err=True)
+
+
 def print_job(job: Job) -> None:
     """Print a finished job for a person to read."""
     echo(f"{job.id}  {job.state}, {job.stop_reason}, {_tokens(job)}")

@@ -8,7 +8,7 @@ import click
 
 from nightmill.jobs.batches.verifying import Verdict, Verification, VerifiedRow
 from nightmill.jobs.client import Client
-from nightmill.jobs.commands.options import json_option
+from nightmill.jobs.commands.options import INTERRUPTED, json_option
 from nightmill.jobs.commands.printing import counted
 from nightmill.jobs.commands.terminal import Line, LiveLine, echo, echo_json
 from nightmill.jobs.fields import HIGHEST_PRIORITY
@@ -23,7 +23,6 @@ _EXIT_CODES = {
     Verdict.UNRECORDED: 3,
     Verdict.EQUAL: 0,
 }
-_INTERRUPTED = 130
 _MOST_SHOWN = 10
 
 
@@ -84,7 +83,7 @@ def verify(
                 on_rows=lambda done: live.update(replace(line, done=done)),
             )
     except KeyboardInterrupt:
-        raise SystemExit(_INTERRUPTED) from None
+        raise SystemExit(INTERRUPTED) from None
     echo_json(_values(found)) if as_json else _say(found)
     raise SystemExit(next(code for verdict, code in _EXIT_CODES.items() if found.count(verdict)))
 

@@ -17,7 +17,7 @@ from nightmill.jobs.client import Client
 from nightmill.jobs.commands.batches import EXIT_CODES, FORMAT_OPTION, say_times, submitting
 from nightmill.jobs.commands.job_options import AT, BATCH_OPTIONS, given, job_options
 from nightmill.jobs.commands.on_end import on_end_options, run_on_end, words_of
-from nightmill.jobs.commands.options import LOG_FORMAT, json_option
+from nightmill.jobs.commands.options import INTERRUPTED, LOG_FORMAT, json_option
 from nightmill.jobs.commands.printing import describe_status
 from nightmill.jobs.commands.progress import BatchProgress, log_of_command, logged_errors
 from nightmill.jobs.commands.terminal import echo, echo_err, echo_json
@@ -33,7 +33,6 @@ from nightmill.worker.options import WORKER_SETTINGS, as_arguments, merge_option
 
 POLL_SECONDS = 0.5
 _POLL_SHARE = 10  # look at a huge batch a tenth of the time at most
-INTERRUPTED = 130
 _HEARD = frozenset({"model", "model_name", "gpu", "reference"})
 """What a worker that is there already is chosen by; other options of a worker are for one that is started."""
 

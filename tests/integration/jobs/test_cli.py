@@ -6,11 +6,13 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import click
 import pytest
 from click.testing import CliRunner, Result
 
+from nightmill.jobs.batches.batch import Batch
 from nightmill.jobs.client import Client
 from nightmill.jobs.commands.batches import batch
 from nightmill.jobs.commands.main import main
@@ -62,7 +64,8 @@ def test_enqueue_streams_a_text_to_its_end(run: Run, cli_client: Client) -> None
     command.join(60)
     (result,) = done
     assert (result.exit_code, result.stdout) == (0, "a\n\x1btext\n")
-    assert result.stderr == f"{job.id}  a prompt\nsucceeded, eos, 2 + 3 tokens\n"
+    waits = "No worker is running: start one, nightmill worker --model FILE\n"
+    assert result.stderr == f"{waits}{job.id}  a prompt\nsucceeded, eos, 2 + 3 tokens\n"
     assert run("enqueue", "a prompt", "--stream", "--json").exit_code == 2
 
 
@@ -78,6 +81,25 @@ def test_enqueue_that_waits_for_a_job_that_fails_says_so_by_its_exit_code(
         (_finish if job.prompt == "good" else _fail)(cli_client, job.id)
     command.join(60)
     assert [result.exit_code for result in done] == [3]
+
+
+def test_who_waits_is_told_that_no_worker_lives_and_what_goes_on_after_ctrl_c(
+    run: Run, cli_client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Client, "results", interrupted)
+    monkeypatch.setattr(Batch, "wait", interrupted)
+    nobody = "No worker is running: start one, nightmill worker --model FILE\n"
+    waited = run("enqueue", "a prompt", "--wait", "--batch", "mine")
+    (job,) = cli_client.list_jobs()
+    assert (waited.exit_code, waited.stderr) == (130, f"{nobody}Interrupted; 1 job handed in: {job.id}\n")
+    cli_client.submit_batch(["a prompt"], name="tonight")
+    watched = run("batch", "watch", "tonight")
+    assert (watched.exit_code, watched.stderr) == (130, nobody)
+    Claims(cli_client.database, "a" * 32).register("myhost", 4, "mymodel", None)
+    assert "No worker" not in run("batch", "watch", "tonight").stderr
 
 
 def test_enqueue_prints_ids_and_keeps_every_option(run: Run, cli_client: Client) -> None:
