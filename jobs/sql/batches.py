@@ -28,12 +28,12 @@ from nightmill.jobs.sql.jobs import (
     cancelled_values,
     chunked,
     dialect_insert,
-    read_jobs,
     retried_values,
     tokens_read,
 )
 from nightmill.jobs.sql.locks import hold_batches, lock_jobs, refuse_deleting
 from nightmill.jobs.sql.retrying import retried
+from nightmill.jobs.sql.snapshots import read_jobs
 from nightmill.jobs.sql.tables import QUEUED, RUNNING, BatchRow, JobRow
 
 BATCHES = cast(Table, BatchRow.__table__)

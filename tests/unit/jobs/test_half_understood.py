@@ -10,7 +10,7 @@ import pytest
 from nightmill.jobs.commands.printing import job_values, prompt_line
 from nightmill.jobs.commands.terminal import to_json
 from nightmill.jobs.contract import JobState, StopReason, storable, unstorable
-from nightmill.jobs.sql.jobs import job_from_row
+from nightmill.jobs.sql.snapshots import job_from_row
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 
