@@ -47,7 +47,8 @@ def _json(text: str) -> Any:
     try:
         return parse_value(text)
     except InvalidRequestError as error:
-        raise click.BadParameter(str(error)) from None
+        said = str(error).removesuffix("; write one JSON object on each line")  # which is for files
+        raise click.BadParameter(said) from None
 
 
 _NAMES = {AT: "--at"}

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from datetime import timedelta
 
+from nightmill.jobs.commands.printing import counted
 from nightmill.jobs.printable import printable
 from nightmill.jobs.when import describe_moment
 from nightmill.worker.commands.planning.plan import Estimate, Plan
@@ -20,7 +21,7 @@ def describe_plan(plan: Plan) -> Iterator[str]:
     found = plan.survey
     bad = len(found.bad)
     name = printable(plan.file.path)
-    yield f"{name}: {found.rows:,} rows ({plan.file.format}), {found.good:,} good, {bad:,} bad"
+    yield f"{name}: {counted(found.rows, 'row')} ({plan.file.format}), {found.good:,} good, {bad:,} bad"
     for row in found.bad[:SHOWN_ROWS]:
         yield f"  {_describe_row(row)}"
     if bad > SHOWN_ROWS:
