@@ -11,14 +11,12 @@ from nightmill.jobs.batch_status import RowCount
 from nightmill.jobs.contract import JobState, JsonObject
 from nightmill.jobs.fields import check_option, unknown_field
 from nightmill.jobs.formats.openai import CHAT, COMPLETIONS
-from nightmill.jobs.ids import IdSource
 from nightmill.jobs.prompts import json_type
+from nightmill.jobs.server.batch_endpoints import BatchEndpoints
 from nightmill.jobs.server.bodies import read_object
 from nightmill.jobs.server.errors import invalid
 from nightmill.jobs.server.files import PREFIX
-from nightmill.jobs.server.handing_in import HandingIn
-from nightmill.jobs.server.listing import Page
-from nightmill.jobs.sql.http_batches import BATCH_PREFIX, HttpBatch, HttpStatus
+from nightmill.jobs.sql.http_batches import HttpBatch, HttpStatus
 from nightmill.jobs.when import parse_span
 
 BODY = frozenset({"input_file_id", "endpoint", "completion_window", "metadata", "webhook"})
@@ -27,13 +25,8 @@ _LONGEST_WINDOW = timedelta(days=366)
 _MOST_PAIRS, _LONGEST_KEY, _LONGEST_VALUE = 16, 64, 512  # of metadata, as OpenAI has it
 
 
-class Batches:
+class Batches(BatchEndpoints):
     """The endpoints."""
-
-    def __init__(self, handing_in: HandingIn) -> None:
-        self._desk = handing_in.desk
-        self._handing_in = handing_in
-        self._ids = IdSource()
 
     async def create(self, request: Request) -> Response:
         """POST /v1/batches."""
@@ -61,28 +54,7 @@ class Batches:
         batch = await self._handing_in.submit(request, caller, asked, "input_file_id", webhook)
         return JSONResponse(await self._object(batch))
 
-    async def listed(self, request: Request) -> Response:
-        """GET /v1/batches: the caller's own, newest first."""
-        caller = self._desk.keys.caller(request)
-        page = Page.read(request.query_params, BATCH_PREFIX)
-        found = await self._handing_in.page(caller, page)
-        return JSONResponse(page.answer([await self._object(batch) for batch in found]))
-
-    async def shown(self, request: Request) -> Response:
-        """GET /v1/batches/ID."""
-        caller = self._desk.keys.caller(request)
-        return JSONResponse(
-            await self._object(await self._handing_in.find(caller, request.path_params["batch_id"]))
-        )
-
-    async def cancelled(self, request: Request) -> Response:
-        """POST /v1/batches/ID/cancel."""
-        caller = self._desk.keys.caller(request)
-        return JSONResponse(
-            await self._object(await self._handing_in.cancel(caller, request.path_params["batch_id"]))
-        )
-
-    async def _object(self, batch: HttpBatch) -> JsonObject:
+    async def _object(self, batch: HttpBatch, *, listed: bool = False) -> JsonObject:
         counts: list[RowCount] = []
         if batch.total is None:
             counts = await self._desk.run(self._desk.client.batches.store.counts, batch.batch)

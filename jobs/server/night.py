@@ -10,26 +10,19 @@ from nightmill.jobs.batch_status import BatchStatus
 from nightmill.jobs.contract import JsonObject
 from nightmill.jobs.errors import BatchNotFoundError, InvalidParameterError
 from nightmill.jobs.fields import OF_A_BATCH, check_option, deadline_moment, unknown_field
-from nightmill.jobs.ids import IdSource
+from nightmill.jobs.server.batch_endpoints import BatchEndpoints
 from nightmill.jobs.server.batches import text_of
 from nightmill.jobs.server.bodies import TIMES, read_object, read_times
 from nightmill.jobs.server.errors import invalid
 from nightmill.jobs.server.files import PREFIX
-from nightmill.jobs.server.handing_in import HandingIn
-from nightmill.jobs.server.listing import Page
 from nightmill.jobs.spec import JobSpec
-from nightmill.jobs.sql.http_batches import BATCH_PREFIX, HttpBatch
+from nightmill.jobs.sql.http_batches import HttpBatch
 
 BODY = OF_A_BATCH | {"file", "name", "webhook"}
 
 
-class Night:
+class Night(BatchEndpoints):
     """The endpoints."""
-
-    def __init__(self, handing_in: HandingIn) -> None:
-        self._desk = handing_in.desk
-        self._handing_in = handing_in
-        self._ids = IdSource()
 
     async def create(self, request: Request) -> Response:
         """POST /v1/night."""
@@ -63,29 +56,9 @@ class Night:
         batch = await self._handing_in.submit(request, caller, asked, "file", body.get("webhook"))
         return JSONResponse(await self._object(batch), 202)
 
-    async def listed(self, request: Request) -> Response:
-        """GET /v1/night: the caller's own, newest first, without their errors."""
-        caller = self._desk.keys.caller(request)
-        page = Page.read(request.query_params, BATCH_PREFIX)
-        found = await self._handing_in.page(caller, page)
-        return JSONResponse(page.answer([await self._object(batch, errors=False) for batch in found]))
-
-    async def shown(self, request: Request) -> Response:
-        """GET /v1/night/ID."""
-        caller = self._desk.keys.caller(request)
-        return JSONResponse(
-            await self._object(await self._handing_in.find(caller, request.path_params["batch_id"]))
-        )
-
-    async def cancelled(self, request: Request) -> Response:
-        """DELETE /v1/night/ID: cancel it."""
-        caller = self._desk.keys.caller(request)
-        return JSONResponse(
-            await self._object(await self._handing_in.cancel(caller, request.path_params["batch_id"]))
-        )
-
-    async def _object(self, batch: HttpBatch, *, errors: bool = True) -> JsonObject:
-        status = await self._desk.run(self._status, batch.batch, errors)
+    async def _object(self, batch: HttpBatch, *, listed: bool = False) -> JsonObject:
+        """Without its errors in a list."""
+        status = await self._desk.run(self._status, batch.batch, not listed)
         return night_object(batch, status)
 
     def _status(self, name: str, errors: bool) -> BatchStatus | None:
