@@ -1,11 +1,13 @@
 """How soon the first piece of a streamed answer comes, idle and while a night fills the worker.
 
     python -m benchmarks.latency MODEL.gguf [--sequences 1092] [--requests 200] [--rate 10] [--sqlite]
+                                            [--step-ms 6]
 
 A real server, a real worker, Redis and PostgreSQL (durable, all started here). First POST /execute one after
 the other, then at random moments while batch rows run in all slots that batches may have. Prints percentiles
-of the first piece (from the request to the client), of its parts and of the gaps between pieces, as Markdown
-for RESULTS.md. The parts are told by the worker's processes, which run this module.
+of the first piece (from the request to the client), of the gaps between pieces, and of the parts of both, as
+Markdown for RESULTS.md. The parts are told by the worker's processes, which run this module. With --step-ms
+nothing is computed, and a step takes so long: what remains is the host's, and needs no GPU.
 """
 
 import argparse
@@ -17,7 +19,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import datetime
@@ -27,22 +29,27 @@ from typing import Any
 
 import httpx2
 
+from benchmarks.instant_worker import CONTEXT, InstantRunner
 from benchmarks.nightly import prompts
 from benchmarks.servers import durable_client
 from nightmill.jobs.client import Client
 from nightmill.jobs.contract import JobState
+from nightmill.jobs.messages.streams import Followers
+from nightmill.jobs.settings import Settings
 from nightmill.worker.commands.process import running_worker
 from nightmill.worker.engine.engine import Engine
-from nightmill.worker.link.loading import build_engine, interactive_slots, max_sequences
+from nightmill.worker.link.loading import OpenModel, build_engine, interactive_slots, max_sequences
 from nightmill.worker.link.messages import Submit
 from nightmill.worker.link.process import _Loop
+from nightmill.worker.runners.base import Drawn, StepBatch
 from nightmill.worker.service.publishing import Publisher
 from nightmill.worker.service.shards import Service
-from tests.own_engine import run_module
+from tests.own_engine import engine_on, run_module
 from tests.servers import free_port, wait_until, worker_env
 
 NAME = "benchmarks.latency"
 MARKS = "LATENCY_MARKS"
+STEP = "LATENCY_STEP_SECONDS"
 ANSWER_TOKENS = 32
 TEXT_TOKENS = range(64, 80)
 """Letters in vocabularies of bytes. With random weights most tokens that are drawn would not be text."""
@@ -54,6 +61,11 @@ PARTS = {
     "first token": "steps that were queued, its prompt, its first token",
     "told": "the text on its way to Redis",
     "client": "from Redis through the server",
+}
+WAY = {
+    "piece: to the worker's main process": "told by the engine's process, until it is taken in there",
+    "piece: to Redis": "until the publisher begins to send it",
+    "piece: to the client": "through Redis and the server",
 }
 
 
@@ -72,7 +84,10 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs=2, default=(64, 256), help="bounds of a row's max_tokens")
     parser.add_argument("--words", type=int, nargs=2, default=(50, 400), help="bounds of a row's prompt")
     parser.add_argument("--sqlite", action="store_true", help="SQLite in place of PostgreSQL")
+    parser.add_argument("--step-ms", type=float, help="of a runner that computes nothing")
     options = parser.parse_args()
+    if options.step_ms is not None:
+        os.environ[STEP] = str(options.step_ms / 1000)
     settings = {"model": options.model, "max_sequences": options.sequences, "drain_seconds": 0.0}
     with durable_client(sqlite=options.sqlite, **settings) as (client, home):
         os.environ[MARKS] = str(home / "marks.jsonl")
@@ -153,7 +168,7 @@ async def one(http: httpx2.AsyncClient, number: int) -> dict[str, Any]:
         "max_tokens": ANSWER_TOKENS, "ignore_eos": True,
         "logit_bias": {str(token): 100 for token in TEXT_TOKENS},
     }  # fmt: skip
-    sent, pieces, data = time.time(), [], {}
+    sent, pieces, places, data = time.time(), [], [], {}
     async with http.stream("POST", "/execute", json=body) as answer:
         assert answer.status_code == 200, await answer.aread()
         async for line in answer.aiter_lines():
@@ -161,13 +176,45 @@ async def one(http: httpx2.AsyncClient, number: int) -> dict[str, Any]:
                 data = json.loads(line.removeprefix("data: "))
                 if "t" in data:
                     pieces.append(time.time())
+                    places.append(data["i"])
     assert data.get("state") == "succeeded", data
-    return {"job": data["job_id"], "sent": sent, "pieces": pieces, "end": data} | {
+    return {"job": data["job_id"], "sent": sent, "pieces": pieces, "places": places, "end": data} | {
         name: datetime.fromisoformat(data[name]).timestamp() for name in ("created_at", "started_at")
     }
 
 
 # -- a worker that says when -----------------------------------------------------------------------
+
+
+class PacedRunner(InstantRunner):
+    """Computes nothing, and has two steps queued, each of which is over so long after the one before."""
+
+    depth = 2
+
+    def __init__(self, vocab: int, slots: int, seconds: float) -> None:
+        super().__init__(vocab, slots)
+        self._seconds = seconds
+        self._over: deque[float] = deque()
+
+    def launch(self, batch: StepBatch) -> None:
+        """Begin when the step before is over."""
+        super().launch(batch)
+        begin = max(time.perf_counter(), self._over[-1] if self._over else 0.0)
+        self._over.append(begin + self._seconds)
+
+    def collect(self) -> Drawn | None:
+        """Wait until the oldest step is over."""
+        if self._over:
+            time.sleep(max(0.0, self._over.popleft() - time.perf_counter()))
+        return super().collect()
+
+
+def build(settings: Settings, model: OpenModel) -> Engine:
+    """The real engine, or one that computes nothing."""
+    if STEP not in os.environ:
+        return build_engine(settings, model)
+    runner = PacedRunner(model.spec.vocab, max_sequences(settings), float(os.environ[STEP]))
+    return engine_on(runner, settings, model, context=CONTEXT, interactive=interactive_slots(settings))
 
 
 def timed_worker() -> None:
@@ -189,7 +236,17 @@ def timed_worker() -> None:
         _wrap(
             Publisher,
             "grown",
-            lambda _, growths: [mark("grown", one.job_id) for one in growths if not one.start],
+            lambda _, growths: [mark("grown", [one.job_id, one.start]) for one in growths],
+        )
+        _wrap(
+            Followers,
+            "send",
+            lambda _, parts: [
+                mark("sending", [one.line.partition(":")[0], one.start])
+                for own in parts.values()
+                for one in own
+                if one.text is not None
+            ],
         )
         _wrap(
             _Loop, "_carry_out",
@@ -201,8 +258,7 @@ def timed_worker() -> None:
         def told(engine: Engine) -> Any:
             grown = growths(engine)
             for growth in grown:
-                if growth.start == 0:
-                    mark("first token", growth.job_id)
+                mark("told", [growth.job_id, growth.start])
             return grown
 
         Engine.growths = told  # type: ignore[method-assign]
@@ -216,7 +272,7 @@ def timed_worker() -> None:
             return done
 
         Engine.step = stepped  # type: ignore[method-assign]
-        run_module(NAME, build_engine)
+        run_module(NAME, build)
 
 
 def _wrap(owner: Any, name: str, before: Callable[..., object]) -> None:
@@ -234,7 +290,7 @@ def _wrap(owner: Any, name: str, before: Callable[..., object]) -> None:
 
 def report(title: str, found: Sequence[dict[str, Any]], marks: Path) -> None:
     """A table of one phase."""
-    moments: dict[str, dict[str, float]] = defaultdict(dict)
+    moments: dict[object, dict[str, float]] = defaultdict(dict)  # by job, or by piece: job and place
     steps = []
     silent = [one for one in found if not one["pieces"]]  # random weights may draw what is no text
     found = [one for one in found if one["pieces"]]
@@ -247,21 +303,35 @@ def report(title: str, found: Sequence[dict[str, Any]], marks: Path) -> None:
     for line in marks.read_text().splitlines():
         what, moment, job = json.loads(line)
         if what != "step":
-            moments[job].setdefault(what, moment)
+            moments[tuple(job) if isinstance(job, list) else job].setdefault(what, moment)
         elif begin <= moment <= end:
             steps.append(job)
     values: dict[str, list[float]] = defaultdict(list)
     for one in found:
         known = moments[one["job"]]
+        begun = moments[one["job"], 0]
         places = [
             one["sent"], one["created_at"], known["message"], known["claim"], known["taken"],
-            known["first token"], known["grown"], one["pieces"][0],
+            begun["told"], begun["grown"], one["pieces"][0],
         ]  # fmt: skip
         for name, before, after in zip(PARTS, places[:-1], places[1:], strict=True):
             values[name].append(after - before)
         values["first piece"].append(one["pieces"][0] - one["sent"])
         values["created to claimed (the row's times)"].append(one["started_at"] - one["created_at"])
         values["gap between pieces"] += [after - before for before, after in pairwise(one["pieces"])]
+        # The last piece may be of the row: nobody told it.
+        way = [
+            (moments[one["job"], place], came)
+            for place, came in zip(one["places"], one["pieces"], strict=True)
+        ]
+        way = [(piece, came) for piece, came in way if "sending" in piece]
+        values["of it: between tellings"] += [
+            after["told"] - before["told"] for (before, _), (after, _) in pairwise(way)
+        ]
+        for piece, came in way:
+            stops = [piece["told"], piece["grown"], piece["sending"], came]
+            for name, before, after in zip(WAY, stops[:-1], stops[1:], strict=True):
+                values[name].append(after - before)
     values["step of the engine"] = steps
     print("\n| ms | p50 | p90 | p99 | most |")
     print("| --- | --- | --- | --- | --- |")

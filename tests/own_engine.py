@@ -31,7 +31,13 @@ def run_module(name: str, build: BuildEngine, serve: Callable[[], object] = work
 
 
 def engine_on(
-    runner: Runner, settings: Settings, model: OpenModel, *, context: int, token_budget: int = 16384
+    runner: Runner,
+    settings: Settings,
+    model: OpenModel,
+    *,
+    context: int,
+    token_budget: int = 16384,
+    interactive: int = 0,
 ) -> Engine:
     """The real engine, scheduler and detokenizer on a runner of one's own."""
     return Engine(
@@ -42,4 +48,5 @@ def engine_on(
         context_length=context,
         max_sequences=max_sequences(settings),
         token_budget=token_budget,
+        interactive_slots=interactive,
     )
