@@ -33,6 +33,8 @@
     const ratio = (a + 0.05) / (b + 0.05);
     if (ratio < 4.5) said.push(`contrast ${ratio.toFixed(1)}: ${walker.currentNode.data.trim().slice(0, 40)}`);
   }
+  for (const part of document.querySelectorAll(".scroll"))
+    if (part.scrollWidth > part.clientWidth) said.push(`pushed sideways: ${part.textContent.trim().slice(0, 40)}`);
   if (document.documentElement.scrollWidth > window.innerWidth) said.push("wider than the screen");
   return said;
 }
