@@ -66,11 +66,11 @@ class Batch:
         """The format of its results."""
         return FileFormat(self.record.format) if self.record.format else FileFormat.JSONL
 
-    def status(self, *, errors: bool = True) -> BatchStatus:
+    def status(self, *, errors: bool = True, whole_pace: bool | None = None) -> BatchStatus:
         """Where it stands. `errors`: also group the errors, which reads the failed rows.
 
-        With them an ended batch says how fast it was, which reads all its rows; without, it says nothing of
-        its speed, and only indexes are read.
+        whole_pace  of an ended batch also say how fast it was, which reads all its rows; by default as
+                    `errors`. Without both only indexes are read
         """
         record = self.store.get(self.name)
         counts = self.store.counts(self.name)
@@ -81,7 +81,8 @@ class Batch:
         status = make_status(record, counts, pace, groups, now, served=served)
         if not status.state.final:
             return status
-        whole = self.store.whole_pace(self.name) if errors else None
+        asked = errors if whole_pace is None else whole_pace
+        whole = self.store.whole_pace(self.name) if asked else None
         return make_status(record, counts, whole, groups, now)
 
     def wait(
@@ -214,6 +215,10 @@ class Batches:
     def get(self, name: str) -> Batch:
         """A batch; raises BatchNotFoundError."""
         return Batch(self.store.get(name), self.store, self._announcer)
+
+    def running(self, limit: int) -> list[Batch]:
+        """Batches of which rows are running, newest first."""
+        return [Batch(record, self.store, self._announcer) for record in self.store.running(limit)]
 
     def newest(self, limit: int) -> list[Batch]:
         """The newest batches, newest first."""

@@ -134,6 +134,27 @@ class BatchStore:
         with self.database.read() as connection:
             return [BatchRecord(**row) for row in connection.execute(query).mappings()]
 
+    def running(self, limit: int) -> list[BatchRecord]:
+        """Batches of which rows are running, the newest first."""
+        running = select(JobRow.batch).where(RUNNING, JobRow.batch.is_not(None)).distinct()
+        query = select(*_RECORD).where(BatchRow.name.in_(running))
+        query = query.order_by(BatchRow.created_at.desc(), BatchRow.name).limit(limit)
+        with self.database.read() as connection:
+            return [BatchRecord(**row) for row in connection.execute(query).mappings()]
+
+    def end(self, name: str) -> tuple[BatchRecord, datetime | None] | None:
+        """Of a batch whose rows have all ended, what is another once it changes; None of others.
+
+        Raises BatchNotFoundError.
+        """
+        record = self.get(name)
+        if record.deleting_at is not None or self.unfinished(name):
+            return None
+        last = select(JobRow.finished_at).where(JobRow.batch == name, JobRow.finished_at.is_not(None))
+        with self.database.read() as connection:
+            found = connection.execute(last.order_by(JobRow.finished_at.desc()).limit(1)).scalar_one_or_none()
+        return record, found
+
     def counts(self, name: str) -> list[RowCount]:
         """Rows by state and stop reason, with their tokens."""
         columns = (JobRow.state, JobRow.stop_reason)

@@ -1,5 +1,6 @@
 """What is done from a page: each is a form of ours with its token, and leads back to a page."""
 
+from dataclasses import replace
 from typing import Any
 from urllib.parse import urlencode
 
@@ -43,6 +44,7 @@ class Actions:
             await self._desk.run(batch.cancel)
         elif http.status is not HttpStatus.CANCELLING:
             await self._handing_in.cancel(caller, http.batch)
+        self._views.watch.standings.forget(batch.name)
         return _to("/batch", name=batch.name)
 
     async def retry_batch(self, request: Request) -> Response:
@@ -51,6 +53,7 @@ class Actions:
         batch, http = await self._desk.run(self._views.watch.batch, caller, form.get("name", ""))
         caller.need_to_change(None if http is None else http.owner)
         await self._desk.run(batch.retry_failed)
+        self._views.watch.standings.forget(batch.name)
         return _to("/batch", name=batch.name)
 
     async def cancel_job(self, request: Request) -> Response:
@@ -192,15 +195,12 @@ def _again(job: Job) -> JobSpec:
             "add_generation_prompt": job.rendering.add_generation_prompt,
             "continue_final_message": job.rendering.continue_final_message,
         }
-    if job.constrained is not None or (job.rendering is not None and job.rendering.tools is not None):
-        said_more = (
-            "a job that names tools, or says what its answer must be, cannot be repeated from its page"
-        )
-        raise HttpError(409, f"{said_more}: hand it in again as it was, with its seed", code="not_here")
+    tools = None if job.rendering is None else job.rendering.tools
+    asked = replace(JobSpec(), constrained=job.constrained, tools=tools)
     prompt = next((one for one in (job.prompt, job.prompt_ids, job.messages) if one is not None), None)
     if prompt is None:
         raise HttpError(409, "this row has no prompt that could be computed again", code="no_prompt")
     try:
-        return JobSpec.parse({**said, "messages" if job.messages is not None else "prompt": prompt})
+        return JobSpec.parse({**said, "messages" if job.messages is not None else "prompt": prompt}, asked)
     except NightmillError as error:
         raise http_error_of(error) from None

@@ -1,5 +1,6 @@
 """The first page: how the night stands. And the list of batches, of all or of whoever looks."""
 
+import asyncio
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any
@@ -7,22 +8,25 @@ from typing import Any
 from nightmill.jobs.batch_status import BatchState, BatchStatus
 from nightmill.jobs.batches.batch import Batch
 from nightmill.jobs.contract import JobState
-from nightmill.jobs.errors import BatchNotFoundError, InvalidParameterError, NightmillError
+from nightmill.jobs.errors import BatchNotFoundError, InvalidParameterError
 from nightmill.jobs.job import Worker
 from nightmill.jobs.server.counted import Counted
 from nightmill.jobs.server.desk import Desk
 from nightmill.jobs.server.errors import HttpError
 from nightmill.jobs.server.keys import Caller
 from nightmill.jobs.server.pages.plot import Plot, draw
+from nightmill.jobs.server.pages.standings import Standings
 from nightmill.jobs.sql.http_batches import BATCH_PREFIX, HttpBatch, HttpBatchStore
 from nightmill.jobs.sql.looking import Looking
 from nightmill.jobs.sql.workers import LIVE
 
 MOST_BATCHES = 20
+_ORDER = (BatchState.RUNNING, BatchState.SUBMITTING, BatchState.QUEUED, BatchState.SCHEDULED)
 _TONIGHT = timedelta(hours=12)
 _EVERY = timedelta(minutes=5)
 _NOW = timedelta(minutes=1)
 _MOST_WORKERS = 24
+_MOST_RUNNING = 200  # batches among which those that a caller may see are looked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +70,7 @@ class Watch:
 
     def __init__(self, desk: Desk, http: HttpBatchStore) -> None:
         self._desk = desk
+        self.standings = Standings(desk.run)
         self._http = http
         self.looking = Looking(desk.client.database)
         nothing = Night(0, 0, {}, 0.0, 0, None)
@@ -99,14 +104,24 @@ class Watch:
         ]
         return sorted(found, key=lambda one: not one["live"])
 
-    def batches(self, caller: Caller) -> list[Shown]:
-        """The newest batches that there are for this caller, newest first."""
-        if caller.only is not None:
+    async def batches(self, caller: Caller) -> list[Shown]:
+        """What runs, what waits, then what has ended: of each the newest first."""
+        found = await self._desk.run(self._newest, caller)
+        standing = await asyncio.gather(*(self._shown_of(*one) for one in found))
+        shown = [one for one in standing if one is not None]
+        return sorted(shown, key=_place)[:MOST_BATCHES]
+
+    def _newest(self, caller: Caller) -> list[tuple[Batch, HttpBatch | None]]:
+        """The batches of this caller that run, and the newest; not more of either than are shown."""
+        batches = self._desk.client.batches
+        running = [(one, self._http_of(one.name)) for one in batches.running(_MOST_RUNNING)]
+        if caller.only is None:
+            newest = [(one, self._http_of(one.name)) for one in batches.newest(MOST_BATCHES)]
+        else:
+            running = [(one, http) for one, http in running if http is not None and caller.sees(http.owner)]
             owned = self._http.page(owner=caller.only, after=None, oldest_first=False, limit=MOST_BATCHES)
-            shown = (self._shown_of(one) for one in owned)
-            return [one for one in shown if one is not None]
-        batches = self._desk.client.list_batches(limit=MOST_BATCHES)
-        return [Shown(batch.status(errors=False), self._http_of(batch.name)) for batch in batches]
+            newest = [(batch, http) for http in owned if (batch := self._entered(http.batch)) is not None]
+        return list({one.name: (one, http) for one, http in running[:MOST_BATCHES] + newest}.values())
 
     def batch(self, caller: Caller, name: str) -> tuple[Batch, HttpBatch | None]:
         """A batch that there is for this caller; raises HttpError."""
@@ -119,14 +134,27 @@ class Watch:
             raise HttpError(404, "there is no such batch", code="batch_not_found")
         return batch, http
 
-    def _shown_of(self, http: HttpBatch) -> Shown | None:
+    async def _shown_of(self, batch: Batch, http: HttpBatch | None) -> Shown | None:
         try:
-            return Shown(self._desk.client.get_batch(http.batch).status(errors=False), http)
-        except NightmillError:  # nothing is entered yet
+            return Shown(await self.standings.of(batch), http)
+        except BatchNotFoundError:  # it was deleted just now
+            return None
+
+    def _entered(self, name: str) -> Batch | None:
+        try:
+            return self._desk.client.get_batch(name)
+        except BatchNotFoundError:  # nothing is entered yet
             return None
 
     def _http_of(self, name: str) -> HttpBatch | None:
         return self._http.get(name.removeprefix(BATCH_PREFIX)) if name.startswith(BATCH_PREFIX) else None
+
+
+def _place(shown: Shown) -> tuple[int, float]:
+    """Where a batch stands in a list."""
+    state = shown.status.state
+    order = _ORDER.index(state) if state in _ORDER else len(_ORDER)
+    return order, -shown.status.created_at.timestamp()
 
 
 def open_batch(status: BatchStatus) -> bool:

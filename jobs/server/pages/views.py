@@ -70,7 +70,7 @@ class Views:
         """GET /."""
         caller, run = self.sessions.caller(request), self.desk.run
         now = await run(self.watch.looking.now)
-        batches = await run(self.watch.batches, caller)
+        batches = await self.watch.batches(caller)
         values: dict[str, Any] = {"batches": batches, "night": None, "workers": []}
         if caller.only is None:
             values |= {
@@ -83,7 +83,7 @@ class Views:
         """GET /batch?name=...: how it goes, and its rows."""
         caller, run, query = self.sessions.caller(request), self.desk.run, request.query_params
         batch, http = await run(self.watch.batch, caller, query.get("name", ""))
-        status = await run(batch.status)
+        status = await self.watch.standings.of(batch)
         wanted = _filter(query)
         after = query.get("after") or None
         lines = await run(self.watch.looking.lines, batch.name, wanted, after, _rows_of(status, wanted))

@@ -16,7 +16,7 @@ from nightmill.jobs.client import Client
 from nightmill.jobs.contract import JobState
 from nightmill.jobs.job import Job
 from nightmill.jobs.parameters import GenerationParams
-from nightmill.jobs.server.errors import HttpError
+from nightmill.jobs.server.pages import night
 from nightmill.jobs.server.pages.actions import _again
 from nightmill.jobs.server.pages.plot import HEIGHT, draw
 from nightmill.jobs.spec import JobSpec
@@ -181,6 +181,26 @@ def test_a_batch_is_cancelled_and_what_has_no_result_is_retried(alone: Server) -
     assert batch.status().states[JobState.QUEUED] == 3
 
 
+def test_what_runs_is_listed_before_what_waits_and_what_has_ended(
+    alone: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(night, "MOST_BATCHES", 4)
+    submit = alone.client.submit_batch
+    for name, later in (("runs", None), ("waits", None), ("later", timedelta(hours=1)), ("ended", None)):
+        submit([{"prompt": "x"}], name=name, scheduled_at=later)
+    (first,) = alone.client.list_jobs(batch="runs")
+    alone.bench.claims.claim([first.id])
+    alone.client.get_batch("ended").cancel()
+    browser = Browser(alone)
+
+    def listed() -> list[str]:
+        return re.findall(r'href="/batch\?name=(\w+)"', browser.get("/").text)
+
+    assert listed() == ["runs", "waits", "later", "ended"]
+    submit([{"prompt": "x"}], name="new")  # what runs is shown, however old it is
+    assert listed() == ["runs", "new", "waits", "later"]
+
+
 def test_rows_are_found_and_read_by_pages(alone: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(looking, "ROWS_AT_ONCE", 7)
     monkeypatch.setattr(looking, "SEARCHED_AT_ONCE", 10)
@@ -251,10 +271,16 @@ def test_what_a_job_is_repeated_with_is_what_it_was_asked(client: Client) -> Non
     assert spec.params == job.params == GenerationParams(seed=3, **{**said, "stop": ("x",)})
     assert spec.messages == job.messages
     weather = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
-    for more in ({"tools": [weather]}, {"choice": ["yes", "no"]}):
-        other = client.get(client.enqueue([{"role": "user", "content": "hi"}], **more))
-        with pytest.raises(HttpError, match="hand it in again as it was"):
-            _again(other)
+    for more in (
+        {"tools": [weather], "tool_choice": "required", "parallel_tool_calls": False},
+        {"choice": ["yes", "no"]},
+        {"json_schema": {"type": "integer"}, "continue_final_message": True},
+    ):
+        chat = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "It is"}]
+        other = client.get(client.enqueue(chat, **more))
+        again = client.get(client.enqueue_spec(_again(other), owner=None))
+        for name in ("messages", "rendering", "constrained", "params", "seed", "model"):
+            assert getattr(again, name) == getattr(other, name), name
 
 
 def test_nothing_but_the_pages_own_files_is_served(alone: Server) -> None:
