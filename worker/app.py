@@ -126,7 +126,7 @@ class EngineStep(bootsteps.StartStopStep):
         )
 
     def _start(self, parent: Any) -> None:
-        # Threads that claim and tokenise a night's shards would keep those that hand texts on to their readers
+        # Threads that claim and tokenise a night's shards would else keep those that hand texts on to readers
         # waiting for 5 ms at each of the times that these need the interpreter.
         sys.setswitchinterval(SWITCH_SECONDS)
         for chatter in ("celery.worker.strategy", "celery.app.trace"):  # two lines for every message

@@ -126,18 +126,27 @@ class Looking:
         few    how many rows have the state and stop reason that are wanted
         """
         conditions = _conditions(wanted)
+        order: Any = JobRow.id
         if not conditions or few <= _FEW:
-            # Few rows are found by their state and then sorted: in their order, all would be looked at.
-            order = JobRow.id.concat("") if conditions else JobRow.id
-            lines = self._page(_of(batch, after, *conditions), ROWS_AT_ONCE + 1, order)
+            if conditions:
+                # Few rows are found by their state and then sorted: in their order, all would be looked at.
+                rows, order = _of(batch, after, *conditions), JobRow.id.concat("")
+            else:
+                # Ids come from the batch's index alone. For whole rows PostgreSQL would rather walk the table
+                # from its first job on, through all batches before this one.
+                first = select(JobRow.id).where(*_of(batch, after)).order_by(JobRow.id)
+                rows = [JobRow.id.in_(first.limit(ROWS_AT_ONCE + 1))]
+            lines = self._page(rows, ROWS_AT_ONCE + 1, order)
             more = len(lines) > ROWS_AT_ONCE
             return Lines(lines[:ROWS_AT_ONCE], lines[ROWS_AT_ONCE - 1].id if more else None, searched=True)
         ids = select(JobRow.id).where(*_of(batch, after)).order_by(JobRow.id).limit(SEARCHED_AT_ONCE)
+        found = ids.subquery().c.id
         with self._database.read() as connection:
-            last = connection.execute(select(func.max(ids.subquery().c.id))).scalar_one()
+            first_id, last = connection.execute(select(func.min(found), func.max(found))).one()
         if last is None:
             return Lines([], None, searched=True)
-        lines = self._page([*_of(batch, after, *conditions), JobRow.id <= last], ROWS_AT_ONCE + 1)
+        searched = [JobRow.batch == batch, JobRow.id.between(first_id, last), *conditions]
+        lines = self._page(searched, ROWS_AT_ONCE + 1)
         if len(lines) > ROWS_AT_ONCE:
             return Lines(lines[:ROWS_AT_ONCE], lines[ROWS_AT_ONCE - 1].id, searched=True)
         with self._database.read() as connection:
