@@ -15,7 +15,7 @@ from nightmill.jobs.batch_status import BatchRecord, BatchStatus
 from nightmill.jobs.batches.batch import Batch
 from nightmill.jobs.errors import NightmillError
 
-QUICK_SECONDS = 0.02  # a batch that takes longer to count is a large one
+LARGE_ROWS = 20_000  # that take some 5 ms to count
 EVERY_SECONDS = 1.0
 COUNTING_SHARE = 4  # of huge batches: it pauses for so many times what the last count took
 UNSEEN_SECONDS = 8.0  # after which a batch is not counted any more; pages look every 3 s
@@ -63,11 +63,11 @@ class Standings:
                     began = time.monotonic()
                     more = await self._run(standing.count)
                     took = time.monotonic() - began
-                    if more and took < QUICK_SECONDS:
+                    if more and not standing.large:
                         more = await self._run(standing.count)
                 if not standing.first.done():
                     standing.first.set_result(None)
-                    if took < QUICK_SECONDS:
+                    if not standing.large:
                         break
                 if more:
                     continue
@@ -92,6 +92,11 @@ class _Standing:
         self.task: asyncio.Future[None] = self.first  # that counts
         self.looked_at = 0.0
         self._end: tuple[BatchRecord, datetime | None] | None = None
+
+    @property
+    def large(self) -> bool:
+        """Whether it is not counted at every look."""
+        return self.status is not None and self.status.rows >= LARGE_ROWS
 
     def count(self) -> bool:
         """Count again, if anything may be another; returns whether there is more to count at once."""

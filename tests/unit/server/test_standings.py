@@ -37,7 +37,7 @@ class Counting:
 @pytest.fixture
 def counting(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counting]:
     """Every batch is a large one, and time goes fast."""
-    monkeypatch.setattr(standings, "QUICK_SECONDS", 0.0)
+    monkeypatch.setattr(standings, "LARGE_ROWS", 0)
     monkeypatch.setattr(standings, "EVERY_SECONDS", 0.02)
     monkeypatch.setattr(standings, "COUNTING_SHARE", 0)
     yield Counting(monkeypatch)
@@ -94,7 +94,7 @@ def test_all_who_look_share_the_counts_and_see_what_changed(
 def test_small_batches_are_counted_at_every_look_and_failures_are_told(
     client: Client, counting: Counting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(standings, "QUICK_SECONDS", 60.0)
+    monkeypatch.setattr(standings, "LARGE_ROWS", 2)
     batch = client.submit_batch([{"prompt": "x"}], name="b")
 
     async def look() -> None:
