@@ -13,7 +13,8 @@ from tests.specs import dense_spec
 from tests.unit.worker.test_recommended_models import qwen
 
 H200 = peaks_of((9, 0), 132, clock_khz=1_980_000, memory_khz=3_201_000, bus_bits=6144)
-SPECS = {"0.5B": dense_spec(name="0.5B", layers=24, vocab=151_936), "7B": qwen("7B")}
+TINY = dense_spec(name="tiny", layers=6, width=256, heads=4, kv_heads=2, ffn_width=832, vocab=4096)
+SPECS = {"tiny": TINY, "0.5B": dense_spec(name="0.5B", layers=24, vocab=151_936), "7B": qwen("7B")}
 
 
 def rate(model: str, sequences: int, prompt: int = 512, answer: int = 256, fp8: bool = False) -> float:
@@ -44,3 +45,10 @@ def test_it_is_about_what_was_measured(model: str, sequences: int, prompt: int, 
 def test_fp8_counts_where_flops_do() -> None:
     assert rate("7B", 256, fp8=True) > 1.4 * rate("7B", 256)
     assert rate("7B", 1, fp8=True) == pytest.approx(rate("7B", 1), rel=0.01)
+
+
+def test_a_tiny_model_is_as_fast_as_its_host() -> None:
+    assert rate("tiny", 1) < 10_000  # steps of 0.1 ms
+    assert (
+        rate("tiny", 2048, 384, 128) <= 2_165 * 128
+    )  # rows a second that a worker brings if it computes nothing
