@@ -14,7 +14,7 @@ from dataclasses import replace
 from datetime import timedelta
 
 from nightmill.jobs.answers import split_answer_id
-from nightmill.jobs.contract import Markup, StopReason
+from nightmill.jobs.contract import StopReason
 from nightmill.jobs.errors import (
     DatabaseError,
     DatabaseRefusedError,
@@ -22,21 +22,19 @@ from nightmill.jobs.errors import (
     NightmillError,
     RunnerError,
 )
-from nightmill.jobs.fields import INTERACTIVE
 from nightmill.jobs.logprobs import Spell as TokenSpell
 from nightmill.jobs.messages.streams import Followers
 from nightmill.jobs.sql.claims import Claim, Claims, Outcome
 from nightmill.jobs.sql.jobs import chunked
 from nightmill.jobs.sql.partials import SavedTokens
 from nightmill.worker.engine.request import Completion, Progress, Request
-from nightmill.worker.grammar.calls import calls_asked
 from nightmill.worker.link.link import EngineLink
 from nightmill.worker.service.answering import Answering
 from nightmill.worker.service.in_flight import InFlight, JobKey
 from nightmill.worker.service.publishing import Publisher
-from nightmill.worker.service.resume import SAVE_GROUP, SAVE_TOKENS, fingerprint, tokens_to_resume
+from nightmill.worker.service.requesting import MarkupOf, Requesting, Spell, Tokenize
+from nightmill.worker.service.resume import SAVE_GROUP, SAVE_TOKENS
 from nightmill.worker.service.tally import Tally
-from nightmill.worker.service.telling import check_told, echo_of
 from nightmill.worker.service.writer import ResultWriter
 from nightmill.worker.watched import describe
 
@@ -47,17 +45,6 @@ CLAIMS_AT_ONCE = 4
 longer for the interpreter, for SQLite's one writer, and for connections beyond the pool's."""
 _CLAIM_SETTLED = timedelta(seconds=30)
 _CLAIM_PATIENCE = 35.0  # SQLite waits 30 s for its write lock
-
-Prompt = tuple[int, ...] | NightmillError  # its token ids, or why there are none
-
-MarkupOf = Callable[[Claim, tuple[int, ...]], Markup | None]
-"""What the texts of a job hold beside its answers, given its prompt."""
-
-Tokenize = Callable[[Sequence[Claim]], Sequence[Prompt]]
-"""A shard at once: one answer for each claim, in their order."""
-
-Spell = Callable[[Sequence[str]], tuple[tuple[int, ...], ...]]
-"""The runs of tokens that a text may hold these words as; or the tokens of each of these texts by itself."""
 
 
 class Service:
@@ -83,13 +70,19 @@ class Service:
         self.claims = claims
         self.in_flight = InFlight(capacity, self._hand_back, lane=lane)
         self._answering = Answering(self.in_flight, spelling)
-        self._spelling = spelling
+        self._requesting = Requesting(
+            self.in_flight,
+            self._answering,
+            tokenize=tokenize,
+            spell=spell,
+            apart=apart,
+            spelling=spelling,
+            markup=markup,
+            arithmetic=lambda: engine.arithmetic,
+            now=claims.database.now,
+        )
         self.drain_seconds = drain_seconds
         self.last_shard_at = time.monotonic()
-        self._tokenize = tokenize
-        self._spell = spell
-        self._markup = markup
-        self._apart = apart
         self._on_fatal = on_fatal
         self._drain_until: float | None = None
         self._cancels_sent: set[JobKey] = set()
@@ -193,7 +186,7 @@ class Service:
 
     def begin(self, claims: Sequence[Claim]) -> list[JobKey]:
         """Tokenise claimed jobs and give them to the engine; one that cannot be fails alone."""
-        prompts = iter(self._prompts([claim for claim in claims if claim.unreadable is None]))
+        prompts = iter(self._requesting.prompts([claim for claim in claims if claim.unreadable is None]))
         requests: list[Request] = []
         for claim in claims:
             key = claim.job_id, claim.attempt
@@ -202,7 +195,7 @@ class Service:
                 self._fail_job(key, str(prompt))
                 continue
             try:
-                requests += self._requests(claim, prompt)
+                requests += self._requesting.requests(claim, prompt)
             except InvalidRequestError as error:
                 self._fail_job(key, str(error))
             except Exception as error:
@@ -214,64 +207,6 @@ class Service:
         if resumed := [len(request.generated_ids) for request in requests if request.generated_ids]:
             log.info("%d answers go on from %d tokens that were saved", len(resumed), sum(resumed))
         return [(claim.job_id, claim.attempt) for claim in claims]
-
-    def _prompts(self, claims: Sequence[Claim]) -> list[Prompt]:
-        """Token ids, or errors; an exception that nobody expected is one job's alone."""
-        if not claims:
-            return []
-        try:
-            prompts = list(self._tokenize(claims))
-            if len(prompts) != len(claims):
-                raise ValueError(f"{len(prompts)} answers to {len(claims)} prompts")
-            return prompts
-        except RunnerError:
-            raise  # what tokenises cannot be had: no job's fault
-        except Exception as error:
-            log.exception("%d prompts could not be tokenised", len(claims))
-            fault = describe(error)
-        if len(claims) > 1:
-            return [prompt for claim in claims for prompt in self._prompts([claim])]
-        return [NightmillError(f"the prompt could not be tokenised: {fault}")]
-
-    def _requests(self, claim: Claim, prompt_ids: tuple[int, ...]) -> list[Request]:
-        """What the engine is to do for a job. Raises InvalidParameterError."""
-        request, params = self._request(claim, prompt_ids), claim.params
-        if params.score:
-            return self._answering.score(request, self._apart(params.score))
-        if params.echo:
-            request = replace(request, echo=echo_of(claim.prompt, prompt_ids, self._spelling))
-            if params.logprobs is not None:
-                check_told(len(prompt_ids), params)
-                request = replace(request, told_from=0)
-        return self._answering.split(request)
-
-    def _request(self, claim: Claim, prompt_ids: tuple[int, ...]) -> Request:
-        """What the engine is to do for a job, whatever the number of its answers."""
-        mark = fingerprint(self.engine.arithmetic, prompt_ids)
-        markup, constrained = self._markup(claim, prompt_ids), claim.constrained
-        tools = None if claim.rendering is None else claim.rendering.tools
-        if markup is not None and (constrained is not None or (tools is not None and tools.required)):
-            markup = replace(markup, thinking=None)  # there is no room for thoughts
-        if tools is not None and markup is not None and markup.calls is not None:
-            constrained = calls_asked(tools, markup.calls) if tools.required or tools.strict else constrained
-        self.in_flight.mark((claim.job_id, claim.attempt), mark, markup)
-        deadline = None
-        if claim.deadline_at is not None:  # the engine counts on this host's clock, the row on the database's
-            deadline = time.time() + (claim.deadline_at - self.claims.database.now()).total_seconds()
-        assert claim.params.seed is not None
-        return Request(
-            job_id=claim.job_id,
-            attempt=claim.attempt,
-            prompt_ids=prompt_ids,
-            params=claim.params,
-            seed=claim.params.seed,
-            deadline=deadline,
-            priority=claim.priority,
-            interactive=claim.priority == INTERACTIVE,
-            generated_ids=tokens_to_resume(claim.saved, mark),
-            constrained=constrained,
-            banned=self._spell(claim.params.bad_words) if claim.params.bad_words else (),
-        )
 
     def _submit(self, requests: Sequence[Request]) -> None:
         """Give requests to the engine together; where one makes that fail, each by itself."""

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from sqlalchemy import text, update
 
-import nightmill.worker.service.shards
+import nightmill.worker.service.requesting
 from nightmill.jobs.client import Client
 from nightmill.jobs.contract import JobState
 from nightmill.jobs.errors import DatabaseRefusedError, NightmillError
@@ -89,14 +89,14 @@ def in_tokenizer(bench: Bench, victim: str, patch: Patch) -> None:
 
 
 def too_few_answers(bench: Bench, victim: str, patch: Patch) -> None:
-    tokenize = bench.service._tokenize
+    tokenize = bench.service._requesting.tokenize
 
     def faulty(claims: Sequence[Claim]) -> Any:
         return [
             prompt for claim, prompt in zip(claims, tokenize(claims), strict=True) if claim.job_id != victim
         ]
 
-    patch.setattr(bench.service, "_tokenize", faulty)
+    patch.setattr(bench.service._requesting, "tokenize", faulty)
 
 
 def in_request(bench: Bench, victim: str, patch: Patch) -> None:
@@ -105,11 +105,11 @@ def in_request(bench: Bench, victim: str, patch: Patch) -> None:
             raise odd()
         return Request(**fields)
 
-    patch.setattr(nightmill.worker.service.shards, "Request", faulty)
+    patch.setattr(nightmill.worker.service.requesting, "Request", faulty)
 
 
 def in_fingerprint(bench: Bench, victim: str, patch: Patch) -> None:
-    fail_once(nightmill.worker.service.shards, "fingerprint", patch)
+    fail_once(nightmill.worker.service.requesting, "fingerprint", patch)
 
 
 def in_submit(bench: Bench, victim: str, patch: Patch) -> None:
@@ -286,7 +286,7 @@ def test_an_error_text_that_sql_cannot_hold_stops_no_result(
     model = load_model(Settings(model=path))
     with Client(server_settings) as client:
         bench = Bench(client, ScriptedRunner())
-        bench.service._tokenize = lambda claims: [
+        bench.service._requesting.tokenize = lambda claims: [
             answer if isinstance(answer, NightmillError) else PROMPT for answer in model.tokenize_all(claims)
         ]
         chat = client.enqueue([{"role": "user", "content": "hi"}])
