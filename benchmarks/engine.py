@@ -26,8 +26,9 @@ from benchmarks.formats import add_formats, numbers_from
 from benchmarks.held import WHICH, Held
 from benchmarks.limits import Limit
 from nightmill.jobs.parameters import GenerationParams
-from nightmill.worker.engine.engine import Engine, EngineStats
+from nightmill.worker.engine.engine import Engine
 from nightmill.worker.engine.request import Request
+from nightmill.worker.engine.stats import EngineStats
 from nightmill.worker.link.garbage import QuietCollector
 from nightmill.worker.model.families import read_spec
 from nightmill.worker.model.gguf.file import GgufFile

@@ -3,8 +3,9 @@
 from pathlib import Path
 
 from nightmill.jobs.parameters import GenerationParams
-from nightmill.worker.engine.engine import Engine, EngineStats
+from nightmill.worker.engine.engine import Engine
 from nightmill.worker.engine.request import Completion, Request
+from nightmill.worker.engine.stats import EngineStats
 from nightmill.worker.link.loading import BLOCK_SIZE, demo_model
 from nightmill.worker.model.chat import ChatTemplate
 from nightmill.worker.model.families import read_spec

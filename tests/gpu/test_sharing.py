@@ -5,8 +5,9 @@ from contextlib import closing
 import pytest
 
 from nightmill.jobs.parameters import GenerationParams
-from nightmill.worker.engine.engine import Engine, EngineStats
+from nightmill.worker.engine.engine import Engine
 from nightmill.worker.engine.request import Request
+from nightmill.worker.engine.stats import EngineStats
 from nightmill.worker.link.loading import demo_model
 from nightmill.worker.model.families import read_spec
 from nightmill.worker.model.gguf.file import GgufFile

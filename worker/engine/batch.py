@@ -4,8 +4,8 @@ from itertools import compress
 
 import numpy as np
 
+from nightmill.worker.engine.plan import Chunk, StepPlan
 from nightmill.worker.engine.request import Sequence
-from nightmill.worker.engine.scheduler import Chunk, StepPlan
 from nightmill.worker.runners.base import (
     FROM_SLOT,
     UNTOLD,

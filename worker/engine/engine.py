@@ -19,6 +19,7 @@ from nightmill.worker.engine.constraints import Constraints, OneByOne
 from nightmill.worker.engine.kv_cache import BlockPool, CacheIntegrityError
 from nightmill.worker.engine.limits import Limits
 from nightmill.worker.engine.masking import Failed, Masking
+from nightmill.worker.engine.plan import StepPlan
 from nightmill.worker.engine.request import (
     Completion,
     Growth,
@@ -28,8 +29,9 @@ from nightmill.worker.engine.request import (
     Sequence,
     SequenceState,
 )
-from nightmill.worker.engine.scheduler import Scheduler, StepPlan
+from nightmill.worker.engine.scheduler import Scheduler
 from nightmill.worker.engine.sharing import PrefixGroups
+from nightmill.worker.engine.stats import EngineStats
 from nightmill.worker.engine.stops import NewTextStream, TextWatch, reason_to_stop, streamed
 from nightmill.worker.engine.telling import Tellings
 from nightmill.worker.engine.told import Records
@@ -41,23 +43,6 @@ _NO_NUMBERS = (
     "different prompt. If every prompt fails like this, the file is damaged: download it again"
 )
 _NOT_COMPILED = "what the answer must be was not compiled: a fault of the worker, retry the job"
-
-
-@dataclass(frozen=True, slots=True)
-class EngineStats:
-    """What the engine has done since it was made, and how full it is."""
-
-    steps: int  # launches
-    step_sequences: int  # computed, summed over launches
-    prompt_tokens: int  # computed; those computed again after preemption count again
-    shared_tokens: int  # of prompts, found computed at admission; counted again after preemption
-    generated_tokens: int  # drawn and kept
-    resumed_tokens: int  # drawn by earlier attempts and gone on from
-    preemptions: int
-    running: int
-    waiting: int
-    free_pages: int
-    pages: int
 
 
 @dataclass(slots=True)

@@ -22,10 +22,10 @@ gets neither the slot nor the pages that it will need.
 import heapq
 from bisect import bisect_left, insort
 from collections import deque
-from dataclasses import dataclass
 from itertools import takewhile
 
 from nightmill.worker.engine.kv_cache import BlockPool, CacheIntegrityError
+from nightmill.worker.engine.plan import Chunk, StepPlan
 from nightmill.worker.engine.prefix_tree import PrefixNode
 from nightmill.worker.engine.request import Sequence, SequenceState
 from nightmill.worker.engine.sharing import PrefixSharing
@@ -36,50 +36,6 @@ INTERACTIVE_TOKENS = 2048
 """Of prompts in a step, while there are interactive sequences: 45 ms of a 7B on an H200, where 16,384 take
 350 ms and two such steps may be queued before the next is planned."""
 LINGER_STEPS = 256  # after the last interactive sequence: the next is likely to come soon
-
-
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """Compute `length` known tokens of `sequence` from position `start`: of its prompt, then drawn ones."""
-
-    sequence: Sequence
-    start: int
-    length: int
-
-    @property
-    def of_prompt(self) -> int:
-        """How many of them are of the prompt."""
-        return min(max(0, self.sequence.prompt_length - self.start), self.length)
-
-    @property
-    def given(self) -> range:
-        """The places of tokens that it is asked about, which follow on some that it computes."""
-        return self.sequence.given(self.start, self.of_prompt)
-
-    @property
-    def draws(self) -> bool:
-        """Whether its last token is the last one known, so that the next is drawn."""
-        return self.start + self.length == len(self.sequence.tokens)
-
-
-@dataclass(frozen=True, slots=True)
-class StepPlan:
-    """One step: what to compute, who took a slot for it, who got further pages, and who lost theirs.
-
-    decodes   sequences of which the token at `computed`, the one last drawn, is computed and the next drawn
-    chunks    pieces of prompts, and drawn tokens where a sequence is computed again
-    """
-
-    decodes: list[Sequence]
-    chunks: list[Chunk]
-    admitted: list[Sequence]
-    grown: list[Sequence]
-    preempted: list[Sequence]
-
-    @property
-    def empty(self) -> bool:
-        """Whether there is nothing to do until a launch is collected."""
-        return not self.decodes and not self.chunks
 
 
 class Scheduler:

@@ -20,8 +20,8 @@ from typing import Protocol
 from nightmill.jobs.arithmetic import Arithmetic
 from nightmill.jobs.errors import RunnerError
 from nightmill.jobs.settings import Settings
-from nightmill.worker.engine.engine import EngineStats
 from nightmill.worker.engine.request import Completion, Growth, Progress, Request
+from nightmill.worker.engine.stats import EngineStats
 from nightmill.worker.link.messages import (
     Abandon,
     Answer,

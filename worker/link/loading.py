@@ -15,8 +15,9 @@ from nightmill.jobs.contract import AS_USUAL, CallFormat, Markup, Prompt, Render
 from nightmill.jobs.errors import ChatTemplateError, InvalidParameterError, NightmillError, SettingsError
 from nightmill.jobs.parameters import MAX_BANNED_TOKENS
 from nightmill.jobs.settings import Settings
-from nightmill.worker.engine.engine import Engine, EngineStats
+from nightmill.worker.engine.engine import Engine
 from nightmill.worker.engine.probing import probe
+from nightmill.worker.engine.stats import EngineStats
 from nightmill.worker.grammar import Grammars
 from nightmill.worker.model.chat import ChatTemplate, Limits
 from nightmill.worker.model.families import read_spec

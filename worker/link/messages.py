@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from nightmill.jobs.arithmetic import Arithmetic
 from nightmill.jobs.settings import Settings
-from nightmill.worker.engine.engine import EngineStats
 from nightmill.worker.engine.request import Completion, Growth, Progress, Request
+from nightmill.worker.engine.stats import EngineStats
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,8 +5,9 @@ import pytest
 from nightmill.jobs.parameters import GenerationParams
 from nightmill.worker.engine import scheduler as scheduling
 from nightmill.worker.engine.kv_cache import BlockPool
+from nightmill.worker.engine.plan import StepPlan
 from nightmill.worker.engine.request import Request, Sequence, SequenceState
-from nightmill.worker.engine.scheduler import Scheduler, StepPlan
+from nightmill.worker.engine.scheduler import Scheduler
 
 
 def sequence(order: int, prompt: int, *, priority: int = 5, limit: int = 1000) -> Sequence:

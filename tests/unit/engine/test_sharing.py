@@ -3,11 +3,11 @@
 import pytest
 
 from nightmill.jobs.parameters import GenerationParams
-from nightmill.worker.engine.engine import EngineStats
 from nightmill.worker.engine.kv_cache import BlockPool, CacheIntegrityError
 from nightmill.worker.engine.request import Completion, Request, Sequence
 from nightmill.worker.engine.scheduler import Scheduler
 from nightmill.worker.engine.sharing import GROUP_TOKENS, GROUP_WINDOW, PrefixGroups
+from nightmill.worker.engine.stats import EngineStats
 from tests.unit.engine.scripted import ScriptedRunner, expected, make_engine, make_request, run
 from tests.unit.engine.test_scheduler import carry_out, shape, step
 

@@ -8,7 +8,7 @@ import pytest
 from gguf import GGMLQuantizationType
 
 from nightmill.jobs.settings import Settings
-from nightmill.worker.engine.engine import EngineStats
+from nightmill.worker.engine.stats import EngineStats
 from nightmill.worker.link import loading
 from nightmill.worker.model.families import read_spec
 from nightmill.worker.model.gguf.file import GgufFile

@@ -8,8 +8,9 @@ import pytest
 
 from nightmill.jobs.contract import StopReason
 from nightmill.jobs.parameters import GenerationParams
-from nightmill.worker.engine.engine import Engine, EngineStats
+from nightmill.worker.engine.engine import Engine
 from nightmill.worker.engine.request import Completion, Request
+from nightmill.worker.engine.stats import EngineStats
 from nightmill.worker.model.families import read_spec
 from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.runners.base import FROM_SLOT, NOT_A_NUMBER, Admission, StepBatch, make_draws

@@ -1,0 +1,20 @@
+"""What an engine says of itself."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """What the engine has done since it was made, and how full it is."""
+
+    steps: int  # launches
+    step_sequences: int  # computed, summed over launches
+    prompt_tokens: int  # computed; those computed again after preemption count again
+    shared_tokens: int  # of prompts, found computed at admission; counted again after preemption
+    generated_tokens: int  # drawn and kept
+    resumed_tokens: int  # drawn by earlier attempts and gone on from
+    preemptions: int
+    running: int
+    waiting: int
+    free_pages: int
+    pages: int
