@@ -27,6 +27,7 @@ from nightmill.jobs.errors import (
 from nightmill.jobs.forking import Forkable
 from nightmill.jobs.ids import is_job_id
 from nightmill.jobs.job import Job
+from nightmill.jobs.logprobs import Packed, TokenLogprob
 from nightmill.jobs.messages.broker import Broker
 from nightmill.jobs.messages.streams import Inbox, Part
 from nightmill.jobs.parameters import MAX_ANSWERS
@@ -46,10 +47,16 @@ _CLOSED = "the client is closed: follow the text with another, which goes on at 
 
 
 class Reader:
-    """One reader of one text. `wake` is called, on another's thread, when `take` has something new to say."""
+    """One reader of one text. `wake` is called, on another's thread, when `take` has something new to say.
 
-    def __init__(self, job_id: str, place: Place, wake: Callable[[], None], answer: int = 0) -> None:
+    told  it wants log-probabilities of tokens with the pieces
+    """
+
+    def __init__(
+        self, job_id: str, place: Place, wake: Callable[[], None], answer: int = 0, *, told: bool = False
+    ) -> None:
         self.job_id = job_id
+        self.told = told
         self.name = answer_id(job_id, answer)
         self._answer = answer
         self.line = ""
@@ -58,6 +65,8 @@ class Reader:
         self._lock = threading.Lock()
         self._cursor = Cursor(place)
         self._pending: list[Piece] = []
+        self._tokens: list[TokenLogprob] = []  # that came and were not taken
+        self._tokens_read = 0
         self._markup: Markup | None = None
         self._error: NightmillError | None = None
         self._asked_at = time.monotonic()
@@ -72,19 +81,23 @@ class Reader:
         with self._lock:
             pieces, self._pending = self._pending, []
             if pieces:
-                return Piece("".join(pieces), pieces[-1].place, self._markup), False
+                tokens, self._tokens = tuple(self._tokens), []
+                return Piece("".join(pieces), pieces[-1].place, self._markup, tokens), False
             if self._error is not None:
                 raise self._error
             return None, self.job is not None
 
-    def give(self, start: int, text: str, markup: Markup | None = None) -> bool:
+    def give(self, start: int, text: str, markup: Markup | None = None, told: Packed | None = None) -> bool:
         """Hand it a piece from a worker; False if it has to ask for the text again."""
         with self._lock:
             if self.ended:
                 return True
             self._markup = markup
             try:
-                self._add(self._cursor.read(start, text))
+                piece = self._cursor.read(start, text)
+                if told is not None:
+                    self._add_tokens(told)
+                self._add(piece)
             except GapError:
                 return False
             except StreamChangedError as error:
@@ -96,7 +109,10 @@ class Reader:
         with self._lock:
             self._markup = job.markup
             try:
-                self._add(self._cursor.finish(self._text_of(job)))
+                piece = self._cursor.finish(self._text_of(job))
+                if piece is not None and self.told and self._answer < len(job.answers):
+                    self._tokens += (job.answers[self._answer].logprobs or ())[self._tokens_read :]
+                self._add(piece)
                 self._end(job)
             except (StreamChangedError, InvalidParameterError) as error:
                 self._end(error=error)
@@ -122,6 +138,13 @@ class Reader:
             return False
         self._asked_at = now
         return True
+
+    def _add_tokens(self, told: Packed) -> None:
+        """What is new of tokens that may come twice. If some are missing, the row will have the rest."""
+        if told.first <= self._tokens_read:
+            fresh = told.tokens()[self._tokens_read - told.first :]
+            self._tokens += fresh
+            self._tokens_read += len(fresh)
 
     def _add(self, piece: Piece | None) -> None:
         if piece is not None:
@@ -182,9 +205,15 @@ class Following(Forkable):
                     piece, over = reader.take()
 
     async def pieces_async(
-        self, job_id: str, place: Place = START, timeout: float | None = None, answer: int = 0
+        self,
+        job_id: str,
+        place: Place = START,
+        timeout: float | None = None,
+        answer: int = 0,
+        *,
+        told: bool = False,
     ) -> AsyncIterator[Piece]:
-        """As `pieces`, for asyncio: holds no thread while it waits."""
+        """As `pieces`, for asyncio: holds no thread while it waits. `told`: see `Reader`."""
         give_up_at = _moment(timeout)
         loop, news = asyncio.get_running_loop(), asyncio.Event()
 
@@ -192,7 +221,7 @@ class Following(Forkable):
             with suppress(RuntimeError):  # the loop is closed: nobody reads any more
                 loop.call_soon_threadsafe(news.set)
 
-        with self.reading(job_id, place, wake, answer) as reader:
+        with self.reading(job_id, place, wake, answer, told=told) as reader:
             over = False
             while not over:
                 try:
@@ -207,7 +236,7 @@ class Following(Forkable):
 
     @contextmanager
     def reading(
-        self, job_id: str, place: Place, wake: Callable[[], None], answer: int = 0
+        self, job_id: str, place: Place, wake: Callable[[], None], answer: int = 0, *, told: bool = False
     ) -> Iterator[Reader]:
         """A reader of a job's text, from `place` on; raises NightmillError if it is closed."""
         if not is_job_id(job_id):
@@ -215,7 +244,7 @@ class Following(Forkable):
         if not isinstance(answer, int) or not 0 <= answer < MAX_ANSWERS:
             said = f"answer: must be 0 to {MAX_ANSWERS - 1} (got {str(answer)[:100]!r})"
             raise InvalidParameterError(said, field="answer")
-        reader = Reader(job_id, place, wake, answer)
+        reader = Reader(job_id, place, wake, answer, told=told)
         with self._changed:
             if self._closed:
                 raise NightmillError(_CLOSED)
@@ -236,7 +265,7 @@ class Following(Forkable):
     def _enter(self, reader: Reader) -> None:
         """Give a reader a line that no worker has seen: who has the job sends the text from its beginning."""
         self._readers.pop(reader.line, None)
-        reader.line = f"{reader.name}:{next(self._numbers)}"
+        reader.line = f"{reader.name}:{next(self._numbers)}{'t' if reader.told else ''}"
         self._readers[reader.line] = reader
 
     def _run(self, name: str, work: Callable[[], None]) -> None:
@@ -287,7 +316,7 @@ class Following(Forkable):
             with self._changed:
                 self._due.add(reader.job_id)
                 self._changed.notify_all()
-        elif not reader.give(part.start, part.text, part.markup) and reader.asks_again():
+        elif not reader.give(part.start, part.text, part.markup, part.told) and reader.asks_again():
             with self._changed:
                 if part.line in self._readers:
                     self._enter(reader)

@@ -18,8 +18,9 @@ import math
 import sys
 from array import array
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 _VERSION = 1
 _HEAD = 4  # numbers
@@ -67,6 +68,26 @@ class Scores(tuple[Score, ...]):
     def best(self) -> Score:
         """The likeliest, the first of equals."""
         return max(self, key=lambda score: score.logprob)
+
+
+class Packed(NamedTuple):
+    """Tokens of a text from number `first` on, for whoever reads it while it grows.
+
+    offsets  of each, in the whole text
+    data     what `pack` made of them
+    """
+
+    first: int
+    offsets: tuple[int, ...]
+    data: bytes
+
+    def tokens(self) -> tuple["TokenLogprob", ...]:
+        """They; none if it is not what it should be."""
+        found = read(self.data) or ()
+        if len(found) != len(self.offsets):
+            return ()
+        pairs = zip(found, self.offsets, strict=True)
+        return tuple(replace(token, offset=offset) for token, offset in pairs)
 
 
 Spell = Callable[[int], tuple[bytes, str]]

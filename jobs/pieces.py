@@ -12,6 +12,7 @@ from typing import Self
 
 from nightmill.jobs.contract import Markup
 from nightmill.jobs.errors import InvalidParameterError, StreamChangedError
+from nightmill.jobs.logprobs import TokenLogprob
 
 _PLACE = re.compile(r"(\d{1,10})-([0-9a-f]{8})")
 
@@ -49,17 +50,27 @@ class Piece(str):
     """A piece of a text: a str, with the `place` where it ends.
 
     markup  what the text holds beside the answer; None: nothing
+    tokens  log-probabilities of tokens up to its end, but for those of pieces before, if its reader wants
+            them; what has not come with any piece is in the row
     """
 
-    __slots__ = ("markup", "place")
+    __slots__ = ("markup", "place", "tokens")
     place: Place
     markup: Markup | None
+    tokens: tuple[TokenLogprob, ...]
 
-    def __new__(cls, text: str, place: Place, markup: Markup | None = None) -> Self:
+    def __new__(
+        cls,
+        text: str,
+        place: Place,
+        markup: Markup | None = None,
+        tokens: tuple[TokenLogprob, ...] = (),
+    ) -> Self:
         """`place` is that after `text`."""
         made = super().__new__(cls, text)
         made.place = place
         made.markup = markup
+        made.tokens = tokens
         return made
 
     @property

@@ -6,7 +6,7 @@ from nightmill.jobs.contract import JsonObject
 from nightmill.jobs.job import Answer
 from nightmill.jobs.logprobs import LikelyToken, TokenLogprob
 
-__all__ = ["openai_logprobs", "token_values"]
+__all__ = ["openai_logprobs", "openai_tokens", "token_values"]
 
 
 def token_values(tokens: Sequence[TokenLogprob]) -> list[JsonObject]:
@@ -25,9 +25,11 @@ def token_values(tokens: Sequence[TokenLogprob]) -> list[JsonObject]:
 
 def openai_logprobs(answer: Answer, chat: bool) -> JsonObject | None:
     """`logprobs` of a choice; None if they were not asked for."""
-    tokens = answer.logprobs
-    if tokens is None:
-        return None
+    return None if answer.logprobs is None else openai_tokens(answer.logprobs, chat)
+
+
+def openai_tokens(tokens: Sequence[TokenLogprob], chat: bool) -> JsonObject:
+    """The same for some of its tokens."""
     return _of_chat(tokens) if chat else _of_completion(tokens)
 
 

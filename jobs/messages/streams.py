@@ -7,9 +7,11 @@ inboxes: one message for all texts of a step. A job that is on no list costs not
 its inbox in time loses messages, notices the gap, and asks again.
 
 On a list a text is a *line*: the name of the answer (its job's id, if it is the first) and a number, by which
-the follower knows its reader. A worker that sees a new line sends the text from its beginning.
+the follower knows its reader; with a `t` behind it the reader wants the log-probabilities of tokens, too. A
+worker that sees a new line sends the text from its beginning.
 """
 
+import base64
 import json
 import re
 import time
@@ -20,6 +22,7 @@ from typing import Any, NamedTuple
 
 from nightmill.jobs.contract import Markup, unstorable
 from nightmill.jobs.errors import BrokerError
+from nightmill.jobs.logprobs import Packed
 from nightmill.jobs.messages.broker import Broker
 
 _FOLLOWERS = "nightmill.followers"
@@ -32,12 +35,14 @@ INBOX_SECONDS = 60
 INBOX_MESSAGES = 512
 PIECE_CHARACTERS = 16_384
 """Of a longer text that is sent at once, each piece has so many; a message has about as many in all."""
+TOLD_CHARACTERS = 1024
+"""The same for a reader who wants log-probabilities, which take up to 800 bytes a token."""
 _READ_AT_ONCE = 128
 _ANSWER_SECONDS = 5.0  # after which a Redis that hangs counts as away
 MOST_FOLLOWERS = 256
 _LONGEST_LIST = 1 << 20  # bytes; room for 25,000 lines
 _ID = re.compile(rb"[0-9a-f]{32}")
-_LINE = re.compile(rb"([0-9a-f]{32}(?:\.[1-9][0-9]{0,2})?):[0-9]{1,12}")
+_LINE = re.compile(rb"([0-9a-f]{32}(?:\.[1-9][0-9]{0,2})?):[0-9]{1,12}t?")
 
 
 class Part(NamedTuple):
@@ -47,6 +52,12 @@ class Part(NamedTuple):
     start: int = 0
     text: str | None = None
     markup: Markup | None = None
+    told: Packed | None = None
+
+
+def wants_told(line: str) -> bool:
+    """Whether the reader of a line wants the log-probabilities of tokens."""
+    return line.endswith("t")
 
 
 class Line:
@@ -182,14 +193,26 @@ def _messages(parts: Iterable[Part]) -> Iterator[str]:
     message: list[Any] = []
     room = PIECE_CHARACTERS
     for part in parts:
-        if message and len(part.text or "") > room:
+        size = len(part.text or "") + (0 if part.told is None else len(part.told.data))
+        if message and size > room:
             yield json.dumps(message, ensure_ascii=False)
             message, room = [], PIECE_CHARACTERS
-        said = [part.line] if part.text is None else [part.line, part.start, part.text]
-        message.append(said if part.markup is None else [*said, part.markup.values()])
-        room -= len(part.text or "")
+        message.append(_said(part))
+        room -= size
     if message:
         yield json.dumps(message, ensure_ascii=False)
+
+
+def _said(part: Part) -> list[Any]:
+    if part.text is None:
+        return [part.line]
+    said = [part.line, part.start, part.text]
+    if part.markup is None and part.told is None:
+        return said
+    said.append(None if part.markup is None else part.markup.values())
+    if part.told is not None:
+        said += [part.told.first, part.told.offsets, base64.b64encode(part.told.data).decode()]
+    return said
 
 
 def _parts(message: bytes) -> Iterator[Part]:
@@ -204,5 +227,17 @@ def _parts(message: bytes) -> Iterator[Part]:
                 yield Part(line)
             case [str(line), int(start), str(text)] if start >= 0 and text and not unstorable(text):
                 yield Part(line, start, text)
-            case [str(line), int(start), str(text), markup] if start >= 0 and text and not unstorable(text):
-                yield Part(line, start, text, Markup.read(markup))
+            case [str(line), int(start), str(text), markup, *told] if (
+                start >= 0 and text and not unstorable(text)
+            ):
+                yield Part(line, start, text, Markup.read(markup), _told(told))
+
+
+def _told(said: list[Any]) -> Packed | None:
+    match said:
+        case [int(first), list(offsets), str(data)] if first >= 0 and all(
+            type(one) is int for one in offsets
+        ):
+            with suppress(ValueError):
+                return Packed(first, tuple(offsets), base64.b64decode(data, validate=True))
+    return None

@@ -5,7 +5,7 @@ What a body may say is what a row of a batch file may say, read by the same pars
 """
 
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -14,10 +14,11 @@ from starlette.responses import JSONResponse, Response
 
 from nightmill.jobs.contract import JsonObject
 from nightmill.jobs.errors import NightmillError
-from nightmill.jobs.formats.likelihoods import openai_logprobs
+from nightmill.jobs.formats.likelihoods import openai_tokens
 from nightmill.jobs.formats.openai import CHAT, COMPLETIONS, body_job
 from nightmill.jobs.formats.results import call_value, completion_body, completion_id, finish_reason, usage
 from nightmill.jobs.job import Job
+from nightmill.jobs.logprobs import TokenLogprob
 from nightmill.jobs.pieces import Piece
 from nightmill.jobs.prompts import json_type
 from nightmill.jobs.reading import Part, Reading
@@ -110,7 +111,9 @@ class Completions:
         try:
             for chunk in chunks.first():
                 yield event(chunk)
-            texts = [self._desk.pieces(job_id, answer=index) for index in range(chunks.answers)]
+            texts = [
+                self._desk.pieces(job_id, answer=index, told=chunks.told) for index in range(chunks.answers)
+            ]
             async for piece in with_pauses(merged(texts)):
                 if piece is None:
                     yield COMMENT
@@ -134,10 +137,13 @@ class _Chunks:
     def __init__(self, job_id: str, chat: bool, model: str, spec: JobSpec, delivery: Delivery) -> None:
         self.over = False
         self.answers = spec.params.answers
+        self.told = spec.params.logprobs is not None
         self._chat = chat
         self._job_id, self._tools = job_id, spec.tools
         self._readings: dict[int, Reading] = {}
         self._calls = [0] * self.answers
+        self._tokens: list[list[TokenLogprob]] = [[] for _ in range(self.answers)]  # not sent yet
+        self._sent = [0] * self.answers  # tokens
         self._usage: JsonObject = {"usage": None} if delivery.include_usage else {}
         self._frame: JsonObject = {
             "id": completion_id(job_id, chat),
@@ -154,7 +160,8 @@ class _Chunks:
         return [self._chunk(index, begin, None) for index in range(self.answers)]
 
     def piece(self, index: int, piece: Piece) -> list[JsonObject]:
-        """What a piece of an answer's text holds."""
+        """What a piece of an answer's text holds; its first object also has the tokens up to its end."""
+        self._tokens[index] += piece.tokens
         if not self._chat:
             return [self._chunk(index, piece, None)]
         if index not in self._readings:
@@ -183,15 +190,21 @@ class _Chunks:
                 index,
                 {} if self._chat else "",
                 finish_reason(answer, reply),
-                openai_logprobs(answer, self._chat),  # of the whole text: pieces of it come without
+                None if answer.logprobs is None else answer.logprobs[self._sent[index] :],
             )
             for index, (answer, reply) in enumerate(zip(job.answers, job.replies, strict=True))
         ]
         return [*ends, self._frame | {"choices": [], "usage": usage(job)}] if self._usage else ends
 
     def _chunk(
-        self, index: int, content: Any, reason: str | None, logprobs: JsonObject | None = None
+        self, index: int, content: Any, reason: str | None, left: Sequence[TokenLogprob] | None = None
     ) -> JsonObject:
+        """`left`: tokens that no piece came with, behind which there are none."""
+        tokens = self._tokens[index] if left is None else left
+        empty = not tokens and (left is None or self._sent[index] > 0)
+        logprobs = None if empty else openai_tokens(tokens, self._chat)
+        self._tokens[index] = []
+        self._sent[index] += len(tokens)
         holds = {"delta": content} if self._chat else {"text": content}
         choice = {"index": index} | holds | {"logprobs": logprobs, "finish_reason": reason}
         return self._frame | {"choices": [choice]} | self._usage

@@ -114,10 +114,12 @@ class Desk:
         await self.run(self.client.cancel, job_id)
         return await self.run(self.client.get, job_id)
 
-    def pieces(self, job_id: str, place: Place = START, answer: int = 0) -> AsyncIterator[Piece]:
-        """The text of a job, or of another of its answers, as it comes."""
+    def pieces(
+        self, job_id: str, place: Place = START, answer: int = 0, *, told: bool = False
+    ) -> AsyncIterator[Piece]:
+        """The text of a job, or of another of its answers, as it comes; with log-probabilities if `told`."""
         patience = self.limits.request_seconds + self.limits.grace_seconds
-        return self.client.stream_async(job_id, answer=answer, after=place, timeout=patience)
+        return self.client.following.pieces_async(job_id, place, patience, answer, told=told)
 
     async def finished(self, request: Request, job_id: str, *, cancel: bool) -> Job:
         """A job once it has ended; if the caller goes away before, it is cancelled if `cancel`."""

@@ -89,12 +89,17 @@ class Partial:
 
 
 class Growth(NamedTuple):
-    """What a followed request's text has grown by: `text` goes at character `start` of it."""
+    """What a followed request's text has grown by: `text` goes at character `start` of it.
+
+    told  if log-probabilities were asked for, those of all tokens since the last growth, some of which may
+          belong to text that is not told yet
+    """
 
     job_id: str
     attempt: int
     start: int
     text: str
+    told: Told | None = None
 
 
 class SequenceState(Enum):
@@ -189,12 +194,17 @@ class Sequence:
     @property
     def told(self) -> Told | None:
         """What it has been told so far; None if it did not ask."""
+        return self.told_after(0)
+
+    def told_after(self, known: int) -> Told | None:
+        """What it has been told so far, but for the first `known` tokens; None if it did not ask."""
         if self.likely == UNTOLD:
             return None
+        size = record_bytes(self.likely)
         first = self.prompt_length if self.request.told_from is None else self.request.told_from
-        end = first + len(self.records) // record_bytes(self.likely)
-        given = min(end, self.prompt_length) - first
-        return Told(tuple(self.tokens[first:end]), given, self.likely, bytes(self.records))
+        begin, end = first + known, first + len(self.records) // size
+        given = max(0, min(end, self.prompt_length) - begin)
+        return Told(tuple(self.tokens[begin:end]), given, self.likely, bytes(self.records[known * size :]))
 
     @property
     def must_go_on(self) -> bool:

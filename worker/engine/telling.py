@@ -51,6 +51,7 @@ class Telling:
         self._stream = stream
         self._read = 0  # drawn tokens
         self._told = 0  # characters
+        self._likelihoods = 0  # tokens whose log-probabilities were told
         self._held = echo  # what is not told yet: it may begin a stop string
 
     def more(self, sequence: Sequence) -> Growth | None:
@@ -66,5 +67,7 @@ class Telling:
         if not end:
             return None
         start, self._told = self._told, self._told + end
+        told = sequence.told_after(self._likelihoods)
+        self._likelihoods += 0 if told is None else len(told.token_ids)
         # As the row will have it: where SQL cannot hold a character, another stands for it.
-        return Growth(sequence.request.job_id, self.attempt, start, storable(text[:end]))
+        return Growth(sequence.request.job_id, self.attempt, start, storable(text[:end]), told)

@@ -15,9 +15,12 @@ from typing import NamedTuple
 from nightmill.jobs.answers import split_answer_id
 from nightmill.jobs.contract import Markup, storable
 from nightmill.jobs.errors import BrokerError
-from nightmill.jobs.messages.streams import PIECE_CHARACTERS, Followers, Part
+from nightmill.jobs.logprobs import Spell
+from nightmill.jobs.messages.streams import PIECE_CHARACTERS, TOLD_CHARACTERS, Followers, Part, wants_told
 from nightmill.worker.engine.request import Growth
+from nightmill.worker.engine.told import Told
 from nightmill.worker.service.in_flight import InFlight
+from nightmill.worker.service.telling import GrowingLogprobs
 from nightmill.worker.watched import watched_thread
 
 log = logging.getLogger(__name__)
@@ -37,26 +40,34 @@ class _Answered(NamedTuple):
 
     job_id: str
     text: str
+    told: Told | None
 
 
 class _Text:
     """What is known of a followed text, and how much of it each line was sent."""
 
-    def __init__(self) -> None:
+    def __init__(self, spell: Spell) -> None:
         self.text = ""
         self.markup: Markup | None = None
-        self.sent: dict[tuple[str, str], int] = {}  # characters, by follower and line
+        self.sent: dict[tuple[str, str], tuple[int, int]] = {}  # characters, tokens; by follower and line
+        self._spell = spell
+        self._told = GrowingLogprobs(spell)
 
     def grow(self, growth: Growth) -> None:
         if growth.start == 0:  # it began again: so does what is sent
             self.text = ""
-            self.sent = dict.fromkeys(self.sent, 0)
+            self.sent = dict.fromkeys(self.sent, (0, 0))
+            self._told = GrowingLogprobs(self._spell)
         if growth.start == len(self.text):  # else it is the rest of a telling that was ended
             self.text += growth.text
+            if growth.told is not None:
+                self._told.add(growth.told)
 
-    def end(self, whole: str) -> None:
+    def end(self, whole: str, told: Told | None) -> None:
         if whole.startswith(self.text):
             self.text = whole
+            if told is not None:
+                self._told.end(told)
 
     def keep(self, lines: set[tuple[str, str]]) -> None:
         """Forget what other lines were sent."""
@@ -64,12 +75,17 @@ class _Text:
 
     def parts(self, follower: str, line: str) -> list[Part]:
         """What this line lacks."""
-        start = self.sent.get((follower, line), 0)
-        self.sent[follower, line] = len(self.text)
-        return [
-            Part(line, place, self.text[place : place + PIECE_CHARACTERS], self.markup)
-            for place in range(start, len(self.text), PIECE_CHARACTERS)
-        ]
+        start, tokens = self.sent.get((follower, line), (0, 0))
+        told = wants_told(line)
+        size = TOLD_CHARACTERS if told else PIECE_CHARACTERS
+        parts = []
+        for place in range(start, len(self.text), size):
+            text = self.text[place : place + size]
+            packed = self._told.packed(tokens, place + len(text)) if told else None
+            tokens += 0 if packed is None else len(packed.offsets)
+            parts.append(Part(line, place, text, self.markup, packed))
+        self.sent[follower, line] = len(self.text), tokens
+        return parts
 
 
 class Publisher:
@@ -77,6 +93,7 @@ class Publisher:
 
     in_flight  the jobs that this worker has
     follow     has the engine tell these texts, from now on, to `grown`; false if it was not told
+    spell      how tokens are spelt whose log-probabilities are told
     """
 
     def __init__(
@@ -85,8 +102,10 @@ class Publisher:
         in_flight: InFlight,
         follow: Callable[[Sequence[str]], bool],
         on_failure: Callable[[str], None],
+        spell: Spell,
     ) -> None:
         self._followers = followers
+        self._spell = spell
         self._in_flight = in_flight
         self._follow = follow
         self._news: SimpleQueue[list[Growth] | list[_Answered] | list[str] | None] = SimpleQueue()
@@ -111,10 +130,10 @@ class Publisher:
         """Followed texts have grown."""
         self._news.put(growths)
 
-    def answered(self, name: str, text: str) -> None:
+    def answered(self, name: str, text: str, told: Told | None) -> None:
         """An answer has ended, and others of its job have not: whoever reads it need not wait for the row."""
         if self._lines:
-            self._news.put([_Answered(name, storable(text))])
+            self._news.put([_Answered(name, storable(text), told)])
 
     def ended(self, job_ids: list[str]) -> None:
         """The rows of these jobs say how they ended."""
@@ -153,7 +172,7 @@ class Publisher:
                         ended.add(one)
                     elif (text := self._texts.get(one.job_id)) is not None:
                         if isinstance(one, _Answered):
-                            text.end(one.text)
+                            text.end(one.text, one.told)
                         else:
                             text.grow(one)
                             text.markup = self._in_flight.markup(
@@ -192,7 +211,7 @@ class Publisher:
         wanted = {name for own in lines.values() for name in own.values() if split_answer_id(name)[0] in ours}
         wanted = set(sorted(wanted)[:MOST_TEXTS])
         if wanted != self._texts.keys() and self._follow(sorted(wanted)):  # else it is tried at the next look
-            self._texts = {name: self._texts.get(name) or _Text() for name in wanted}
+            self._texts = {name: self._texts.get(name) or _Text(self._spell) for name in wanted}
 
     def _send(self, ended: set[str]) -> None:
         letters: dict[str, list[Part]] = {}

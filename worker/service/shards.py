@@ -92,7 +92,7 @@ class Service:
         self._writer = ResultWriter(
             self.tally.writes.timed(claims.finish), self._forget, self._cannot_be_written, self.fail
         )
-        self._publisher = Publisher(followers, self.in_flight, engine.follow, self.fail)
+        self._publisher = Publisher(followers, self.in_flight, engine.follow, self.fail, spelling)
         self.engine = engine
         engine.start(
             self._on_completion, self._on_engine_failure, while_loading, on_growths=self._publisher.grown
@@ -254,7 +254,7 @@ class Service:
             markup = self.in_flight.markup((outcome.job_id, outcome.attempt))
             self._writer.put(outcome if markup is None else replace(outcome, markup=markup))
         else:
-            self._publisher.answered(completion.job_id, completion.text)
+            self._publisher.answered(completion.job_id, completion.text, completion.told)
 
     def _on_engine_failure(self, error: RunnerError) -> None:
         self.fail(f"the engine failed: {error}")

@@ -11,6 +11,7 @@ import redis as redis_client
 from nightmill.jobs import following
 from nightmill.jobs.client import Client
 from nightmill.jobs.errors import BrokerError, BrokerUnreachableError
+from nightmill.jobs.logprobs import Packed
 from nightmill.jobs.messages import streams
 from nightmill.jobs.messages.broker import Broker
 from nightmill.jobs.messages.streams import Followers, Inbox, Part
@@ -46,6 +47,7 @@ def test_parts_arrive_in_order_at_who_asked_for_them(broker: Broker) -> None:
     assert seen[follower] == {LINE: JOB, f"{OTHER}:2": OTHER}
     long = "é" * 40_000
     sent = [Part(LINE, 0, "a\n"), Part(LINE, 2, "€"), Part(f"{OTHER}:2", 0, long), Part(LINE)]
+    sent.insert(2, Part(LINE, 3, "x", None, Packed(7, (3, 3), b"\x00\xff")))
     worker.send({follower: sent})
     worker.send({follower: [Part(LINE, 3, "b")]})
     assert [*first.read(1.0), *first.read(0.001)] == [*sent, Part(LINE, 3, "b")]

@@ -311,17 +311,41 @@ def test_events_are_as_they_should_be_on_the_wire(server: Server) -> None:
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == text_of(2, max_tokens=30)
 
 
+def test_log_probabilities_come_with_the_pieces_of_a_text(server: Server) -> None:
+    chat: dict[str, Any] = CHAT | {"seed": 1, "max_tokens": 90, "logprobs": True, "top_logprobs": 2, "n": 2}
+    plain: dict[str, Any] = {"model": "model", "prompt": "Once", "seed": 1, "max_tokens": 90}
+    plain |= {"logprobs": 1, "echo": True}
+    with server.openai() as client:
+        whole = client.chat.completions.create(**chat).choices
+        pieces: list[list[Any]] = [[], []]
+        for chunk in client.chat.completions.create(**chat, stream=True):
+            pieces[chunk.choices[0].index].append(chunk.choices[0])
+        told = client.completions.create(**plain).choices[0].logprobs
+        found = [chunk.choices[0] for chunk in client.completions.create(**plain, stream=True)]
+    for choice, own in zip(whole, pieces, strict=True):
+        text, spelt, tokens = "", b"", []
+        for piece in own:
+            tokens += piece.logprobs.content if piece.logprobs else []
+            text += piece.delta.content or ""
+            spelt = bytes(byte for one in tokens for byte in one.bytes or ())
+            assert spelt.decode(errors="replace").startswith(text)  # none comes later than its text
+        assert tokens == choice.logprobs.content
+        assert sum(piece.logprobs is not None for piece in own) > 2
+    for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
+        parts = [getattr(piece.logprobs, name) for piece in found if piece.logprobs]
+        assert len(parts) > 2
+        assert [one for part in parts for one in part] == getattr(told, name)
+
+
 def test_log_probabilities_scores_and_echoes_have_openais_shapes_and_ours(server: Server) -> None:
     said = text_of(1, max_tokens=9)
     asked: dict[str, Any] = CHAT | {"seed": 1, "max_tokens": 9, "logprobs": True, "top_logprobs": 3}
     with server.openai() as client:
         content = client.chat.completions.create(**asked).choices[0].logprobs.content
-        chunks = list(client.chat.completions.create(**asked, stream=True))
         plain = {"model": "model", "prompt": "Once", "seed": 1, "max_tokens": 9, "logprobs": 2, "echo": True}
         choice = client.completions.create(**plain).choices[0]
     assert content is not None and [len(one.top_logprobs) for one in content] == [3] * len(content)
     assert bytes(byte for one in content for byte in one.bytes).decode(errors="replace") == said
-    assert [one.choices[0].logprobs.content for one in chunks if one.choices[0].logprobs] == [content]
     assert choice.text == f"Once{said}"
     told = choice.logprobs
     assert [told.token_logprobs[0], told.top_logprobs[0], told.text_offset[0]] == [None, None, 0]

@@ -240,7 +240,7 @@ def test_an_engine_that_was_not_told_what_is_followed_is_told_at_the_next_look()
         return len(told) > 1
 
     followers = Watching()
-    publisher = Publisher(followers, cast(InFlight, Held()), follow, pytest.fail)
+    publisher = Publisher(followers, cast(InFlight, Held()), follow, pytest.fail, lambda _: (b"", ""))
     publisher.start()
     publisher.began()
     wait_until(lambda: bool(followers.sent))
