@@ -21,7 +21,7 @@ from nightmill.jobs.server.counted import Counted
 from nightmill.jobs.server.desk import Desk
 from nightmill.jobs.server.errors import HttpError
 from nightmill.jobs.server.keys import Right
-from nightmill.jobs.sql.standing import Model, Standing, Waiting
+from nightmill.jobs.sql.standing import Ended, Model, Standing, Waiting
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
@@ -114,7 +114,7 @@ class Metrics:
         self._asking = asyncio.Lock()
         self._queued: Counted[Mapping[Model, Waiting]] = Counted(self._standing.queued, {})
         self._running: Counted[Mapping[Model, int]] = Counted(self._standing.running, {})
-        self._ended: Counted[Mapping[tuple[Model, str], int]] = Counted(self._standing.ended, {})
+        self._ended: Counted[Mapping[tuple[Model, str], Ended]] = Counted(self._standing.ended, {})
         self._workers: Counted[Mapping[tuple[str, str], int]] = Counted(self._standing.workers, {})
         self._database_up = False
         self.traffic = Traffic()
@@ -158,13 +158,25 @@ class Metrics:
         up.add_metric([], self._database_up)
         yield up
         queued, running, ended = self._queued.found, self._running.found, self._ended.found
-        jobs = dict(ended)
+        jobs = {key: one.jobs for key, one in ended.items()}
         jobs |= {(model, JobState.QUEUED): waiting.jobs for model, waiting in queued.items()}
         jobs |= {(model, JobState.RUNNING): number for model, number in running.items()}
         workers = self._workers.found
         names = names_of({model for model, _ in (*jobs, *workers)})
         yield _gauge("nightmill_jobs", "Jobs in SQL.", jobs, names)
         yield _gauge("nightmill_workers", "Workers that there are and were.", workers, names)
+        yield _gauge(
+            "nightmill_prompt_tokens",
+            "Tokens of prompts that were read, of jobs in SQL that have ended.",
+            {key: one.prompt_tokens for key, one in ended.items()},
+            names,
+        )
+        yield _gauge(
+            "nightmill_completion_tokens",
+            "Tokens that were generated, of jobs in SQL that have ended.",
+            {key: one.completion_tokens for key, one in ended.items()},
+            names,
+        )
         suspects = {(model,): waiting.suspects for model, waiting in queued.items()}
         yield _gauge(
             "nightmill_suspect_jobs",

@@ -6,6 +6,7 @@ from datetime import timedelta
 from sqlalchemy import case, func, or_, select
 
 from nightmill.jobs.sql.database import Database
+from nightmill.jobs.sql.jobs import tokens_read
 from nightmill.jobs.sql.tables import QUEUED, RUNNING, JobRow, WorkerRow
 from nightmill.jobs.sql.workers import LIVE
 
@@ -22,6 +23,15 @@ class Waiting:
     jobs: int
     suspects: int  # of these: jobs that were in flight when a worker died
     age: float  # seconds since the oldest could have been claimed; 0 if none can
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """Jobs that have ended."""
+
+    jobs: int
+    prompt_tokens: int
+    completion_tokens: int
 
 
 class Standing:
@@ -62,15 +72,24 @@ class Standing:
         with self._database.read() as connection:
             return {row.model: row.jobs for row in connection.execute(query)}
 
-    def ended(self) -> dict[tuple[Model, str], int]:
+    def ended(self) -> dict[tuple[Model, str], Ended]:
         """Jobs in final states, by model and state; reads all jobs."""
         query = (
-            select(JobRow.model, JobRow.state, func.count())
+            select(
+                JobRow.model,
+                JobRow.state,
+                func.count(),
+                tokens_read(),
+                func.coalesce(func.sum(JobRow.completion_tokens), 0),
+            )
             .where(JobRow.finished_at.is_not(None))
             .group_by(JobRow.model, JobRow.state)
         )
         with self._database.read() as connection:
-            return {(model, state): jobs for model, state, jobs in connection.execute(query)}
+            return {
+                (model, state): Ended(jobs, int(read or 0), int(written or 0))
+                for model, state, jobs, read, written in connection.execute(query)
+            }
 
     def workers(self) -> dict[tuple[str, str], int]:
         """Workers that there are and were, by model and state."""

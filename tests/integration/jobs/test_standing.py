@@ -6,7 +6,7 @@ from nightmill.jobs.client import Client
 from nightmill.jobs.contract import StopReason
 from nightmill.jobs.settings import Settings
 from nightmill.jobs.sql.claims import Claims, Outcome
-from nightmill.jobs.sql.standing import Standing, Waiting
+from nightmill.jobs.sql.standing import Ended, Standing, Waiting
 from nightmill.jobs.sql.sweep import Sweep
 from tests.servers import Clock
 
@@ -27,7 +27,7 @@ def test_jobs_queues_and_workers_are_counted_by_model(server_settings: Settings,
         clock.advance(seconds=20)
         assert standing.queued() == {"m": Waiting(1, 0, 20.0), None: Waiting(1, 0, 0.0)}
         assert standing.running() == {"m": 2}
-        assert standing.ended() == {("m", "succeeded"): 1, ("n", "cancelled"): 1}
+        assert standing.ended() == {("m", "succeeded"): Ended(1, 1, 1), ("n", "cancelled"): Ended(1, 0, 0)}
         assert standing.workers() == {("m", "starting"): 1, ("n", "starting"): 1}
         clock.advance(seconds=20)
         assert standing.workers() == {("m", "silent"): 1, ("n", "silent"): 1}
