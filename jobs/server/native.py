@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from nightmill.jobs.contract import JobState, JsonObject
-from nightmill.jobs.errors import NightmillError
+from nightmill.jobs.errors import InvalidParameterError, NightmillError
 from nightmill.jobs.fields import FIELDS, unknown_field
 from nightmill.jobs.formats.results import answer_values, reply_values
 from nightmill.jobs.job import Job
@@ -113,7 +113,10 @@ class Native:
         caller = self._desk.keys.caller(request)
         job = await self._desk.job(caller, request.path_params["job_id"])
         last = request.headers.get("last-event-id")
-        place = Place.parse(last) if last else START
+        try:
+            place = Place.parse(last) if last else START
+        except InvalidParameterError as error:
+            raise error.renamed("Last-Event-ID") from None
         return EventStream(job.id, self._events(job.id, place), on_close=lambda: None)
 
     async def _generate(self, request: Request, *, stream: bool) -> Response:
