@@ -9,7 +9,6 @@ import logging
 import os
 import signal
 import socket
-import sys
 import uuid
 from collections.abc import Callable
 from contextlib import suppress
@@ -57,7 +56,6 @@ from nightmill.worker.service.shards import Service
 log = logging.getLogger("nightmill.worker")
 
 TASK_THREADS = 256  # shards in hand at once; threads are made as they are needed
-SWITCH_SECONDS = 0.0005
 
 
 class EngineStep(bootsteps.StartStopStep):
@@ -126,9 +124,6 @@ class EngineStep(bootsteps.StartStopStep):
         )
 
     def _start(self, parent: Any) -> None:
-        # Threads that claim and tokenise a night's shards would else keep those that hand texts on to readers
-        # waiting for 5 ms at each of the times that these need the interpreter.
-        sys.setswitchinterval(SWITCH_SECONDS)
         for chatter in ("celery.worker.strategy", "celery.app.trace"):  # two lines for every message
             logging.getLogger(chatter).setLevel(logging.WARNING)
         settings = with_model_file(
