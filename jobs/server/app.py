@@ -71,6 +71,7 @@ def make_app(client: Client, keys: Keys, limits: Limits | None = None) -> Starle
             Route("/v1/night", night.listed),
             Route("/v1/night/{batch_id}", night.shown),
             Route("/v1/night/{batch_id}", night.cancelled, methods=["DELETE"]),
+            Route("/v1/night/{batch_id}/retry", night.retried, methods=["POST"]),
             Route("/execute", native.execute, methods=["POST"]),
             Route("/v1/generate", native.generate, methods=["POST"]),
             Route("/v1/jobs", native.submit, methods=["POST"]),

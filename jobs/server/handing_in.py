@@ -12,7 +12,7 @@ from nightmill.jobs.server.files import PREFIX, Files
 from nightmill.jobs.server.keys import Caller
 from nightmill.jobs.server.listing import Page, bare_id
 from nightmill.jobs.sql.files import UPLOADED
-from nightmill.jobs.sql.http_batches import BATCH_PREFIX, HttpBatch, HttpBatchStore
+from nightmill.jobs.sql.http_batches import BATCH_PREFIX, HttpBatch, HttpBatchStore, HttpStatus
 
 _CONTENT = ("input_file", "endpoint", "completion_window", "meta", "settings", "name")
 
@@ -54,13 +54,16 @@ class HandingIn:
         file = await self._files.find(caller, named)
         if file.purpose != UPLOADED:
             raise invalid(field, "names a file of results; name one that was uploaded")
-        if await run(self.store.count_open, caller.name) >= self.desk.limits.batches:
-            said = f"{self.desk.limits.batches:,} batches of this key have not ended; try again later"
-            raise HttpError(429, said, code="too_many_batches")
+        await self._check_room(caller.name)
         entered = await run(self.store.add, batch)
         if entered is None:
             raise HttpError(404, "the file was deleted just now", param=field, code="file_not_found")
         return _same(batch, entered)
+
+    async def _check_room(self, owner: str | None) -> None:
+        if await self.desk.run(self.store.count_open, owner) >= self.desk.limits.batches:
+            said = f"{self.desk.limits.batches:,} batches of this key have not ended; try again later"
+            raise HttpError(429, said, code="too_many_batches")
 
     async def find(self, caller: Caller, name: str) -> HttpBatch:
         """A caller's batch; raises HttpError also for another's."""
@@ -91,6 +94,28 @@ class HandingIn:
             said = f"batch {name} is {batch.status}: there is nothing to cancel"
             raise HttpError(409, said, code="invalid_transition")
         return batch
+
+    async def retry(self, caller: Caller, name: str) -> HttpBatch:
+        """Queue those rows of a caller's batch again that ended without a result; raises HttpError.
+
+        They have no deadline any more. Once they have ended, results and errors are other files.
+        """
+        batch = await self.find(caller, name)
+        caller.need_to_change(batch.owner)
+        if batch.status in (HttpStatus.VALIDATING, HttpStatus.CANCELLING, HttpStatus.FAILED):
+            said = f"batch {name} is {batch.status}: there is nothing to retry"
+            raise HttpError(409, said, code="invalid_transition")
+        if batch.status.final:
+            await self._check_room(batch.owner)
+        await self.desk.run(self._retry, batch)
+        self._wake()
+        return await self.find(caller, name)
+
+    def _retry(self, batch: HttpBatch) -> None:
+        """Rows first: what has none that are queued would end at once. Who dies between is called again."""
+        rows = self.desk.client.get_batch(batch.batch)
+        if rows.retry_failed() or rows.store.unfinished(batch.batch):
+            self.store.reopen(batch.id)
 
 
 def _same(wanted: HttpBatch, there: HttpBatch) -> HttpBatch:

@@ -56,6 +56,13 @@ class Night(BatchEndpoints):
         batch = await self._handing_in.submit(request, caller, asked, "file", body.get("webhook"))
         return JSONResponse(await self._object(batch), 202)
 
+    async def retried(self, request: Request) -> Response:
+        """POST /v1/night/ID/retry: the rows that ended without a result, again."""
+        caller = self._desk.keys.caller(request)
+        return JSONResponse(
+            await self._object(await self._handing_in.retry(caller, request.path_params["batch_id"]))
+        )
+
     async def _object(self, batch: HttpBatch, *, listed: bool = False) -> JsonObject:
         """Without its errors in a list."""
         status = await self._desk.run(self._status, batch.batch, not listed)

@@ -175,6 +175,19 @@ class HttpBatchStore:
             batch_id, asked, {"status": HttpStatus.CANCELLING, "cancelling_at": self.database.now()}
         )
 
+    def reopen(self, batch_id: str) -> bool:
+        """Rows of a batch were queued again: it goes on, and its files are written anew at its end.
+
+        Returns whether that had to be said: not of one that goes on anyway.
+        """
+        written = (HttpStatus.FINALIZING, HttpStatus.COMPLETED, HttpStatus.EXPIRED, HttpStatus.CANCELLED)
+        outcome = (
+            *("total", "completed", "failed", "prompt_tokens", "completion_tokens"),
+            *("output_file", "error_file", "finalizing_at", "cancelling_at", "ended_at", "deadline_at"),
+        )
+        values: dict[str, Any] = {"status": HttpStatus.IN_PROGRESS} | dict.fromkeys(outcome)
+        return self._change(batch_id, written, values | _LET_GO)
+
     # -- for servers that work on them -----------------------------------------------------------
 
     def open(self) -> list[HttpBatch]:

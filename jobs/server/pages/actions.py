@@ -52,7 +52,10 @@ class Actions:
         caller, form = await self._form(request)
         batch, http = await self._desk.run(self._views.watch.batch, caller, form.get("name", ""))
         caller.need_to_change(None if http is None else http.owner)
-        await self._desk.run(batch.retry_failed)
+        if http is None:
+            await self._desk.run(batch.retry_failed)
+        else:
+            await self._handing_in.retry(caller, http.batch)
         self._views.watch.standings.forget(batch.name)
         return _to("/batch", name=batch.name)
 

@@ -200,7 +200,7 @@ def test_a_cancelled_batch_keeps_what_was_done(server: Server) -> None:
     server.bench.runner.seconds = 0.02  # type: ignore[attr-defined]
     client = server.openai()
     rows = [
-        row(f"r{seed}", seed=seed, max_tokens=190 if seed < 37 else 3, ignore_eos=True) for seed in range(40)
+        row(f"r{seed}", seed=seed, max_tokens=100 if seed < 37 else 3, ignore_eos=True) for seed in range(40)
     ]
     batch = submit(client, *rows)
     wait_until(lambda: client.batches.retrieve(batch.id).request_counts.completed >= 3)
@@ -214,6 +214,23 @@ def test_a_cancelled_batch_keeps_what_was_done(server: Server) -> None:
     assert (len(done), len(rest)) == (counts.completed, counts.failed) and counts.total == 40
     assert {one["custom_id"] for one in done + rest} == {f"r{seed}" for seed in range(40)}
     assert {one["error"]["code"] for one in rest} == {"cancelled"}
+    # What was not done is done after all, and the files are whole then.
+    server.bench.runner.seconds = 0.0  # type: ignore[attr-defined]
+    url = f"/v1/night/{batch.id}/retry"
+    with server.http(BOB) as bob, server.http() as http:
+        assert bob.post(url).status_code == 404
+        again = http.post(url).json()
+        assert (again["status"], again["output_file"], again["ended_at"]) == ("in_progress", None, None)
+        # The worker of these tests begins an attempt at a job once only.
+        server.bench.run([job.id for job in server.client.list_jobs(state="queued")])
+        batch = ended(client, batch)
+        assert (batch.status, batch.error_file_id, batch.cancelling_at) == ("completed", None, None)
+        assert [one["custom_id"] for one in lines(client, batch.output_file_id)] == [
+            f"r{seed}" for seed in range(40)
+        ]
+        assert http.post(url).json()["output_file"] == batch.output_file_id  # there was nothing to retry
+        failed = ended(client, submit(client, {"custom_id": "bad"}))
+        assert http.post(f"/v1/night/{failed.id}/retry").status_code == 409
 
 
 def ended_at_last(client: Any, batch: Any) -> bool:
