@@ -96,8 +96,8 @@ def read(path: Path) -> list[Point]:
             raise SystemExit(
                 f"{path}, line {number} is not a point of benchmarks.scaling: {where}{fault['msg']}"
             ) from error
-    if missing := {"sequences", "contexts"} - {point.series for point in points}:
-        raise SystemExit(f"{path} holds no points of the series {' and '.join(sorted(missing))}")
+    if not of("sequences", points):
+        raise SystemExit(f"{path} holds no points of the series sequences")
     if len(measured := {title([point]) for point in points}) > 1:
         raise SystemExit(f"{path} mixes measurements: {'; '.join(sorted(measured))}")
     return sorted(points, key=lambda point: (point.sequences, point.context))
@@ -128,30 +128,40 @@ def draw(rows: list[tuple[list[Point], Peers]], path: Path, theme: Theme) -> Non
         for strip, (points, peers) in zip(strips, rows, strict=True):
             strip.set_facecolor(theme.page)
             strip.suptitle(title(points), fontsize=10)
-            draw_row(*strip.subplots(1, 2, width_ratios=(5, 3)), points, peers, theme)
+            contexts = of("contexts", points)
+            panels = strip.subplots(
+                1, 2 if contexts else 1, squeeze=False, width_ratios=(5, 3) if contexts else None
+            )[0]
+            draw_sequences(panels[0], of("sequences", points), peers, theme)
+            if contexts:
+                draw_contexts(panels[1], contexts, theme)
         figure.savefig(path, format="svg", metadata={"Date": None, "Creator": None})
 
 
-def draw_row(wide: Axes, narrow: Axes, points: list[Point], peers: Peers, theme: Theme) -> None:
-    """Both series of a model."""
-    counts = of("sequences", points)
-    sequences = [point.sequences for point in counts]
-    decoding(wide, sequences, counts, theme)
-    wide.plot(
-        sequences, [point.output_tokens_per_s for point in counts], "o-", color=theme.output, label=OUTPUT
+def draw_sequences(panel: Axes, points: list[Point], peers: Peers, theme: Theme) -> None:
+    """From one sequence to thousands."""
+    sequences = [point.sequences for point in points]
+    decoding(panel, sequences, points, theme)
+    panel.plot(
+        sequences, [point.output_tokens_per_s for point in points], "o-", color=theme.output, label=OUTPUT
     )  # fmt: skip
     for (name, rates), colour in zip(peers.items(), theme.peers, strict=True):
-        wide.plot(*zip(*rates, strict=True), "s:", color=colour, label=name)  # nothing is known between them
+        panel.plot(*zip(*rates, strict=True), "s:", color=colour, label=name)  # nothing is known between them
         other = [rate for rate in rates if rate[0] in OTHER_LENGTHS]
-        wide.plot(*zip(*other, strict=True), "s", color=colour, markerfacecolor=theme.page)
+        panel.plot(*zip(*other, strict=True), "s", color=colour, markerfacecolor=theme.page)
     ticks = [4**power for power in range(7) if 4**power <= sequences[-1]]
-    axes(wide, f"{PROMPT} → {ANSWER} tokens", "sequences at once", ticks)
-    wide.set_ylim(bottom=min(rate for rates in peers.values() for _, rate in rates) / 3)  # room for the words
-    wide.legend(loc="lower right")
-    contexts = of("contexts", points)
-    decoding(narrow, [point.context for point in contexts], contexts, theme)
-    heading = f"{contexts[0].sequences} sequences"
-    axes(narrow, heading, "context, tokens", [point.context for point in contexts])
+    axes(panel, f"{PROMPT} → {ANSWER} tokens", "sequences at once", ticks)
+    panel.set_ylim(
+        bottom=min(rate for rates in peers.values() for _, rate in rates) / 3
+    )  # room for the words
+    panel.legend(loc="lower right")
+
+
+def draw_contexts(panel: Axes, points: list[Point], theme: Theme) -> None:
+    """From short contexts to long ones."""
+    decoding(panel, [point.context for point in points], points, theme)
+    heading = f"{points[0].sequences} sequences"
+    axes(panel, heading, "context, tokens", [point.context for point in points])
 
 
 def decoding(panel: Axes, x: list[int], points: list[Point], theme: Theme) -> None:
@@ -175,11 +185,13 @@ def tables(points: list[Point]) -> list[str]:
     """Lines of Markdown, a table for each series."""
     lines = ["| sequences | decode tokens/s | limit | share | output tokens/s |", "| --- " * 5 + "|"]
     lines += [
-        f"| {point.sequences:,} {rates(point)}| {point.output_tokens_per_s:,.0f} |"
+        f"| {point.sequences:,} {rates(point)}| {point.output_tokens_per_s or 0:,.0f} |"
         for point in of("sequences", points)
     ]
-    lines += ["", "| context | decode tokens/s | limit | share |", "| --- " * 4 + "|"]
-    return lines + [f"| {point.context:,} {rates(point)}|" for point in of("contexts", points)]
+    if contexts := of("contexts", points):
+        lines += ["", "| context | decode tokens/s | limit | share |", "| --- " * 4 + "|"]
+        lines += [f"| {point.context:,} {rates(point)}|" for point in contexts]
+    return lines
 
 
 def rates(point: Point) -> str:

@@ -57,7 +57,7 @@ class Point(BaseModel):
     prompt: PositiveInt
     answer: PositiveInt
     context: PositiveInt
-    output_tokens_per_s: PositiveFloat  # all output over the whole time, prompts included
+    output_tokens_per_s: PositiveFloat | None  # all output over the whole time, prompts included
     decode_tokens_per_s: PositiveFloat  # while all sequences decode
     limit_tokens_per_s: PositiveFloat  # `Limit.decoding`
     model: str

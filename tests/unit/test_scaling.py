@@ -123,12 +123,14 @@ def test_plot_names_its_series_and_is_the_same_every_time(
 def test_a_row_of_panels_for_each_file_beside_peers_of_its_size(tmp_path: Path) -> None:
     small = write(tmp_path / "small.jsonl", made_up())
     as_large = {"model": "Qwen2.5-7B", "formats": "weights in FP8"}
-    large = write(tmp_path / "large.jsonl", [point.model_copy(update=as_large) for point in made_up()])
+    counts = [point.model_copy(update=as_large) for point in made_up() if point.series == "sequences"]
+    large = write(tmp_path / "large.jsonl", counts)  # of which no contexts were measured
     both = [str(small), str(large), "-o", str(tmp_path / "both.svg")]
     plot.main([*both, "--peers", "0.5b", "7b"])
     drawn = (tmp_path / "both.svg").read_text()
     titles = ("Qwen2.5-0.5B, in 16 bits, on NVIDIA H200", "Qwen2.5-7B, weights in FP8, on NVIDIA H200")
     assert all(f">{words}<" in drawn for words in (*titles, *plot.PEERS["0.5b"], *plot.PEERS["7b"]))
+    assert drawn.count(">sequences at once<") == 2 and drawn.count(">context, tokens<") == 1
     with pytest.raises(SystemExit):
         plot.main(both)
 
@@ -138,7 +140,7 @@ def test_a_row_of_panels_for_each_file_beside_peers_of_its_size(tmp_path: Path) 
     [
         ("loading weights\n", "line 1 is not a point of benchmarks.scaling: .*JSON"),
         ('{"series": "sequences"}\n', "line 1 is not a point .*: sequences: Field required"),
-        ("", "no points of the series contexts and sequences"),
+        ("", "no points of the series sequences"),
     ],
 )
 def test_other_file_is_refused_with_the_reason(text: str, message: str, tmp_path: Path) -> None:
