@@ -133,7 +133,7 @@ def fit(spec: ModelSpec, card: Card, settings: Settings, numbers: Numbers = HALF
     sequences = {length: min(slots, plan.kv_blocks // -(-length // PAGE)) for length in lengths}
     length = lengths[0]
     rate = expected_rate(
-        spec, card.peaks, weights=weights, token=page / PAGE, fp8=numbers.weights is WeightNumbers.FP8,
+        spec, card.peaks, card.multiprocessors, weights=weights, token=page / PAGE, kept=numbers.weights,
         sequences=max(1, sequences[length]), prompt=length - length // 4, answer=length // 4,
     )  # fmt: skip
     return Fit(

@@ -40,8 +40,12 @@ def test_a_7b_in_four_bits_runs_in_8_gib_with_16_sequences_of_2048() -> None:
 def test_fewer_bytes_are_more_sequences_and_more_speed() -> None:
     small, large = on_80_gb("Q4_K_M", IN_FILE), on_80_gb("Q4_K_M", Numbers())
     assert small.sequences[1024] > large.sequences[1024]
-    alone = [on_80_gb("Q4_K_M", numbers, max_sequences=1).rate for numbers in (IN_FILE, Numbers())]
-    assert alone[0] > 2 * alone[1]
+    for card, gain in ((CARDS[1], 2), (CARDS[2], 1.2)):  # large cards are not as fast as their memory
+        alone = [
+            fit(of_type("Q4_K_M"), card, Settings(max_sequences=1), numbers).rate
+            for numbers in (IN_FILE, Numbers())
+        ]
+        assert alone[0] > gain * alone[1]
 
 
 @pytest.mark.parametrize(

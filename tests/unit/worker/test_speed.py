@@ -7,21 +7,21 @@ import pytest
 from nightmill.worker.commands.speed import expected_rate
 from nightmill.worker.runners.gpu.device.peaks import Peaks, peaks_of
 from nightmill.worker.runners.gpu.kv_cache import PAGE, page_bytes
-from nightmill.worker.runners.gpu.numbers import HALF
+from nightmill.worker.runners.gpu.numbers import Numbers, WeightNumbers
 from nightmill.worker.runners.gpu.weights.layout import weight_bytes
 from tests.specs import dense_spec
-from tests.unit.worker.test_recommended_models import qwen
+from tests.unit.worker.test_formats_fit import of_type
 
 H200 = peaks_of((9, 0), 132, clock_khz=1_980_000, memory_khz=3_201_000, bus_bits=6144)
 TINY = dense_spec(name="tiny", layers=6, width=256, heads=4, kv_heads=2, ffn_width=832, vocab=4096)
-SPECS = {"tiny": TINY, "0.5B": dense_spec(name="0.5B", layers=24, vocab=151_936), "7B": qwen("7B")}
+SPECS = {"tiny": TINY, "0.5B": dense_spec(name="0.5B", layers=24, vocab=151_936), "7B": of_type("Q4_K_M")}
 
 
-def rate(model: str, sequences: int, prompt: int = 512, answer: int = 256, fp8: bool = False) -> float:
-    spec = SPECS[model]
+def rate(model: str, sequences: int, prompt: int = 512, answer: int = 256, kept: str = "16bit") -> float:
+    spec, numbers = SPECS[model], Numbers(weights=WeightNumbers(kept))
     return expected_rate(
-        spec, H200, weights=weight_bytes(spec, HALF), token=page_bytes(spec) / PAGE, fp8=fp8,
-        sequences=sequences, prompt=prompt, answer=answer,
+        spec, H200, 132, weights=weight_bytes(spec, numbers), token=page_bytes(spec) / PAGE,
+        kept=numbers.weights, sequences=sequences, prompt=prompt, answer=answer,
     )  # fmt: skip
 
 
@@ -42,9 +42,21 @@ def test_it_is_about_what_was_measured(model: str, sequences: int, prompt: int, 
     assert rate(model, sequences, prompt) == pytest.approx(measured, rel=0.21)
 
 
-def test_fp8_counts_where_flops_do() -> None:
-    assert rate("7B", 256, fp8=True) > 1.4 * rate("7B", 256)
-    assert rate("7B", 1, fp8=True) == pytest.approx(rate("7B", 1), rel=0.01)
+@pytest.mark.parametrize(
+    ("kept", "sequences", "prompt", "measured"),
+    [
+        ("fp8", 1, 128, 401), ("fp8", 64, 512, 13_293), ("fp8", 256, 512, 18_788),
+        ("file", 1, 128, 256), ("file", 64, 512, 8_545), ("file", 256, 512, 10_853),
+    ],
+)  # fmt: skip
+def test_it_is_about_what_was_measured_in_other_formats(
+    kept: str, sequences: int, prompt: int, measured: float
+) -> None:
+    assert rate("7B", sequences, prompt, kept=kept) == pytest.approx(measured, rel=0.21)
+
+
+def test_what_is_in_16_bits_in_the_file_is_as_fast_as_16_bits() -> None:
+    assert rate("0.5B", 64, kept="file") == rate("0.5B", 64)
 
 
 def test_a_tiny_model_is_as_fast_as_its_host() -> None:
