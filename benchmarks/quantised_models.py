@@ -42,6 +42,12 @@ class Shape:
 
 SHAPES: Final = {
     "qwen2.5-0.5b": Shape(Size(layers=24, vocab=151_936, context=32_768), tied=True),
+    "qwen2.5-1.5b": Shape(
+        Size(
+            layers=28, vocab=151_936, context=32_768, heads=Heads(12, 2, 128), width=1536, ffn=8960
+        ),
+        tied=True,
+    ),
     "qwen2.5-7b": Shape(
         Size(
             layers=28, vocab=152_064, context=32_768, heads=Heads(28, 4, 128), width=3584, ffn=18_944

@@ -59,6 +59,7 @@ def test_shapes_are_those_of_the_models_they_are_called_after() -> None:
     sizes = {name: shape.size for name, shape in SHAPES.items()}
     assert {name: (one.layers, one.width, one.ffn, one.vocab) for name, one in sizes.items()} == {
         "qwen2.5-0.5b": (24, 896, 4864, 151_936),
+        "qwen2.5-1.5b": (28, 1536, 8960, 151_936),
         "qwen2.5-7b": (28, 3584, 18_944, 152_064),
         "qwen2.5-32b": (64, 5120, 27_648, 152_064),
     }
