@@ -98,7 +98,8 @@ def submit(
             made = client.submit_batch(source, name=name, on_rows=on_rows, webhook=webhook, **settings)
         status = made.status()
         say_times(status, settings)
-        if not as_json and not status.state.final:
+        idle = status.state.final or status.state is BatchState.SCHEDULED  # needs no worker, or not yet
+        if not as_json and not idle:
             say_if_nobody_serves(client, made.record.model)
         if at_end is not None and not status.state.final:
             with BatchProgress(made.name) as line:

@@ -107,9 +107,10 @@ def test_submitting_again_prints_the_times_that_hold(run: Run, cli_client: Clien
         f"{begins}, as it was submitted at first",
         "deadline 2031-01-01 06:00:00 CET",
     ]
-    assert run("batch", "submit", file, "--name", "no times").stderr == ""
+    nobody = "No worker is running: start one, nightmill worker --model FILE\n"
+    assert run("batch", "submit", file, "--name", "no times").stderr == nobody
     late = run("batch", "submit", file, "--name", "no times", "--deadline", "1h")
-    assert late.stderr == "deadline none, as it was submitted at first\n"
+    assert late.stderr == f"deadline none, as it was submitted at first\n{nobody}"
 
 
 def test_submit_exits_like_watch_where_nothing_is_left_to_run(

@@ -35,7 +35,7 @@ def talking(sqlite_settings: Settings, monkeypatch: pytest.MonkeyPatch) -> Itera
     with Client(sqlite_settings) as client:
         bench = Bench(client, Slow(script=script))
         monkeypatch.setattr(
-            bench.service,
+            bench.service._requesting,
             "_markup",
             lambda claim, ids: Markup(
                 None if claim.rendering is None else CallFormat.HERMES, ("<think>", "</think>")
