@@ -226,16 +226,17 @@ def test_a_job_cancelled_before_the_engine_knows_it_is_cancelled_all_the_same(
     runner = Gated()
     bench = build(runner)
     (job_id,) = enqueue(bench.client, 1, max_tokens=100, ignore_eos=True)
-    submit = bench.service.engine.submit
+    submit, submitted = bench.service.engine.submit, threading.Event()
 
     def cancelled_just_before(requests: Any) -> None:
         bench.client.cancel(job_id)
         bench.service.poll_cancellations()
         submit(requests)
+        submitted.set()
 
     monkeypatch.setattr(bench.service.engine, "submit", cancelled_just_before)
     thread = bench.run([job_id])
-    wait_until(lambda: bench.engine.has_work)
+    assert submitted.wait(30)
     bench.service.poll_cancellations()
     runner.gate.set()
     thread.join(30)
