@@ -169,4 +169,8 @@ async def _pieces(content: BinaryIO) -> AsyncIterator[bytes]:
 
 
 def _no_file(name: str) -> HttpError:
-    return HttpError(404, f"there is no file {printable(name, 80)!r}", code="file_not_found")
+    return HttpError(
+        404,
+        f"no file has the id {printable(name, 80)!r}: GET /v1/files lists your files",
+        code="file_not_found",
+    )

@@ -120,7 +120,7 @@ class Keeper:
                 pause = _LOOK_SECONDS
             except NightmillError as error:  # the database is away
                 log.warning("%s", error)
-            except Exception:
+            except Exception:  # a mistake of ours: an end of this thread would end all batches
                 log.exception("looking for batches failed; it is tried again")
             self._bell.wait(pause)
             self._bell.clear()
@@ -228,7 +228,7 @@ class Keeper:
                     file.write(output_row(job, format, errors=errors))
                     if written % _ROWS_PER_CLAIM == 0:
                         self._renew(batch)
-        except BaseException:
+        except BaseException:  # whatever it is goes on up; half a file is left by none
             self._folder.remove(file_id)
             raise
         if not written:

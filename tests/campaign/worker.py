@@ -67,7 +67,7 @@ class ScriptedRunner:
         self._drawn.append(self.sampled(batch, np.fromiter(map(self._draw, slots), np.int32, len(slots))))
 
     def mask_room(self, count: int) -> IntArray:
-        raise NotImplementedError
+        raise NotImplementedError("rows of the campaign are held to no schema")
 
     def draw(self, masks: IntArray) -> None:
         """Nothing is masked."""

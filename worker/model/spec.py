@@ -244,7 +244,7 @@ class ModelSpec:
     logit_softcap: float | None = None  # after the scale
     overflows_half: bool = False  # trained in BF16, with activations beyond 65,504
     tensor_types: Mapping[str, str] = field(default_factory=dict, compare=False)
-    """GGUF's names of the types of the file's tensors, by their names; none where there is no file."""
+    """GGUF's names of the types of the file's tensors, by name; empty if no file was read."""
 
     @property
     def attentions(self) -> tuple[Attention, ...]:

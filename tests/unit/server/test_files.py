@@ -82,7 +82,7 @@ def test_a_file_is_kept_shown_read_and_deleted_by_its_owner(start: Callable[...,
         asyncio.run(program())
         assert folder_of(server) == []
         for call in (client.files.retrieve, client.files.content, client.files.delete):
-            with pytest.raises(openai.NotFoundError, match=f"there is no file '{file.id}'"):
+            with pytest.raises(openai.NotFoundError, match=f"no file has the id '{file.id}'"):
                 call(file.id)
 
 

@@ -55,7 +55,7 @@ class Repacker:
         return self._functions[kept]
 
     def fits(self) -> bool:
-        """Wait for all that was queued; False if a weight does not fit an element, or is no number."""
+        """Wait for all that was queued; False if a weight does not fit an element, or is not a number."""
         return not self._device.download(self._bad, 1, np.int32)[0]
 
     def close(self) -> None:
