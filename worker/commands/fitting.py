@@ -3,14 +3,13 @@
 from dataclasses import dataclass
 
 from nightmill.jobs.settings import Settings
-from nightmill.worker.commands.speed import expected_rate
 from nightmill.worker.link.loading import GPU_CONTEXT, GPU_MAX_SEQUENCES, GPU_TOKEN_BUDGET
+from nightmill.worker.link.speed import Room, room_of
 from nightmill.worker.model.spec import ModelSpec
 from nightmill.worker.runners.gpu.device.peaks import Peaks
 from nightmill.worker.runners.gpu.numbers import HALF, Numbers, WeightNumbers
 
 GIB = 1 << 30
-LENGTHS = (1024, 4096)  # tokens of sequences, for which it is said how many fit
 _FREE_SHARE = 0.95  # of a card's memory, before Nightmill comes: the driver and its context have the rest
 
 
@@ -50,18 +49,14 @@ class Fit:
     workspace: int
     cache_tokens: int
     sequences: dict[int, int]
-    """How many fit at once, by their length in tokens: prompt and answer together."""
+    """As `Room` has them, and the rate."""
     rate: int
-    """Output tokens per second to expect of those of the first length, a quarter of which is the answer."""
 
     def __str__(self) -> str:
-        (length, count), *others = self.sequences.items()
-        more = "".join(f", or {count:,} of {length:,}" for length, count in others)
         kept = WeightNumbers(self.weights_in).words
         return (
             f"{self.weights / GIB:.2f} GiB of weights {kept}, {self.workspace / GIB:.2f} of workspace, and a "
-            f"cache of {self.cache_tokens:,} tokens, for {count:,} sequences of {length:,} tokens at once"
-            f"{more}; about {self.rate:,} output tokens/s with these {count:,}"
+            f"cache of {self.cache_tokens:,} tokens, for {Room(self.sequences, self.rate)}"
         )
 
 
@@ -129,23 +124,15 @@ def fit(spec: ModelSpec, card: Card, settings: Settings, numbers: Numbers = HALF
         max_tokens=tokens,
         workspace=workspace(tokens),
     )
-    lengths = sorted({*(length for length in LENGTHS if length < context), context})
-    sequences = {length: min(slots, plan.kv_blocks // -(-length // PAGE)) for length in lengths}
-    length = lengths[0]
-    rate = expected_rate(
-        spec, card.peaks, card.multiprocessors, weights=weights, token=page / PAGE, kept=numbers.weights,
-        sequences=max(1, sequences[length]), prompt=length - length // 4, answer=length // 4,
+    room = room_of(
+        spec, card.peaks, card.multiprocessors, weights=weights, page=page, pages=plan.kv_blocks,
+        kept=numbers.weights, slots=slots, context=context,
     )  # fmt: skip
     return Fit(
         weights=plan.weights,
         weights_in=numbers.weights.value,
         workspace=plan.workspace,
         cache_tokens=plan.kv_blocks * PAGE,
-        sequences=sequences,
-        rate=_rounded(rate),
+        sequences=room.sequences,
+        rate=room.rate,
     )
-
-
-def _rounded(rate: float) -> int:
-    """To two figures, since more are not known."""
-    return int(float(f"{rate:.1e}"))

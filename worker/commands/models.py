@@ -87,6 +87,8 @@ class Look:
     context: int | None
     cache_tokens: int | None
     weights: int | None
+    weights_in: str | None
+    sequences: dict[int, int] | None
     rate: int | None
     problem: str | None
 
@@ -94,11 +96,15 @@ class Look:
         """Whether it can be served."""
         if self.problem is not None:
             return f"no: {self.problem}"
-        if self.cache_tokens is None or self.weights is None:
+        if self.weights is None or not self.sequences:
             return "no GPU to ask"
+        from nightmill.worker.runners.gpu.numbers import WeightNumbers
+
+        length, count = next(iter(self.sequences.items()))
+        kept = WeightNumbers(self.weights_in).words
         return (
-            f"yes: {self.weights / 2**30:.1f} GiB of weights, a cache of {self.cache_tokens:,} tokens, "
-            f"about {self.rate:,} tokens/s"
+            f"yes: {self.weights / 2**30:.1f} GiB of weights {kept}, a cache of {self.cache_tokens:,} "
+            f"tokens, for {count:,} sequences of {length:,} at once, about {self.rate:,} tokens/s"
         )
 
 
@@ -130,6 +136,8 @@ def _look_at(model: "CachedModel", card: "Card | None", settings: Settings) -> L
         context,
         nothing if fits is None else fits.cache_tokens,
         None if fits is None else fits.weights,
+        None if fits is None else fits.weights_in,
+        None if fits is None else fits.sequences,
         None if fits is None else fits.rate,
         problem,
     )

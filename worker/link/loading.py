@@ -1,5 +1,6 @@
 """From settings to an engine: opens the model file, picks a runner, sizes its memory."""
 
+import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from nightmill.worker.engine.engine import Engine
 from nightmill.worker.engine.probing import probe
 from nightmill.worker.engine.stats import EngineStats
 from nightmill.worker.grammar import Grammars
+from nightmill.worker.link.speed import room_of
 from nightmill.worker.model.chat import ChatTemplate, Limits
 from nightmill.worker.model.families import read_spec
 from nightmill.worker.model.gguf.file import GgufFile
@@ -35,6 +37,8 @@ from nightmill.worker.runners.reference import ReferenceRunner, choose_kv_blocks
 
 if TYPE_CHECKING:
     from nightmill.jobs.sql.claims import Claim
+
+log = logging.getLogger(__name__)
 
 # The reference runner is bound by arithmetic: more sequences or longer chunks only use more memory.
 REFERENCE_MAX_SEQUENCES = 32
@@ -331,6 +335,12 @@ def build_engine(settings: Settings, model: OpenModel) -> Engine:
             numbers=numbers_of(settings, model.file, spec),
         )  # fmt: skip
         token_budget = cuda.max_tokens
+        room = room_of(
+            spec, cuda.device.peaks(), cuda.device.multiprocessors, weights=cuda.memory.weights,
+            page=cuda.memory.cache // cuda.kv_blocks, pages=cuda.kv_blocks, kept=cuda.numbers.weights,
+            slots=sequences, context=context,
+        )  # fmt: skip
+        log.info("a KV cache in %s has room for %s", cuda.numbers.kv_name.upper(), room)
 
     def engine() -> Engine:
         return Engine(

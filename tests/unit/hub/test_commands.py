@@ -172,7 +172,11 @@ def test_a_terminal_gets_a_bar_and_no_lines() -> None:
 @pytest.mark.parametrize(
     ("free", "tokens", "said"),
     [
-        (16 << 30, 2048 * 512, "yes: 0.0 GiB of weights, a cache of 1,048,576 tokens, about "),
+        (
+            16 << 30,
+            2048 * 512,
+            "yes: 0.0 GiB of weights in 16 bits, a cache of 1,048,576 tokens, for 2,048 sequences of ",
+        ),
         (1 << 20, 0, "no: the model does not fit: weights 6,466,560 bytes"),
     ],
 )

@@ -1,15 +1,25 @@
 """What formats of weights make of a GPU's memory, by the plan of a worker."""
 
+import re
+import sys
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from benchmarks.quantised_models import kinds_of
 from nightmill.jobs.settings import Settings
 from nightmill.worker.commands.fitting import CARDS, GIB, Fit, fit
+from nightmill.worker.link.loading import build_engine, open_model
+from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.model.spec import ModelSpec
+from nightmill.worker.runners.gpu.kv_cache import PAGE, page_bytes
 from nightmill.worker.runners.gpu.numbers import Numbers, WeightNumbers
 from nightmill.worker.runners.gpu.weights.choice import choose_weights
+from nightmill.worker.runners.reference import ReferenceRunner
+from tests.ggufs import write_model
 from tests.unit.worker.test_recommended_models import qwen
 
 IN_FILE = Numbers(weights=WeightNumbers.FILE)
@@ -74,3 +84,27 @@ def test_what_was_asked_for_stays() -> None:
     for kept in (WeightNumbers.FILE, WeightNumbers.ELEMENT, WeightNumbers.FP8):
         numbers = Numbers(weights=kept)
         assert choose_weights(of_type("Q4_K_M"), numbers, 1) == (numbers, f"{kept.words}, as asked for")
+
+
+def test_a_worker_s_log_says_what_the_choice_gives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def on_a_gpu(file: GgufFile, spec: ModelSpec, *, slots: int, **options: Any) -> Any:
+        runner = ReferenceRunner(file, spec, kv_blocks=64, block_size=PAGE, slots=slots)
+        device = SimpleNamespace(peaks=lambda: CARDS[-1].peaks, multiprocessors=132)
+        memory = SimpleNamespace(weights=1 << 20, cache=64 * page_bytes(spec))
+        numbers = replace(options["numbers"], weights=WeightNumbers.ELEMENT)
+        vars(runner).update(device=device, memory=memory, numbers=numbers, max_tokens=512)
+        return runner
+
+    module = SimpleNamespace(CudaRunner=on_a_gpu)
+    monkeypatch.setitem(sys.modules, "nightmill.worker.runners.gpu.runner", module)
+    settings = Settings(
+        model=write_model(tmp_path / "model.gguf", layers=1), gpu=0, max_sequences=8, kv="fp8"
+    )
+    with caplog.at_level("INFO"):
+        build_engine(settings, open_model(settings))
+    assert re.search(
+        r"a KV cache in FP8 has room for 2 sequences of 512 tokens at once; about [\d,]+ output tokens/s",
+        caplog.text,
+    )

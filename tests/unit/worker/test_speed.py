@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from nightmill.worker.commands.speed import expected_rate
+from nightmill.worker.link.speed import expected_rate
 from nightmill.worker.runners.gpu.device.peaks import Peaks, peaks_of
 from nightmill.worker.runners.gpu.kv_cache import PAGE, page_bytes
 from nightmill.worker.runners.gpu.numbers import Numbers, WeightNumbers

@@ -1,18 +1,24 @@
-"""About how fast a worker generates with a model, by the bytes and the FLOPs of its steps, and by its host.
+"""How many sequences a cache holds, and about how fast a worker generates with a model.
 
-A forecast before anything runs; `nightmill plan` measures. On an H200, where the shares below come from, it
-is within 21% of what a 0.5B did in F16 and a 7B in F16, FP8 and Q4_K_M, with 1 to 1,024 sequences. Other GPUs
-are taken to reach the same shares of their peaks, other hosts to be as fast. Steps of a model of some
-million parameters are over before the host has the next, and rows before it has taken in others.
+The speed is by the bytes and the FLOPs of its steps, and by its host.
+
+It is a forecast before anything runs; `nightmill plan` measures. On an H200, where the shares below come
+from, it is within 21% of what a 0.5B did in F16 and a 7B in F16, FP8 and Q4_K_M, with 1 to 1,024 sequences.
+Other GPUs are taken to reach the same shares of their peaks, other hosts to be as fast. Steps of a model of
+some million parameters are over before the host has the next, and rows before it has taken in others.
 """
 
 import math
+from dataclasses import dataclass
 
 from nightmill.worker.model.spec import ModelSpec
 from nightmill.worker.runners.gpu.device.peaks import Peaks
+from nightmill.worker.runners.gpu.kv_cache import PAGE
 from nightmill.worker.runners.gpu.numbers import WeightNumbers
 
-__all__ = ["expected_rate"]
+__all__ = ["Room", "expected_rate", "room_of"]
+
+LENGTHS = (1024, 4096)  # tokens of sequences, for which it is said how many fit
 
 _BYTES_SHARE, _FLOPS_SHARE = 0.75, 0.55  # of the peaks, in whole steps
 _PACKED_A_SECOND = 16e9  # weights that a multiprocessor turns into elements: Q4_K and Q8_0, 1 to 64 rows
@@ -22,6 +28,43 @@ _LAYER_SECONDS, _STEP_SECONDS = 10e-6, 40e-6  # for the way from kernel to kerne
 _HOST_TOKEN_SECONDS = 0.6e-6  # of the engine's thread, beside the GPU: 0.62 ms for 1,024 sequences, 2 cores
 _HOST_STEP_SECONDS = 100e-6  # and for a step, an estimate
 _ROW_SECONDS = 1 / 2165  # of the worker's process, from a row in SQL to its result: 8 tokens each, 16 cores
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What a cache is enough for."""
+
+    sequences: dict[int, int]
+    """How many fit at once, by their length in tokens: prompt and answer together."""
+    rate: int
+    """Output tokens per second to expect of those of the first length, a quarter of which is the answer."""
+
+    def __str__(self) -> str:
+        (length, count), *others = self.sequences.items()
+        more = "".join(f", or {count:,} of {length:,}" for length, count in others)
+        return (
+            f"{count:,} sequences of {length:,} tokens at once{more}; about {self.rate:,} output tokens/s "
+            f"with these {count:,}"
+        )
+
+
+def room_of(
+    spec: ModelSpec, peaks: Peaks, multiprocessors: int, *, weights: int, page: int, pages: int,
+    kept: WeightNumbers, slots: int, context: int,
+) -> Room:  # fmt: skip
+    """Of a cache of so many pages, for sequences of up to `context` tokens, `slots` of them at the most.
+
+    weights, page  bytes of all weights, and of a page
+    kept           how weights are kept
+    """
+    lengths = sorted({*(length for length in LENGTHS if length < context), context})
+    sequences = {length: min(slots, pages // -(-length // PAGE)) for length in lengths}
+    length = lengths[0]
+    rate = expected_rate(
+        spec, peaks, multiprocessors, weights=weights, token=page / PAGE, kept=kept,
+        sequences=max(1, sequences[length]), prompt=length - length // 4, answer=length // 4,
+    )  # fmt: skip
+    return Room(sequences, int(float(f"{rate:.1e}")))  # two figures: more are not known
 
 
 def expected_rate(
