@@ -162,6 +162,7 @@ def draw_contexts(panel: Axes, points: list[Point], theme: Theme) -> None:
     decoding(panel, [point.context for point in points], points, theme)
     heading = f"{points[0].sequences} sequences"
     axes(panel, heading, "context, tokens", [point.context for point in points])
+    panel.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))  # a decade or two
 
 
 def decoding(panel: Axes, x: list[int], points: list[Point], theme: Theme) -> None:
