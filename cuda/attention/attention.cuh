@@ -50,10 +50,11 @@ struct Scores {
     }
 };
 
-// 2^(m - reference), where m may be -inf (a part without keys), and then 0.
-static __device__ __forceinline__ float weight_of(float m, float reference) {
-    return m == negative_infinity() ? 0.0f : exp2f(__fsub_rn(m, reference));
-}
+// What the scores of a part without keys are relative to: below all scores, but a number, so that differences are.
+static constexpr float NO_SCORE = -1e30f;
+
+// 2^(m - reference).
+static __device__ __forceinline__ float weight_of(float m, float reference) { return exp2_fast(__fsub_rn(m, reference)); }
 
 static __device__ __forceinline__ float merged(float kept, float kept_weight, float added, float added_weight) {
     return __fmaf_rn(added, added_weight, __fmul_rn(kept, kept_weight));

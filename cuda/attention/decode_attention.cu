@@ -6,8 +6,9 @@
 //
 // starts: null where sequence s has row s of q and out; else (sequences + 1,), and it has row starts[s + 1] - 1.
 // pieces   (N, 4) what blocks compute, longest first (`decode_pieces` in the launcher): of a sequence (-1: nothing) the
-//          segments `first` to `end` - 1, as first | end << 16; base: -1 where that is the whole context, else the row of
-//          partials and sums of its first segment, and its counter; the tokens of its context
+//          segments `first` to `end` - 1, as first | end << 16; -1 where that is the whole context, else base * 2, or
+//          base * 2 + 1 if the context is cut into whole sections: base is the row of partials and sums of its first segment,
+//          or section, and its counter; the tokens of its context
 // partials, sums  (segments, H, D), (segments, H, 2) float;  counters (segments, G * head tiles), zero before and after
 //
 // A block of 4 warps takes a piece and one KV head with up to 16 (ROWS: 8) of the query heads that share it; the grid is
@@ -16,19 +17,20 @@
 // the first round before the block waits for the kernel ahead: what is on its way needs neither registers nor L1. Pieces,
 // tables and starts are there before the step starts.
 //
-// The context is cut into segments of `segment_pages`. Within one, warps merge in order; then segments merge in order: in
-// the block that has all, or in that of a sequence's blocks that ends last. `split_attention.cu` does the same, to the same
-// bits: a result depends neither on which of the two computed it, nor on how it was cut, nor on the other sequences.
+// The context is cut into segments of `segment_pages`, and SECTION of them are a section. Within a segment, warps merge in order;
+// then a section's segments merge in order, and then sections: in the block that has all, or in that of a sequence's blocks that
+// ends last. `split_attention.cu` does the same, to the same bits: a result depends neither on which of the two computed it, nor
+// on how it was cut, nor on the other sequences.
 //
-// With a window, pages, segments and pieces wholly before it are passed over; the others are those that they were.
+// With a window, pages, segments, sections and pieces wholly before it are passed over; the others are those that they were.
 //
-// Heads over 128 leave no registers for a page: what tensor cores take comes from shared memory piece by piece.
+// Heads over 128 leave no registers for the values of a page: they come from shared memory piece by piece.
 //
 // Options: -DHEAD_DIM, a multiple of 16 from 64 to 256; -DWINDOW, -DSOFTCAP, -DKV_FP8. Dynamic shared memory: 4 warps of AHEAD
 // pages, and of their exponents.
 #include "attention/decode_page.cuh"
 
-static constexpr bool LARGE = D > 128;               // registers do not hold a page
+static constexpr bool LARGE = D > 128;               // registers do not hold values
 static constexpr int IN_CHUNK = 16 / sizeof(Kept);   // numbers
 static constexpr int CHUNKS = D / IN_CHUNK;          // 16-byte pieces of a key's row
 static constexpr bool EVEN = 32 % CHUNKS == 0;       // a warp copies whole rows at once
@@ -58,27 +60,52 @@ static __device__ __forceinline__ uint32_t piece_place(int row, int piece) {
     return place(row, piece * 8 / IN_CHUNK) + piece * 8 % IN_CHUNK * static_cast<int>(sizeof(Kept));
 }
 
+// Of a value that is the same for all pages: kept in a register, where the compiler would compute it anew for each.
+template <typename Value>
+static __device__ __forceinline__ void keep(Value& value) {
+    if constexpr (sizeof(Value) == 8)
+        asm volatile("" : "+l"(value));
+    else
+        asm volatile("" : "+r"(value));
+}
+
 // Where a lane's pieces of a page are: all are one of these and a constant.
 struct Places {
+    const Kept *keys, *values, *exponents;  // what it copies of the first page: of row lane / CHUNKS
+    uint32_t page_numbers;
     uint32_t copied;  // row lane / CHUNKS
     uint32_t key;     // row g, piece t
     uint32_t value;   // row 2 t, piece g
+    uint32_t key_exponents, value_exponents, key_order;  // of E4M3: the words that the lane takes, `order_of_keys`
     uint64_t policy;  // of copies, in L2, which has the residual stream and weights to keep
 
-    __device__ __forceinline__ Places(int lane)
-        : copied(place(lane / CHUNKS, lane % CHUNKS)),
+    __device__ __forceinline__ Places(int lane, const Cache& cache)
+        : keys(cache.k + part_of(0, cache.kv_head, cache.kv_heads, D) + lane * IN_CHUNK),
+          values(cache.v + part_of(0, cache.kv_head, cache.kv_heads, D) + lane * IN_CHUNK),
+          exponents((lane ? cache.v : cache.k) + part_of(0, cache.kv_head, cache.kv_heads, D) + PAGE * D),
+          page_numbers(static_cast<uint32_t>(part_of(1, 0, cache.kv_heads, D))),
+          copied(place(lane / CHUNKS, lane % CHUNKS)),
           key(piece_place(lane / 4, lane % 4)),
           value(piece_place(lane % 4 * 2, lane / 4)),
-          policy(read_once()) {}
+          key_exponents(lane / 8 * 4),
+          value_exponents(EXPONENTS + lane % 4 * 4),
+          policy(read_once()) {
+        keep(keys), keep(values), keep(page_numbers), keep(copied), keep(key), keep(value);
+#ifdef KV_FP8
+        key_order = order_of_keys(lane / 4);
+        keep(exponents), keep(key_exponents), keep(value_exponents), keep(key_order);
+#endif
+    }
 
-    // Starts copying a page, and its exponents to a place of their own; keys that the token does not see become zeros: 0 times NaN
-    // is NaN.
-    __device__ __forceinline__ void fetch(uint32_t target, uint32_t exponents, const Cache& cache, int entry,
+    // Starts copying a page, and its exponents to a place of their own; what the token does not see becomes zeros: 0 times NaN is
+    // NaN.
+    __device__ __forceinline__ void fetch(uint32_t target, uint32_t exponents_target, const Cache& cache, int entry,
                                           int page) const {
         const int lane = threadIdx.x % 32;
-        const int64_t part = part_of(entry, cache.kv_head, cache.kv_heads, D), offset = part + lane * IN_CHUNK;
+        const uint64_t offset = static_cast<uint64_t>(static_cast<uint32_t>(entry)) * page_numbers;
+        const Kept *from_keys = keys + offset, *from_values = values + offset;
         if (KEPT_AS_FP8 && lane < 2)
-            copy_async(exponents + lane * EXPONENTS, (lane ? cache.v : cache.k) + part + PAGE * D, true, policy);
+            copy_async(exponents_target + lane * EXPONENTS, exponents + offset, true, policy);
         if constexpr (!EVEN) {
             const int left = cache.length - page * PAGE, hidden = cache.seen - page * PAGE;
 #pragma unroll
@@ -86,20 +113,19 @@ struct Places {
                 const int row = (i * 32 + lane) / CHUNKS, chunk = (i * 32 + lane) % CHUNKS;
                 if (PAGE * CHUNKS % 32 != 0 && row >= PAGE) break;
                 const bool wanted = is_seen(row, left, hidden);
-                copy_async(target + place(row, chunk), cache.k + offset + i * 32 * IN_CHUNK, wanted, policy);
-                copy_async(target + place(row, chunk) + HALF_BYTES, cache.v + offset + i * 32 * IN_CHUNK, wanted, policy);
+                copy_async(target + place(row, chunk), from_keys + i * 32 * IN_CHUNK, wanted, policy);
+                copy_async(target + place(row, chunk) + HALF_BYTES, from_values + i * 32 * IN_CHUNK, wanted, policy);
             }
             return;
         }
         constexpr int AT_ONCE = EVEN ? 32 / CHUNKS : PAGE;  // rows
-        const Kept *keys = cache.k + offset, *values = cache.v + offset;
         const int left = cache.length - page * PAGE - lane / CHUNKS, hidden = cache.seen - page * PAGE - lane / CHUNKS;
 #pragma unroll
         for (int row = 0; row < PAGE; row += AT_ONCE) {
             const uint32_t at = target + (copied ^ turn_of(row) * 16) + row * ROW_BYTES;
             const bool wanted = is_seen(row, left, hidden);
-            copy_async(at, keys + row * D, wanted, policy);
-            copy_async(at + HALF_BYTES, values + row * D, wanted, policy);
+            copy_async(at, from_keys + row * D, wanted, policy);
+            copy_async(at + HALF_BYTES, from_values + row * D, wanted, policy);
         }
     }
 
@@ -122,19 +148,11 @@ struct Places {
 #endif
     }
 
-    static __device__ __forceinline__ void take_exponents(Page& tile, uint32_t source, const Cache& cache, int page,
-                                                          int t) {
+    __device__ __forceinline__ void take_exponents(Page& tile, uint32_t source, const Cache& cache, int page, int t) const {
 #ifdef KV_FP8
-        tile.of_keys = seen_exponents(load_shared_4(source + 4 * t), cache, page * PAGE, t);
-        tile.of_values = seen_exponents(load_shared_4(source + EXPONENTS + 4 * t), cache, page * PAGE, t);
+        tile.of_keys = key_powers(load_shared_4(source + key_exponents), key_order);
+        tile.of_values = seen_exponents(load_shared_4(source + value_exponents), cache, page * PAGE, t);
 #endif
-    }
-
-    __device__ __forceinline__ void take_keys(Page& tile, uint32_t source) const {
-#pragma unroll
-        for (int j = 0; j < 2; ++j)
-#pragma unroll
-            for (int i = 0; i < K_LOADS; ++i) tile.k[j][i] = key_piece(source, j, i);
     }
 
     __device__ __forceinline__ void take_values(Page& tile, uint32_t source) const {
@@ -145,25 +163,20 @@ struct Places {
     }
 };
 
-// `Running::score` of up to 8 heads, with queries and keys that registers do not hold.
-static __device__ __forceinline__ void score_large(float (&s)[2][4], const Element* q, int heads, const Places& places,
-                                                   uint32_t source, int g, int t) {
-#pragma unroll
-    for (int i = 0; i < K_LOADS; ++i) {
-        const bool there = g < heads && has_piece(i * 32 + 32, i * 32 + t * 8);
-        const Element8 query = there ? load_again(q + g * D + i * 32 + t * 8) : Element8{};
-        const uint32_t first[4] = {query.word[0], 0, query.word[1], 0}, second[4] = {query.word[2], 0, query.word[3], 0};
-#pragma unroll
-        for (int j = 0; j < 2; ++j) {
-            const Element8 key = elements_of(places.key_piece(source, j, i));
-            mma(s[j], first, key.word[0], key.word[1]);
-            mma(s[j], second, key.word[2], key.word[3]);
-        }
-    }
-}
+#ifndef KV_BLOCKS
+// Blocks that a multiprocessor shall have registers for.
+static constexpr int blocks_for(int rows) { return D == 64 ? 4 : LARGE || rows == 16 ? 2 : 3; }
+#else
+static constexpr int blocks_for(int) { return KV_BLOCKS; }
+#endif
 
+// The segments `first` to `end` - 1 of a context; `base`: -1 if these are all, else where they meet the others.
 struct Piece {
     int sequence, first, end, base;
+    bool by_sections;  // pieces are whole sections, and only these meet
+
+    // Results that segments up to `end` leave for each other.
+    __device__ __forceinline__ int left_by(int end) const { return by_sections ? (end + SECTION - 1) / SECTION : end; }
 };
 
 template <int ROWS, int AHEAD>
@@ -171,23 +184,22 @@ static __device__ __forceinline__ void decode(const Element* q, const Cache& cac
                                               const Meeting& meeting, int shared_heads, int segment_pages,
                                               const Scores& scores, Element* out) {
     static_assert((AHEAD & (AHEAD - 1)) == 0, "a power of two");
-    static_assert(!LARGE || ROWS == 8, "`score_large` takes 8 heads");
     extern __shared__ __align__(128) unsigned char rings[];  // 16 bytes further on, copies of rows take 14% longer
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int g = lane / 4, t = lane % 4;
     const int pages = (cache.length + PAGE - 1) / PAGE;
     const int end = min(piece.end * segment_pages, pages);
-    int first_segment = piece.first, first = first_segment * segment_pages + warp;
+    int segment = piece.first, first = segment * segment_pages + warp;
     if constexpr (WINDOWED) {
         const int page = cache.seen / PAGE;
-        first_segment = max(first_segment, page / segment_pages);
+        segment = max(segment, page / segment_pages);
         first = max(first, page + ((warp - page) & (WARPS - 1)));  // a warp's pages are always the same
     }
     const uint32_t ring = shared_address(rings) + warp * AHEAD * PAGE_BYTES;
     const uint32_t exponents = shared_address(rings) + WARPS * AHEAD * PAGE_BYTES + warp * AHEAD * EXPONENT_BYTES;
-    const Places places(lane);
+    const Places places(lane, cache);
     const bool own = Segment<ROWS>::row() < shared_heads;
-    Segment<ROWS> kept{negative_infinity(), 0.0f, {}};
+    Merged<ROWS> kept;
 
     auto start = [&](bool newest) {
 #pragma unroll
@@ -203,14 +215,13 @@ static __device__ __forceinline__ void decode(const Element* q, const Cache& cac
     start(true);  // it gets a token in this step
     commit_copies();
     const bool all_asked_for = first + AHEAD * WARPS >= end;
-    uint32_t qa[2 * K_LOADS][4];
-    if constexpr (!LARGE) load_queries<ROWS>(qa, q, shared_heads, g, t);
+    const Queries<ROWS> queries(q, shared_heads, g, t);
     int turn = 0, page = first;
     const int* entries = cache.table + first + AHEAD * WARPS;
     asm volatile("" : "+l"(entries));  // else it is computed anew for each page, which others then wait for
     int entry = page + AHEAD * WARPS < end ? __ldg(entries) : 0;  // of the page to ask for next
-    for (int segment = first_segment; segment < piece.end; ++segment) {
-        const int segment_end = min((segment + 1) * segment_pages, pages);
+    for (; segment * segment_pages < end; ++segment) {
+        const int segment_end = min((segment + 1) * segment_pages, end);
         Running<ROWS> running;
         for (; page < segment_end; page += WARPS, ++turn) {
             if (all_asked_for)
@@ -222,7 +233,7 @@ static __device__ __forceinline__ void decode(const Element* q, const Cache& cac
             const uint32_t slot_exponents = exponents + (turn & (AHEAD - 1)) * EXPONENT_BYTES;
             Page tile;
             places.take_exponents(tile, slot_exponents, cache, page, t);
-            float s[2][4] = {};
+            PageScores<ROWS> page_scores;
             auto fetch_next = [&] {  // in place of this page, which is in registers or done with
                 __syncwarp();
                 const int next = page + AHEAD * WARPS;
@@ -231,54 +242,58 @@ static __device__ __forceinline__ void decode(const Element* q, const Cache& cac
                 entries += WARPS;
                 if (next + WARPS < end) entry = __ldg(entries);
             };
-            if constexpr (LARGE) {
-                score_large(s, q, shared_heads, places, slot, g, t);
-            } else {
-                places.take_keys(tile, slot);
-                running.score(s, qa, [&](int j, int i) { return tile.k[j][i]; });
+            page_scores.multiply(queries, [&](int j, int i) { return places.key_piece(slot, j, i); });
+            if constexpr (!LARGE) {
                 places.take_values(tile, slot);
                 fetch_next();
             }
-            running.scale(s, tile.of_keys);
-            float largest[2] = {running.m[0], running.m[1]};
-            running.hide(largest, s, page * PAGE, cache, scores, t);
-#pragma unroll
-            for (int half = 0; half < Running<ROWS>::HALVES; ++half)
-                if (__any_sync(0xffffffffu, largest[half] > running.m[half])) running.rescale(half, largest[half]);
-            uint32_t pa[4] = {};
-            running.weigh(pa, s);
+            page_scores.finish(tile.of_keys, page * PAGE, cache, scores, g);
+            uint32_t weights[ROWS / 8][2];
+            running.weigh(weights, page_scores);
             if constexpr (LARGE) {
-                running.mix(pa, tile.of_values, [&](int j, int i) { return places.value_piece(slot, j, i); });
+                running.mix(weights, tile.of_values, [&](int j, int i) { return places.value_piece(slot, j, i); });
                 fetch_next();
             } else {
-                running.mix(pa, tile.of_values, [&](int j, int i) { return tile.v[j][i]; });
+                running.mix(weights, tile.of_values, [&](int j, int i) { return tile.v[j][i]; });
             }
         }
         const Segment<ROWS> mine = merge_warps(running);
-        if (piece.base < 0)
-            merge_segment(kept, mine);
-        else if (own)
-            meeting.leave(mine, segment);
         __syncthreads();
+        const bool ended = ends_section(segment) || segment_end == end;
+        if (piece.base < 0) {
+            kept.take(mine, ended);
+        } else if (!piece.by_sections) {
+            if (own) meeting.leave(mine, segment);
+        } else {
+            merge_next(kept.section, mine);
+            if (!ended) continue;
+            if (own) meeting.leave(kept.section, segment / SECTION);
+            kept.section = Segment<ROWS>();
+        }
     }
     if (piece.base >= 0) {
-        const int segments = (pages + segment_pages - 1) / segment_pages;
-        const int passed = WINDOWED ? cache.seen / PAGE / segment_pages : 0;
-        if (!meeting.is_last(piece.end - first_segment, segments - passed)) return;
-        if (own) kept = meeting.merged_segments<ROWS>(passed, segments);
+        const int passed = WINDOWED ? cache.seen / PAGE / segment_pages : 0;  // segments before the window: they do not count
+        const int skipped = piece.by_sections ? passed / SECTION : passed;
+        const int all = piece.left_by((pages + segment_pages - 1) / segment_pages);
+        if (!meeting.is_last(piece.left_by(piece.end) - max(piece.left_by(piece.first), skipped), all - skipped)) return;
+        if (!own) return;
+        meeting.take_all<ROWS>(skipped, all, [&](const Segment<ROWS>& next, int i) {
+            kept.take(next, piece.by_sections || ends_section(i));
+        });
+        kept.end_section();
     }
-    if (own) store_result(kept, out);
+    if (own) store_result(kept.all, out);
 }
 
 #define DECODE_KERNEL(ROWS, AHEAD)                                                                                \
-    extern "C" __global__ void __launch_bounds__(THREADS)                                                         \
+    extern "C" __global__ void __launch_bounds__(THREADS, blocks_for(ROWS))                                           \
         decode_attention_##ROWS##_##AHEAD(                                                                        \
             const Element* qkv, const Kept* k_cache, const Kept* v_cache, const int* tables, int table_stride,    \
             const int* starts, const int4* pieces, Element* out, float* partials, float* sums, unsigned* counters, \
             int heads, int kv_heads, int segment_pages, float scale, float cap, int window) {                     \
         launch_next();                                                                                            \
         const int4 words = pieces[blockIdx.y];                                                                    \
-        const Piece piece{words.x, words.y & 0xffff, words.y >> 16, words.z};                                     \
+        const Piece piece{words.x, words.y & 0xffff, words.y >> 16, words.z >> 1, words.z > 0 && words.z % 2 == 1};   \
         if (piece.sequence < 0) return;                                                                           \
         const Scores scores{scale, cap, window};                                                                  \
         const int group = heads / kv_heads, tiles = (group + ROWS - 1) / ROWS;                                    \

@@ -1,11 +1,17 @@
 // What the kernels of decode attention share: a page of keys and values in registers, and a warp's running result.
 //
-// The tensor cores see S = Q K^T and O = P V as m16n8k16 with the query heads as rows. K and V come into registers in
-// 16-byte pieces: from memory (`split_attention.cu`), or from a ring in shared memory (`decode_attention.cu`). Sums over D
-// do not care for its order, so lane t of a group takes elements 8 t .. 8 t + 7 of a key's row, used as fragments of two
-// steps, for queries and keys alike; and for V, lane g takes elements 8 g .. 8 g + 7 of four keys' rows, of which byte
-// permutations make the pairs of keys that a fragment holds. Of other sizes than multiples of 64, pieces past a row's end
-// are zeros for queries and keys, and of values anything: those columns of the result are dropped.
+// The tensor cores see S^T = K Q^T and O^T = V^T P^T as m16n8k16: the 16 keys of a page, or 16 elements of their values, are rows
+// on the left, and eight query heads are columns on the right, so that few of them waste neither products nor registers. A warp
+// has each number of a page in one register of one lane, converts it once, and uses it for all heads. K and V come into registers
+// in 16-byte pieces: from memory (`split_attention.cu`), or from a ring in shared memory (`decode_attention.cu`). Sums over D do
+// not care for its order, so lane t of a group takes elements 8 t .. 8 t + 7 of the rows of keys g and g + 8, used as fragments of
+// two steps, for queries and keys alike; and for V, lane g takes elements 8 g .. 8 g + 7 of four keys' rows, of which byte
+// permutations make the pairs of keys that a fragment holds. Weights come out of S^T a key in a row, and P^T wants them in a
+// column: each 8 x 8 is transposed between lanes. Of other sizes than multiples of 64, pieces past a row's end are zeros for
+// queries and keys, and of values anything: those rows of the result are dropped.
+//
+// Weights are 2^(score - m), where m is the largest score of the first page that the warp takes of a segment, raised only where one is
+// higher by more than MOST_ABOVE: else each page would have its maximum found, and most would have sums scaled.
 //
 // Pieces of E4M3 (-DKV_FP8) have 8 bytes and become the same elements in the same places: keys before their products, which are
 // then multiplied by the power of two that the key's are multiples of, and values with theirs. All of that is exact.
@@ -23,6 +29,8 @@ static constexpr int WIDTH = (D + 63) / 64 * 64;  // of a row in registers and i
 static constexpr int K_LOADS = (D + 31) / 32;     // 16-byte pieces of a key's row a lane takes
 static constexpr int V_LOADS = WIDTH / 64;
 static constexpr int PITCH = WIDTH + 4;  // floats, of a row of results in shared memory
+static constexpr float MOST_ABOVE = 8;   // a weight is at most 2^8: half holds it, and float the sums
+static constexpr int SECTION = 4;        // segments
 
 // Whether a piece that begins with this element of a row is there; whole chunks of 32 or 64 always are.
 static __device__ __forceinline__ bool has_piece(int chunk_end, int element) { return chunk_end <= D || element < D; }
@@ -31,7 +39,17 @@ static __device__ __forceinline__ bool has_piece(int chunk_end, int element) { r
 
 using Kept8 = Bytes8;
 
-// Of the keys, or values, of the tokens 2t, 2t+1, 2t+8, 2t+9 of a page, one in a byte; 0, whose power is 0, of a token not seen.
+// Of keys g and g + 8: what their products are multiplied by.
+using KeyPowers = Element2;
+
+// From the word that has their exponents; `order`: of its bytes, `order_of_keys(g)`.
+static __device__ __forceinline__ KeyPowers key_powers(uint32_t word, uint32_t order) {
+    const uint32_t bits = __byte_perm(word, 0, order) << EXPONENT_AT;
+    return *reinterpret_cast<const Element2*>(&bits);
+}
+static __device__ __forceinline__ uint32_t order_of_keys(int g) { return g % 2 ? 0x4341 : 0x4240; }
+
+// Of the values of the tokens 2t, 2t+1, 2t+8, 2t+9 of a page, one in a byte; 0, whose power is 0, of a token not seen.
 struct Exponents {
     uint32_t all;
 
@@ -48,7 +66,7 @@ static __device__ __forceinline__ void pair_values(uint32_t (&pairs)[8][2], cons
             const uint32_t bytes =
                 __byte_perm(v[2 * side].word[d / 4], v[2 * side + 1].word[d / 4], d & 2 ? 0x7362 : 0x5140);
             pairs[d][side] = word_of(__hmul2(elements_of_e4m3x2(bytes), powers));
-            pairs[d + 1][side] = word_of(__hmul2(elements_of_e4m3x2(bytes >> 16), powers));
+            pairs[d + 1][side] = word_of(__hmul2(elements_of_e4m3x2(bytes, true), powers));
         }
     }
 }
@@ -56,7 +74,7 @@ static __device__ __forceinline__ void pair_values(uint32_t (&pairs)[8][2], cons
 static __device__ __forceinline__ Element8 elements_of(const Kept8& piece) {
     Element8 wide;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) wide.word[i] = word_of(elements_of_e4m3x2(piece.word[i / 2] >> 16 * (i % 2)));
+    for (int i = 0; i < 4; ++i) wide.word[i] = word_of(elements_of_e4m3x2(piece.word[i / 2], i % 2 == 1));
     return wide;
 }
 
@@ -64,6 +82,7 @@ static __device__ __forceinline__ Element8 elements_of(const Kept8& piece) {
 
 using Kept8 = Element8;
 
+struct KeyPowers {};
 struct Exponents {};
 
 static __device__ __forceinline__ void pair_values(uint32_t (&pairs)[8][2], const Kept8 (&v)[4], const Exponents&) {
@@ -79,9 +98,10 @@ static __device__ __forceinline__ const Element8& elements_of(const Kept8& piece
 #endif
 
 struct Page {
-    Kept8 k[2][K_LOADS];  // [tile of 8 keys][piece]
-    Kept8 v[4][V_LOADS];  // keys 2t, 2t+1, 2t+8, 2t+9
-    Exponents of_keys, of_values;
+    Kept8 k[2][K_LOADS];  // of keys g and g + 8
+    Kept8 v[4][V_LOADS];  // of keys 2t, 2t+1, 2t+8, 2t+9
+    KeyPowers of_keys;
+    Exponents of_values;
 };
 
 struct Cache {
@@ -115,10 +135,15 @@ static __device__ __forceinline__ int64_t page_offset(const Cache& cache, int pa
     return part_of(cache.table[page], cache.kv_head, cache.kv_heads, D);
 }
 
+// Whether a token sees all keys of the page that begins with `first_key`.
+static __device__ __forceinline__ bool sees_all(const Cache& cache, int first_key) {
+    return first_key + PAGE <= cache.length && (!WINDOWED || first_key >= cache.seen);
+}
+
 #ifdef KV_FP8
-// A lane's exponents of the page that begins with `first_key`, from the word with all four.
+// The exponents of four values, 0 of those that the token does not see: what is there may stand for infinity.
 static __device__ __forceinline__ Exponents seen_exponents(uint32_t word, const Cache& cache, int first_key, int t) {
-    if (first_key + PAGE <= cache.length && (!WINDOWED || first_key >= cache.seen)) return {word};
+    if (sees_all(cache, first_key)) return {word};
     const int left = cache.length - first_key - 2 * t, hidden = cache.seen - first_key - 2 * t;
     uint32_t mask = 0;
 #pragma unroll
@@ -126,13 +151,6 @@ static __device__ __forceinline__ Exponents seen_exponents(uint32_t word, const 
         if (is_seen(i % 2 + i / 2 * 8, left, hidden)) mask |= 0xffu << 8 * i;
     return {word & mask};
 }
-
-static __device__ __forceinline__ Exponents load_exponents(const Kept* part, const Cache& cache, int page, int t) {
-    if (page * PAGE >= cache.length) return {0};
-    return seen_exponents(load_streaming_4(part + PAGE * D + 4 * t), cache, page * PAGE, t);
-}
-#else
-static __device__ __forceinline__ Exponents load_exponents(const Kept*, const Cache&, int, int) { return {}; }
 #endif
 
 // All addresses are one of the lane's and a constant, for which a load has room.
@@ -146,7 +164,11 @@ static __device__ __forceinline__ void load_keys(Page& tile, const Cache& cache,
         for (int i = 0; i < K_LOADS; ++i)
             tile.k[j][i] = load_if(is_seen(j * 8, left, hidden) && has_piece(i * 32 + 32, i * 32 + t * 8),
                                    mine + j * 8 * D + i * 32);
-    tile.of_keys = load_exponents(cache.k + offset, cache, page, t);
+#ifdef KV_FP8
+    uint32_t exponents = 0;
+    if (page * PAGE < cache.length) exponents = load_streaming_4(cache.k + offset + PAGE * D + 4 * (g / 2));
+    tile.of_keys = key_powers(exponents, order_of_keys(g));
+#endif
 }
 
 static __device__ __forceinline__ void load_values(Page& tile, const Cache& cache, int64_t offset, int page, int g,
@@ -161,121 +183,167 @@ static __device__ __forceinline__ void load_values(Page& tile, const Cache& cach
             tile.v[j][i] = load_if(is_seen(key, left, hidden) && has_piece(i * 64 + 64, i * 64 + g * 8),
                                    mine + key * D + i * 64);
     }
-    tile.of_values = load_exponents(cache.v + offset, cache, page, t);
+#ifdef KV_FP8
+    tile.of_values = {0};
+    if (page * PAGE < cache.length)
+        tile.of_values = seen_exponents(load_streaming_4(cache.v + offset + PAGE * D + 4 * t), cache, page * PAGE, t);
+#endif
 }
 
-// Queries of up to ROWS heads as A fragments; rows past the heads are zero.
+// Queries of up to ROWS heads as B fragments, a column for each; columns past the heads are zero.
 template <int ROWS>
-static __device__ __forceinline__ void load_queries(uint32_t (&qa)[2 * K_LOADS][4], const Element* q, int heads, int g,
-                                                    int t) {
-#pragma unroll
-    for (int i = 0; i < K_LOADS; ++i) {
-        const bool there = has_piece(i * 32 + 32, i * 32 + t * 8);
-        const Element8 zero{{0, 0, 0, 0}};
-        const Element8 low =
-            there && g < heads ? *reinterpret_cast<const Element8*>(q + g * D + i * 32 + t * 8) : zero;
-        const Element8 high = there && ROWS > 8 && g + 8 < heads
-                                  ? *reinterpret_cast<const Element8*>(q + (g + 8) * D + i * 32 + t * 8)
-                                  : zero;
-        qa[2 * i][0] = low.word[0], qa[2 * i][1] = high.word[0];
-        qa[2 * i][2] = low.word[1], qa[2 * i][3] = high.word[1];
-        qa[2 * i + 1][0] = low.word[2], qa[2 * i + 1][1] = high.word[2];
-        qa[2 * i + 1][2] = low.word[3], qa[2 * i + 1][3] = high.word[3];
-    }
-}
+struct Queries {
+    uint32_t b[2 * K_LOADS][ROWS / 8][2];
 
-// A warp's result over the pages it has seen of a segment.
-template <int ROWS>
-struct Running {
-    static constexpr int HALVES = ROWS > 8 ? 2 : 1;
-    float m[2] = {negative_infinity(), negative_infinity()};
-    float l[2] = {};
-    float o[8 * V_LOADS][4] = {};
-
-    // `key(j, i)`: the piece i of the lane's key of tile j.
-    template <typename Key>
-    __device__ __forceinline__ void score(float (&s)[2][4], const uint32_t (&qa)[2 * K_LOADS][4], Key key) {
+    __device__ __forceinline__ Queries(const Element* q, int heads, int g, int t) {
 #pragma unroll
-        for (int j = 0; j < 2; ++j)
+        for (int n = 0; n < ROWS / 8; ++n)
 #pragma unroll
             for (int i = 0; i < K_LOADS; ++i) {
-                const Element8 piece = elements_of(key(j, i));
-                mma(s[j], qa[2 * i], piece.word[0], piece.word[1]);
-                mma(s[j], qa[2 * i + 1], piece.word[2], piece.word[3]);
+                const bool there = has_piece(i * 32 + 32, i * 32 + t * 8) && n * 8 + g < heads;
+                const Element8 piece =
+                    there ? *reinterpret_cast<const Element8*>(q + (n * 8 + g) * D + i * 32 + t * 8) : Element8{};
+#pragma unroll
+                for (int word = 0; word < 4; ++word) b[2 * i + word / 2][n][word % 2] = piece.word[word];
             }
     }
+};
 
-    // Products of what the cache keeps to products of what that stands for.
-    static __device__ __forceinline__ void scale(float (&s)[2][4], const Exponents& of_keys) {
+// A lane's scores of a page: of keys g and g + 8, for heads 2t and 2t + 1 of each eight, as C fragments have them.
+template <int ROWS>
+struct PageScores {
+    static constexpr int TILES = ROWS / 8;
+    float product[TILES][4] = {};  // of queries and what is kept of keys; CAPPED: scores
+    float scale[2];                // from that to scores, of each key
+
+    // `key(j, i)`: the piece i of the lane's key j.
+    template <typename Key>
+    __device__ __forceinline__ void multiply(const Queries<ROWS>& queries, Key key) {
+#pragma unroll
+        for (int i = 0; i < K_LOADS; ++i) {
+            const Element8 low = elements_of(key(0, i)), high = elements_of(key(1, i));
+#pragma unroll
+            for (int step = 0; step < 2; ++step) {
+                const uint32_t keys[4] = {low.word[2 * step], high.word[2 * step], low.word[2 * step + 1],
+                                          high.word[2 * step + 1]};
+                const auto& b = queries.b[2 * i + step];
+#pragma unroll
+                for (int n = 0; n < TILES; ++n) mma(product[n], keys, b[n][0], b[n][1]);
+            }
+        }
+    }
+
+    // Once products are there: scores are -inf of keys that the token does not see.
+    __device__ __forceinline__ void finish(const KeyPowers& of_keys, int first_key, const Cache& cache, const Scores& scores,
+                                           int g) {
+        scale[0] = scale[1] = scores.scale;
 #ifdef KV_FP8
+        const float2 powers = to_floats(of_keys);
+        scale[0] = __fmul_rn(scale[0], powers.x), scale[1] = __fmul_rn(scale[1], powers.y);  // exact
+#endif
+        if constexpr (CAPPED) {
+#pragma unroll
+            for (int n = 0; n < TILES; ++n)
+#pragma unroll
+                for (int i = 0; i < 4; ++i) product[n][i] = scores.capped(__fmul_rn(product[n][i], scale[i / 2]));
+        }
+        if (sees_all(cache, first_key)) return;
+        const int left = cache.length - first_key - g, hidden = cache.seen - first_key - g;
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
-            const float2 powers = to_floats(of_keys.powers(j));
+            if (is_seen(j * 8, left, hidden)) continue;
+            scale[j] = 1.0f;  // what lies behind a context may stand for 0
 #pragma unroll
-            for (int half = 0; half < HALVES; ++half) {
-                s[j][2 * half] = __fmul_rn(s[j][2 * half], powers.x);
-                s[j][2 * half + 1] = __fmul_rn(s[j][2 * half + 1], powers.y);
-            }
+            for (int n = 0; n < TILES; ++n) product[n][2 * j] = product[n][2 * j + 1] = negative_infinity();
         }
-#endif
     }
 
-    // Products to scores, -inf for keys that the token does not see; `largest`: raised to each row's largest.
-    static __device__ __forceinline__ void hide(float (&largest)[2], float (&s)[2][4], int first_key, const Cache& cache,
-                                                const Scores& scores, int t) {
-        const int left = cache.length - first_key - 2 * t, hidden = cache.seen - first_key - 2 * t;
+    __device__ __forceinline__ float score(int n, int i) const {
+        return CAPPED ? product[n][i] : __fmul_rn(product[n][i], scale[i / 2]);
+    }
+    // By how much a score is above m, rounded once.
+    __device__ __forceinline__ float above(float m, int n, int i) const {
+        return CAPPED ? __fsub_rn(product[n][i], m) : __fmaf_rn(product[n][i], scale[i / 2], -m);
+    }
+};
+
+// A warp's result over the pages it has seen of a segment. Of each eight heads a lane has two, 2t and 2t + 1.
+template <int ROWS>
+struct Running {
+    static constexpr int TILES = ROWS / 8;
+    float m[TILES][2];  // what weights are relative to
+    float l[TILES][2] = {};               // sums of weights, of the lane's keys
+    float o[4 * V_LOADS][TILES][4] = {};  // [4 i + j]: element 64 i + 8 g + 2 j for both heads, and the one after it
+
+    __device__ __forceinline__ Running() {
 #pragma unroll
-        for (int half = 0; half < HALVES; ++half) {
+        for (int n = 0; n < TILES; ++n) m[n][0] = m[n][1] = NO_SCORE;
+    }
+
+    // Scores to weights, as B fragments.
+    __device__ __forceinline__ void weigh(uint32_t (&weights)[TILES][2], const PageScores<ROWS>& scores) {
+        float above[TILES][4];
+        float largest = negative_infinity();
 #pragma unroll
-            for (int j = 0; j < 2; ++j)
+        for (int n = 0; n < TILES; ++n)
 #pragma unroll
-                for (int i = 0; i < 2; ++i) {
-                    float& score = s[j][2 * half + i];
-                    score = is_seen(j * 8 + i, left, hidden) ? scores(score) : negative_infinity();
-                    largest[half] = fmaxf(largest[half], score);
+            for (int i = 0; i < 4; ++i) {
+                above[n][i] = scores.above(m[n][i % 2], n, i);
+                largest = fmaxf(largest, above[n][i]);
+            }
+        if (__any_sync(0xffffffffu, largest > MOST_ABOVE)) raise(above, scores);
+#pragma unroll
+        for (int n = 0; n < TILES; ++n) {
+            float p[4];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) p[i] = exp2_fast(above[n][i]);
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                l[n][i] = __fadd_rn(l[n][i], __fadd_rn(p[i], p[2 + i]));
+                weights[n][i] = transposed(pack(p[2 * i], p[2 * i + 1]));
+            }
+        }
+    }
+
+    // Raises `m` of each head of which a score is above it by more than MOST_ABOVE; `above`: by how much scores are.
+    __device__ __forceinline__ void raise(float (&above)[TILES][4], const PageScores<ROWS>& scores) {
+        const uint32_t same_heads = 0x11111111u << threadIdx.x % 4;  // lanes
+#pragma unroll
+        for (int n = 0; n < TILES; ++n)
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                const bool mine = fmaxf(above[n][i], above[n][2 + i]) > MOST_ABOVE;
+                const bool raised = (__ballot_sync(0xffffffffu, mine) & same_heads) != 0;
+                float most = fmaxf(scores.score(n, i), scores.score(n, 2 + i));
+#pragma unroll
+                for (int lanes = 4; lanes < 32; lanes *= 2) most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, lanes));
+                if (!raised) most = m[n][i];
+                const float shrink = weight_of(m[n][i], most);
+                m[n][i] = most;
+                l[n][i] *= shrink;
+#pragma unroll
+                for (int j = 0; j < 4 * V_LOADS; ++j) {
+                    o[j][n][i] *= shrink;
+                    o[j][n][2 + i] *= shrink;
                 }
-            largest[half] = fmaxf(largest[half], __shfl_xor_sync(0xffffffffu, largest[half], 1));
-            largest[half] = fmaxf(largest[half], __shfl_xor_sync(0xffffffffu, largest[half], 2));
-        }
-    }
-
-    // Brings the sums of half the rows to a new maximum.
-    __device__ __forceinline__ void rescale(int half, float largest) {
-        const float shrink = weight_of(m[half], largest);
-        l[half] *= shrink;
-#pragma unroll
-        for (int i = 0; i < 8 * V_LOADS; ++i) {
-            o[i][2 * half] *= shrink;
-            o[i][2 * half + 1] *= shrink;
-        }
-        m[half] = largest;
-    }
-
-    // Scores to weights, as an A fragment.
-    __device__ __forceinline__ void weigh(uint32_t (&pa)[4], const float (&s)[2][4]) {
-#pragma unroll
-        for (int half = 0; half < HALVES; ++half) {
-            const float reference = m[half] == negative_infinity() ? 0.0f : m[half];  // -inf: no key so far
-#pragma unroll
-            for (int j = 0; j < 2; ++j) {
-                const float p0 = exp2f(__fsub_rn(s[j][2 * half], reference));
-                const float p1 = exp2f(__fsub_rn(s[j][2 * half + 1], reference));
-                l[half] = __fadd_rn(l[half], __fadd_rn(p0, p1));
-                pa[2 * j + half] = pack(p0, p1);
+                above[n][i] = scores.above(most, n, i), above[n][2 + i] = scores.above(most, n, 2 + i);
             }
-        }
     }
 
     // `value(j, i)`: the piece i of the lane's value j.
     template <typename Value>
-    __device__ __forceinline__ void mix(const uint32_t (&pa)[4], const Exponents& of_values, Value value) {
+    __device__ __forceinline__ void mix(const uint32_t (&weights)[TILES][2], const Exponents& of_values, Value value) {
 #pragma unroll
         for (int i = 0; i < V_LOADS; ++i) {
             const Kept8 v[4] = {value(0, i), value(1, i), value(2, i), value(3, i)};
             uint32_t pairs[8][2];
             pair_values(pairs, v, of_values);
 #pragma unroll
-            for (int d = 0; d < 8; ++d) mma(o[i * 8 + d], pa, pairs[d][0], pairs[d][1]);
+            for (int d = 0; d < 8; d += 2) {
+                const uint32_t values[4] = {pairs[d][0], pairs[d + 1][0], pairs[d][1], pairs[d + 1][1]};
+#pragma unroll
+                for (int n = 0; n < TILES; ++n) mma(o[i * 4 + d / 2][n], values, weights[n][0], weights[n][1]);
+            }
         }
     }
 };
@@ -284,7 +352,7 @@ struct Running {
 template <int ROWS>
 struct Segment {
     static constexpr int PART = ROWS * WIDTH / THREADS;
-    float m, l, o[PART];
+    float m = NO_SCORE, l = 0.0f, o[PART] = {};
     static __device__ __forceinline__ int row() { return threadIdx.x * PART / WIDTH; }
     static __device__ __forceinline__ int column() { return threadIdx.x * PART % WIDTH; }
     // Whether the elements from i on are of the result; they are in fours.
@@ -299,25 +367,22 @@ static __device__ __forceinline__ Segment<ROWS> merge_warps(Running<ROWS>& warp_
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int g = lane / 4, t = lane % 4;
     auto& [m, l, o] = warp_result;
-    // To shared memory: lane t has elements 16t .. 16t + 15 of each 64 of its rows.
 #pragma unroll
-    for (int half = 0; half < Running<ROWS>::HALVES; ++half) {
-        l[half] += __shfl_xor_sync(0xffffffffu, l[half], 1);
-        l[half] += __shfl_xor_sync(0xffffffffu, l[half], 2);
-        const int row = g + 8 * half;
-        if (t == 0) block_m[warp][row] = m[half], block_l[warp][row] = l[half];
+    for (int n = 0; n < ROWS / 8; ++n)
 #pragma unroll
-        for (int i = 0; i < V_LOADS; ++i)
+        for (int i = 0; i < 2; ++i) {
+            const int row = 8 * n + 2 * t + i;
+            float sum = l[n][i];
 #pragma unroll
-            for (int part = 0; part < 2; ++part)  // column 2t, column 2t + 1 of the fragments
+            for (int lanes = 4; lanes < 32; lanes *= 2) sum = __fadd_rn(sum, __shfl_xor_sync(0xffffffffu, sum, lanes));
+            if (g == 0) block_m[warp][row] = m[n][i], block_l[warp][row] = sum;
 #pragma unroll
-                for (int d = 0; d < 8; d += 4)
-                    *reinterpret_cast<float4*>(&block_o[warp][row][i * 64 + t * 16 + part * 8 + d]) =
-                        make_float4(o[i * 8 + d][2 * half + part], o[i * 8 + d + 1][2 * half + part],
-                                    o[i * 8 + d + 2][2 * half + part], o[i * 8 + d + 3][2 * half + part]);
-    }
+            for (int j = 0; j < 4 * V_LOADS; j += 2)
+                *reinterpret_cast<float4*>(&block_o[warp][row][j / 4 * 64 + g * 8 + j % 4 * 2]) =
+                    make_float4(o[j][n][i], o[j][n][2 + i], o[j + 1][n][i], o[j + 1][n][2 + i]);
+        }
     __syncthreads();
-    Segment<ROWS> merged_result{negative_infinity(), 0.0f, {}};
+    Segment<ROWS> merged_result;
     const int row = Segment<ROWS>::row(), column = Segment<ROWS>::column();
 #pragma unroll
     for (int w = 0; w < WARPS; ++w) merged_result.m = fmaxf(merged_result.m, block_m[w][row]);
@@ -332,9 +397,9 @@ static __device__ __forceinline__ Segment<ROWS> merge_warps(Running<ROWS>& warp_
     return merged_result;
 }
 
-// Takes the next segment into what is kept of those before it.
+// Takes the next segment, or section, into what is kept of those before it.
 template <int ROWS>
-static __device__ __forceinline__ void merge_segment(Segment<ROWS>& kept, const Segment<ROWS>& next) {
+static __device__ __forceinline__ void merge_next(Segment<ROWS>& kept, const Segment<ROWS>& next) {
     const float largest = fmaxf(kept.m, next.m);
     const float old_weight = weight_of(kept.m, largest), new_weight = weight_of(next.m, largest);
     kept.l = merged(kept.l, old_weight, next.l, new_weight);
@@ -353,7 +418,24 @@ static __device__ __forceinline__ void store_result(const Segment<ROWS>& kept, E
             target[i / 2] = to_elements(__fmul_rn(kept.o[i], inverse), __fmul_rn(kept.o[i + 1], inverse));
 }
 
-// Where the segments of a sequence meet that several blocks compute: o (segments, H, D) and (m, l) (segments, H, 2) from
+// What was computed of a context, merged in order: segments to sections, and these.
+template <int ROWS>
+struct Merged {
+    Segment<ROWS> all, section;
+
+    __device__ __forceinline__ void take(const Segment<ROWS>& segment, bool last_of_section) {
+        merge_next(section, segment);
+        if (last_of_section) end_section();
+    }
+    __device__ __forceinline__ void end_section() {
+        merge_next(all, section);
+        section = Segment<ROWS>();
+    }
+};
+
+static __device__ __forceinline__ bool ends_section(int segment) { return (segment + 1) % SECTION == 0; }
+
+// Where segments, or sections, of a sequence meet that several blocks compute: o (segments, H, D) and (m, l) (segments, H, 2) from
 // the block's first head on, and how many there are so far, zero before and after.
 struct Meeting {
     float *partials, *sums;
@@ -382,12 +464,11 @@ struct Meeting {
         return true;
     }
 
-    // The segments `first` to `end` - 1, merged in order. Many loads are under way at once: with four, attention of 32,000
+    // Hands out the results `first` to `end` - 1, in order. Many loads are under way at once: with four, attention of 32,000
     // tokens took 34 us, not 24.
-    template <int ROWS>
-    __device__ __forceinline__ Segment<ROWS> merged_segments(int first, int end) const {
+    template <int ROWS, typename Take>
+    __device__ __forceinline__ void take_all(int first, int end, Take take) const {
         constexpr int PART = Segment<ROWS>::PART, AT_ONCE = PART <= 4 ? 16 : PART <= 8 ? 8 : 4;
-        Segment<ROWS> kept{negative_infinity(), 0.0f, {}};
         for (int begin = first; begin < end; begin += AT_ONCE) {
             Segment<ROWS> next[AT_ONCE];
 #pragma unroll
@@ -406,9 +487,8 @@ struct Meeting {
             }
 #pragma unroll
             for (int i = 0; i < AT_ONCE; ++i)
-                if (begin + i < end) merge_segment(kept, next[i]);
+                if (begin + i < end) take(next[i], begin + i);
         }
-        return kept;
     }
 };
 

@@ -126,12 +126,11 @@ static __device__ __forceinline__ void decode_split(const Element* qkv, const Ke
     if (blocks > 1) cluster_wait();  // the first block's barrier is there
     load(false);
     wait_for_previous(qkv);
-    uint32_t qa[2 * K_LOADS][4];
-    load_queries<ROWS>(qa, qkv + (row * (heads + 2 * kv_heads) + head) * D, shared_heads, g, t);
+    const Queries<ROWS> queries(qkv + (row * (heads + 2 * kv_heads) + head) * D, shared_heads, g, t);
     load(true);
     const bool own = Segment<ROWS>::row() < shared_heads;
     out += (row * heads + head) * D;
-    Segment<ROWS> kept{negative_infinity(), 0.0f, {}};
+    Merged<ROWS> kept;
     const int64_t part = static_cast<int64_t>(blockIdx.y) * max_segments * heads + head;
     const Meeting meeting{partials + part * D, sums + part * 2, counters + blockIdx.y * gridDim.x + blockIdx.x, heads};
     int done = 0;
@@ -140,29 +139,22 @@ static __device__ __forceinline__ void decode_split(const Element* qkv, const Ke
         for (int begin = first; begin < end; begin += STEP) {
             const int next = begin + STEP;
             if (next < end) find(next);
-            float s[AHEAD][2][4] = {}, largest[AHEAD][2];
+            PageScores<ROWS> page_scores[AHEAD];
 #pragma unroll
-            for (int i = 0; i < AHEAD; ++i) {
-                running.score(s[i], qa, [&](int j, int piece) { return tile[i].k[j][piece]; });
-                running.scale(s[i], tile[i].of_keys);
-            }
+            for (int i = 0; i < AHEAD; ++i)
+                page_scores[i].multiply(queries, [&](int j, int piece) { return tile[i].k[j][piece]; });
 #pragma unroll
-            for (int i = 0; i < AHEAD; ++i) {
-                largest[i][0] = largest[i][1] = negative_infinity();
-                running.hide(largest[i], s[i], (begin + i * WARPS + warp) * PAGE, cache, scores, t);
-            }
+            for (int i = 0; i < AHEAD; ++i)
+                page_scores[i].finish(tile[i].of_keys, (begin + i * WARPS + warp) * PAGE, cache, scores, g);
             if (next < end) {
 #pragma unroll
                 for (int i = 0; i < AHEAD; ++i) load_keys(tile[i], cache, offset[i], next + i * WARPS + warp, g, t);
             }
 #pragma unroll
             for (int i = 0; i < AHEAD; ++i) {
-#pragma unroll
-                for (int half = 0; half < Running<ROWS>::HALVES; ++half)
-                    running.rescale(half, fmaxf(running.m[half], largest[i][half]));
-                uint32_t pa[4] = {};
-                running.weigh(pa, s[i]);
-                running.mix(pa, tile[i].of_values, [&](int j, int piece) { return tile[i].v[j][piece]; });
+                uint32_t weights[ROWS / 8][2];
+                running.weigh(weights, page_scores[i]);
+                running.mix(weights, tile[i].of_values, [&](int j, int piece) { return tile[i].v[j][piece]; });
             }
             if (next < end) {
 #pragma unroll
@@ -175,13 +167,15 @@ static __device__ __forceinline__ void decode_split(const Element* qkv, const Ke
                 inbox[segment - 1].send(mine, barrier);
                 return;
             }
-            merge_segment(kept, mine);
+            kept.take(mine, ends_section(passed));
             if (blocks > 1 && segments > 1) {
                 if (threadIdx.x == 0) barrier_expect(barrier, (segments - 1) * Sent<ROWS>::BYTES);
                 barrier_wait_for_cluster(barrier, 0);
-                for (int other = 1; other < segments; ++other) merge_segment(kept, inbox[other - 1].received());
+                for (int other = 1; other < segments; ++other)
+                    kept.take(inbox[other - 1].received(), ends_section(passed + other));
             }
-            if (own) store_result(kept, out);
+            kept.end_section();
+            if (own) store_result(kept.all, out);
             return;
         }
         if (own) meeting.leave(mine, segment);
@@ -195,7 +189,10 @@ static __device__ __forceinline__ void decode_split(const Element* qkv, const Ke
         load(false);
         load(true);
     }
-    if (meeting.is_last(done, segments) && own) store_result(meeting.merged_segments<ROWS>(0, segments), out);
+    if (!meeting.is_last(done, segments) || !own) return;
+    meeting.take_all<ROWS>(0, segments, [&](const Segment<ROWS>& next, int i) { kept.take(next, ends_section(passed + i)); });
+    kept.end_section();
+    store_result(kept.all, out);
 }
 
 #define SPLIT_KERNEL(ROWS)                                                                                          \

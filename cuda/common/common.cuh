@@ -79,6 +79,13 @@ static __device__ __forceinline__ void mma(float (&c)[4], const uint32_t (&a)[4]
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
+// Of an 8 x 8 matrix of elements, of which each lane has elements 2t, 2t+1 of row g: those of column g.
+static __device__ __forceinline__ uint32_t transposed(uint32_t pair) {
+    uint32_t result;
+    asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(result) : "r"(pair));
+    return result;
+}
+
 // gate / (1 + 2^power) * up; 2^power = inf makes that 0, its limit. Numbers too small for normal ones are taken as 0, which
 // saves a third of the instructions: next to 1 they are nothing.
 static __device__ __forceinline__ float logistic_times(float gate, float power, float up) {

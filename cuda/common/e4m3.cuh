@@ -26,15 +26,18 @@ static __device__ __forceinline__ uint32_t to_e4m3x2(float low, float high) {
 #endif
 }
 
-// The two numbers in the low half of a word, none of them NaN, as elements.
-static __device__ __forceinline__ Element2 elements_of_e4m3x2(uint32_t pair) {
+// Two of the four numbers in a word, the lower or the upper, none of them NaN, as elements. To say which costs nothing, a shift does.
+static __device__ __forceinline__ Element2 elements_of_e4m3x2(uint32_t word, bool upper = false) {
 #if __CUDA_ARCH__ >= 890 && !defined(ELEMENT_BF16)
     uint32_t halves;
-    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(static_cast<uint16_t>(pair)));
+    if (upper)
+        asm("{.reg .b16 low, high; mov.b32 {low, high}, %1; cvt.rn.f16x2.e4m3x2 %0, high;}" : "=r"(halves) : "r"(word));
+    else
+        asm("{.reg .b16 low, high; mov.b32 {low, high}, %1; cvt.rn.f16x2.e4m3x2 %0, low;}" : "=r"(halves) : "r"(word));
     return *reinterpret_cast<const Element2*>(&halves);
 #else
     // Exponent and mantissa where an element has them: that is the number times a power of two, even below 2^-6.
-    const uint32_t top = __byte_perm(pair, 0, 0x1404);
+    const uint32_t top = __byte_perm(word, 0, upper ? 0x3424 : 0x1404);
 #ifdef ELEMENT_BF16
     const uint32_t bits = (top & 0x80008000) | (top & 0x7f007f00) >> 4, power = 0x7b807b80;  // 2^120
 #else

@@ -51,19 +51,21 @@ def test_decode_in_pieces_and_split_gives_the_same_bits(
     device: Any = HostDevice()
     attention = attention_of(shape, **scores)
     rng = np.random.default_rng(1)
-    lengths = [1, 17, 300, 600]
-    paged = make_paged(rng, lengths, attention.kv_heads, attention.head_dim, stride=64)
+    lengths = [1, 17, 300, 1100]
+    paged = make_paged(rng, lengths, attention.kv_heads, attention.head_dim, stride=72)
     for sequence, length in enumerate(lengths):
-        poison_before(paged, sequence, length - (attention.window or 1000))
+        poison_before(paged, sequence, length - (attention.window or 2000))
     qkv = make_queries(rng, len(lengths), attention)
     case = attention, qkv, paged, lengths
     if not DecodeAttention.suits(attention):
         results = [run_decode(device, GeneralDecode(device, attention), *case)]
     else:
-        decode = DecodeAttention(device, attention, max_context=1024)
+        decode = DecodeAttention(device, attention, max_context=2048)
         contexts, everyone = np.array(lengths, dtype=np.int32), np.arange(len(lengths), dtype=np.int32)
         cuts = [decode_pieces(contexts, everyone, segment=256, at_once=n, most_cut=1000) for n in (1, 20)]
         assert len({len(pieces) for pieces in cuts}) == 2
+        by_sections = [[3, 4 << 16, 1, 1100], [3, 4 | 5 << 16, 1, 1100]]
+        cuts.append(np.concatenate([cuts[0][cuts[0][:, 0] < 3], by_sections]))
         results = [run_decode(device, decode, *case, pieces=pieces) for pieces in cuts]
         if attention.head_dim <= 128:
             results.append(run_split(device, decode, *case))

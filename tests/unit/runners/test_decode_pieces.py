@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from nightmill.worker.runners.gpu.attention import decode
 from nightmill.worker.runners.gpu.attention.decode import DecodeAttention
-from nightmill.worker.runners.gpu.attention.pieces import Planner, decode_pieces
+from nightmill.worker.runners.gpu.attention.pieces import SECTION, WAVES, Planner, decode_pieces
 from nightmill.worker.runners.kv_format import KvFormat
 from tests.specs import dense_spec
 
@@ -28,7 +28,7 @@ def test_every_segment_is_computed_once_and_meets_the_others_of_its_context(
     lengths: list[int], at_once: int, most_cut: int
 ) -> None:
     pieces = cut(lengths, at_once, most_cut)
-    assert len(pieces) <= len(lengths) + 2 * at_once
+    assert len(pieces) <= len(lengths) + WAVES * at_once
     taken: set[int] = set()
     for place, length in enumerate(lengths):
         mine = pieces[pieces[:, 0] == 1000 + place]
@@ -39,36 +39,47 @@ def test_every_segment_is_computed_once_and_meets_the_others_of_its_context(
         if len(mine) < 2:
             assert mine[:, 2].tolist() == [-1] * len(mine)
             continue
-        (base,) = set(mine[:, 2].tolist())
-        room = set(range(base, base + segments))
+        (word,) = set(mine[:, 2].tolist())
+        base, unit = word // 2, SECTION if word % 2 else 1
+        assert all(first % unit == 0 for first, _ in spans)
+        room = set(range(base, base + -(-segments // unit)))
         assert not room & taken
         assert max(room) < most_cut
         taken |= room
 
 
 @given(LENGTHS, st.integers(1, 300))
-def test_the_longest_pieces_come_first_and_none_has_more_than_twice_its_share(
+def test_the_longest_pieces_come_first_and_none_is_what_all_wait_for(
     lengths: list[int], at_once: int
 ) -> None:
     pieces = cut(lengths, at_once)
     sizes = (pieces[:, 1] >> 16) - (pieces[:, 1] & 0xFFFF)
     assert (np.diff(sizes) <= 0).all()
     segments = [-(-length // SEGMENT) for length in lengths]
-    share = max(2, -(-sum(segments) // (2 * at_once)))
+    load = sum(-(-count // SECTION) * SECTION for count in segments) / at_once
     of_one_length = max(segments) * len(segments) < 1.5 * sum(segments) and len(segments) >= 0.4 * at_once
-    assert of_one_length or sizes[0] < 2 * share
+    assert of_one_length or sizes[0] <= max(2 * SECTION, 2 * load)
 
 
 def test_one_long_context_among_short_ones_is_cut_and_they_are_not() -> None:
-    lengths = [500] * 63 + [30_000]
-    assert len(cut(lengths, 264)) == 63 * 2 + 118  # few: each segment is a piece
-    assert len(cut(lengths, 132)) == 63 + 59  # of two segments
+    pieces = cut([500] * 63 + [30_000], 264)
+    assert len(pieces) == 63 + 30  # of a section
+    assert set(pieces[:, 2].tolist()) == {-1, 1}
+    assert len(cut([500] * 30 + [10_000], 264)) == 30 * 2 + 40  # few: each segment is a piece
 
 
-def test_many_contexts_of_one_length_stay_whole() -> None:
-    assert len(cut([9000] * 32, 66)) == 32
-    assert len(cut([9000] * 32, 264)) == 32 * 12
-    assert len(cut([9000] * 31 + [20_000], 66)) > 32
+def test_contexts_of_one_length_stay_whole_where_they_fill_the_gpu() -> None:
+    for length, whole in ((640, 1024), (2048, 256), (1024, 120)):
+        assert len(cut([length] * whole, 264)) == whole
+    for length, count in ((4096, 128), (32_000, 32)):
+        assert len(cut([length] * count, 264)) == count * -(-length // (SECTION * SEGMENT))
+
+
+def test_contexts_of_many_lengths_stay_whole_where_others_make_up_for_them() -> None:
+    lengths = np.random.default_rng(1).integers(100, 2000, 1024).tolist()
+    assert len(cut(lengths, 264)) == 1024
+    assert len(cut([*lengths, 30_000], 264)) == 1024 + 30
+    assert len(cut(lengths[:256], 264)) > 256
 
 
 def test_whole_contexts_stand_in_order_of_their_tokens() -> None:
@@ -152,4 +163,4 @@ def test_whatever_contexts_a_step_has_it_is_padded_to_a_size_that_is_known_at_th
     room = attention.room(count, pieces)
     assert pieces <= room <= attention.most_pieces(count)
     assert room in attention.rooms(count)
-    assert len(attention.rooms(count)) <= 4
+    assert len(attention.rooms(count)) <= 5

@@ -22,7 +22,8 @@ _MAX_SEGMENTS = 128  # of a context
 _AHEAD, _FAR_AHEAD, _LARGE_AHEAD = 2, 4, 1  # pages that each warp has under way, the last with large heads
 _LARGE = 128  # elements of a head, above which registers do not hold a page
 _FAR_BLOCKS = 3  # a multiprocessor, up to which these are more
-_MOST_CUT = 8192  # segments, 30 MB with 14 heads of 64
+_FEW_WAVES = 2  # of pieces, which short contexts that are cut have at most
+_MOST_CUT = 8192  # segments, or sections, 30 MB with 14 heads of 64
 _WHOLE_BLOCKS = 0.9  # a multiprocessor, from which on contexts are not split
 _SPLIT_SEGMENTS = 0.4  # for each block that the GPU holds, up to which split attention is no worse
 _SPLIT_BLOCKS = 4  # a multiprocessor, of split attention
@@ -138,8 +139,8 @@ class DecodeAttention:
         return self._splits and self._blocks * sequences < self._full_chip
 
     def _paddings(self, sequences: int) -> list[int]:
-        most = sequences + WAVES * self._held
-        return sorted({sequences, max(sequences, self._far_pieces), most})
+        cut = (sequences + waves * self._held for waves in (_FEW_WAVES, WAVES))
+        return sorted({sequences, max(sequences, self._far_pieces), *cut})
 
     @property
     def _far_pieces(self) -> int:

@@ -86,6 +86,17 @@ inline void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1)
     host::meet_warp();
 }
 
+inline uint32_t transposed(uint32_t pair) {
+    const int g = host::lane() / 4, t = host::lane() % 4;
+    host::told[host::now][0] = pair;
+    host::meet_warp();
+    uint32_t result = 0;
+    for (int i = 0; i < 2; ++i)
+        result |= (host::told[host::first_of_warp() + (2 * t + i) * 4 + g / 2][0] >> 16 * (g % 2) & 0xffff) << 16 * i;
+    host::meet_warp();
+    return result;
+}
+
 inline void load_matrices(uint32_t (&r)[4], uint32_t address) { host::load_matrices(r, address, false); }
 inline void load_matrices_transposed(uint32_t (&r)[4], uint32_t address) { host::load_matrices(r, address, true); }
 
