@@ -18,6 +18,7 @@ WAVES = 8
 # Where contexts are cut (chosen on an H200 by 33 mixtures of lengths, heads of 64 and of 128, both formats):
 _BY_SECTIONS = 0.9  # sections for each piece at once, from which on contexts are cut into these ...
 _LONG = 64  # ... or with a context of so many segments, which would take long to merge
+_MUCH = 3.5  # sections for each piece at once, from which on pieces have two
 _UNCUT = 2 / 3  # of what is to be done for each piece at once, that a context may have without being cut
 _LEAST = 2  # segments in a piece ...
 _FEW = 4  # ... but where there are fewer sequences than one for so many pieces at once
@@ -67,7 +68,7 @@ def decode_pieces(
         share = max(_LEAST if _FEW * len(units) > at_once else 1, round(load))
         cut_from, filled = 2.0 * share, waves >= _FILLED
     else:
-        share = max(1, math.ceil(load / WAVES))
+        share = max(math.ceil(load / WAVES), 2 if load >= _MUCH else 1)
         cut_from, filled = max(2 * share, _UNCUT * load), waves >= _FILLED_LAST * math.ceil(waves)
     even = segments[0] * len(segments) < _UNEVEN * segments.sum()
     if (even and filled) or units[0] < cut_from:
