@@ -141,8 +141,10 @@ def prepared(runner: CudaRunner, batch: StepBatch) -> tuple[StepInputs, StepShap
         shape = StepShape(tokens=size, sequences=size, drawn=size, draws=size, tiles=0, pieces=len(pieces))
         inputs = runner._steps.write_padded(0, batch, size, pieces, len(pieces))
     else:
-        tiles = runner._prefill.tiles(batch.sequence_starts, batch.context_lengths, batch.drawn)
-        shape = StepShape(len(batch.tokens), size, 0, len(batch.draws), len(tiles))
+        tiles, groups = runner._prefill.stage(
+            0, batch.block_tables, batch.sequence_starts, batch.context_lengths, batch.drawn
+        )
+        shape = StepShape(len(batch.tokens), size, 0, len(batch.draws), len(tiles), groups=groups)
         inputs = runner._steps.write(0, batch, shape, tiles, np.zeros((0, 4), dtype=np.int32))
     return inputs, shape
 

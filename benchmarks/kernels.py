@@ -222,13 +222,15 @@ def attention_cases(
     for count, length in prefill:
         starts = np.arange(count + 1, dtype=np.int32) * length
         contexts = np.full(count, length, dtype=np.int32)
-        tiles = prefill_all.tiles(starts, contexts, 0)
         rows, need = count * length, -(-length // PAGE)
+        tables = bench.rng.permutation(pages)[: count * need].astype(np.int32).reshape(count, need)
+        prefill_all.reserve(slots=count, max_context=length, max_tokens=rows, depth=1)
+        tiles, groups = prefill_all.stage(0, tables, starts, contexts, 0)
         step = inputs_of(
             bench.device, table_width=need, sequence_starts=starts, context_lengths=contexts, tiles=tiles,
-            block_tables=bench.rng.permutation(pages)[: count * need].astype(np.int32),
+            block_tables=tables,
         )  # fmt: skip
-        shape = shape_of(tokens=rows, tiles=len(tiles))
+        shape = shape_of(tokens=rows, tiles=len(tiles), groups=groups)
         qkv, out = bench.random(rows, attention.qkv), bench.random(rows, attention.queries)
         yield Case(
             "prefill_attention",

@@ -10,7 +10,7 @@
 #pragma once
 
 #include "common/common.cuh"
-#include "common/kv_cache.cuh"
+#include "common/page.cuh"
 
 #ifndef HEAD_DIM
 #define HEAD_DIM 64

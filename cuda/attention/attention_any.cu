@@ -7,6 +7,7 @@
 //
 // Options: -DHEAD_DIM, up to 512 (64); -DWINDOW, -DSOFTCAP.
 #include "attention/attention.cuh"
+#include "common/kv_cache.cuh"
 
 static_assert(D <= 512, "head sizes are at most 512");
 

@@ -20,6 +20,7 @@
 #pragma once
 
 #include "attention/attention.cuh"
+#include "common/kv_cache.cuh"
 
 static_assert(D % 16 == 0 && D >= 64 && D <= 256, "other head sizes: attention_any.cu");
 

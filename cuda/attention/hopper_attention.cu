@@ -1,8 +1,7 @@
 // Prefill attention on Hopper, by wgmma and bulk tensor copies.
 //
 //   queries  elements (T, H + 2 G, D), through a tensor map with boxes of 64 columns, H / G heads and a tile's tokens
-//   keys, values  elements [pages, G, 16, D], through tensor maps of rows of D, with boxes of a page: 64 columns, 16 rows; or with
-//                 -DKV_FP8 as `kv_cache.cuh` says
+//   keys, values  elements [pages, G, PAGE, D], through tensor maps of rows of D, with boxes of a page: 64 columns, PAGE rows
 // Other arguments as in `prefill_attention.cu`, but that `tiles` has `tile_count` pieces of ROWS / (H / G) tokens.
 //
 // An item of work is a tile of tokens and a KV head. Three warpgroups compute (for D over 128 two, whose results fill
@@ -25,12 +24,11 @@
 // token are not loaded, and a warpgroup passes over those before its own; other hidden keys and values are the
 // sequence's, and finite.
 //
-// E4M3 are loaded by a warpgroup: by cp.async as they are, RAW tiles deep, and then, as elements, to where bulk copies bring those
-// otherwise. The others do not know the difference, so that the result has the bits of attention over these elements.
+// Of an FP8 cache, the pages that prompts see are made elements first (`widen_pages.cu`): many tiles read each of them.
 //
 // FLOPs 4 D for each visible (query head, key) pair; memory traffic is small beside it.
 // Options: -DHEAD_DIM, a multiple of 16 from 64 to 256; -DWINDOW, -DSOFTCAP. Dynamic shared memory: (SLOTS * ROWS +
-// STAGES * 2 * KEYS) * WIDTH elements, of E4M3 also RAW * RAW_BYTES, and 1,024 bytes.
+// STAGES * 2 * KEYS) * WIDTH elements, and 1,024 bytes.
 #include "attention/attention.cuh"
 #include "common/hopper.cuh"
 
@@ -52,15 +50,7 @@ static constexpr int WIDTH = 64 * SIDES;
 static constexpr int Q_BYTES = ROWS * WIDTH * 2, TILE_BYTES = KEYS * WIDTH * 2, STAGE_BYTES = 2 * TILE_BYTES;
 // Of results that one product adds to, of which SPANS make a row.
 static constexpr int SPAN = WIDTH % 128 == 0 ? 128 : 64, SPANS = WIDTH / SPAN;
-static constexpr int TILE_PAGES = KEYS / PAGE;
-static constexpr int LOADERS = KEPT_AS_FP8 ? 4 : 1;  // warps that say that keys or values are there
-#ifdef KV_FP8
-static constexpr int RAW = D == 64 ? 6 : D > 192 ? 2 : 4, RAW_BYTES = KEYS * (D + 1);  // tiles of keys or of values as E4M3
-#else
-static constexpr int BOX_BYTES = PAGE * 128;
-#endif
-static constexpr int FEW_REGISTERS = LARGE ? 40 : KEPT_AS_FP8 && D == 64 ? 56 : 32;
-static constexpr int MANY_REGISTERS = LARGE ? 232 : KEPT_AS_FP8 && D == 64 ? 152 : 160;
+static constexpr int TILE_PAGES = KEYS / PAGE, BOX_BYTES = PAGE * 128;
 static constexpr float LIMIT = 4096.0f;
 static constexpr float LOWEST = -1e30f;  // stands for -inf where a difference must not be NaN
 
@@ -103,12 +93,12 @@ struct Stage {
 struct Shared {
     static constexpr int BARRIERS = 4 * STAGES + 2 * SLOTS;
     Item* items;
-    uint32_t full, full_q, k_tiles, v_tiles, q_tiles, raw_tiles;
+    uint32_t full, full_q, k_tiles, v_tiles, q_tiles;
 
     __device__ __forceinline__ Shared(const uint64_t* barriers, const unsigned char* tiles, Item* items) : items(items) {
         full = shared_address(barriers), full_q = full + 32 * STAGES;
         k_tiles = (shared_address(tiles) + 1023) & ~1023u, v_tiles = k_tiles + TILE_BYTES;
-        q_tiles = k_tiles + STAGES * STAGE_BYTES, raw_tiles = q_tiles + SLOTS * Q_BYTES;
+        q_tiles = k_tiles + STAGES * STAGE_BYTES;
     }
     __device__ __forceinline__ uint32_t keys_full(int stage) const { return full + 8 * stage; }
     __device__ __forceinline__ uint32_t values_full(int stage) const { return full + 8 * stage + 8 * STAGES; }
@@ -119,8 +109,8 @@ struct Shared {
 
     __device__ __forceinline__ void init_barriers() const {
         for (int stage = 0; stage < STAGES; ++stage) {
-            barrier_init(keys_full(stage), LOADERS);
-            barrier_init(values_full(stage), LOADERS);
+            barrier_init(keys_full(stage), 1);
+            barrier_init(values_full(stage), 1);
             barrier_init(keys_empty(stage), WARPS);
             barrier_init(values_empty(stage), WARPS);
         }
@@ -132,10 +122,10 @@ struct Shared {
     }
 };
 
-// Load the queries of items, in one warp.
-struct QueryLoader {
+// Load: one warp.
+struct Loader {
     const Shared& shared;
-    const TensorMap* q_map;
+    const TensorMap *q_map, *k_map, *v_map;
     const Scores& scores;
     int lane, group, tile_tokens, kv_heads;
     Stage stage{0, 1};  // waiting for the odd phase before a barrier's first returns at once
@@ -158,129 +148,6 @@ struct QueryLoader {
         __syncwarp();
         ++count;
     }
-};
-
-#ifdef KV_FP8
-
-// Load: a warpgroup, `thread` of which is this one. A thread has 16 columns of some rows, which are AT_ONCE apart.
-struct Loader : QueryLoader {
-    static constexpr int CHUNKS = D / 16;                                       // of a row of E4M3
-    static constexpr int SPREAD = D == 64 ? 4 : D <= 128 ? 8 : 16;              // threads to a row, of which CHUNKS have work
-    static constexpr int AT_ONCE = 128 / SPREAD, EACH = KEYS / AT_ONCE;         // rows
-    static constexpr int PART = (PAGE * D + EXPONENTS) / 16;                    // 16 bytes
-    const Kept *keys, *values;
-    int thread;
-
-    __device__ __forceinline__ int first_row() const { return thread / SPREAD; }
-    __device__ __forceinline__ int chunk() const { return thread % SPREAD; }
-
-    // Starts copying `here` pages of keys or of values; lane i of a warp knows the i-th.
-    __device__ __forceinline__ void fetch(uint32_t target, const Kept* cache, int page, int here, int kv_head) const {
-        const int part = (page * kv_heads + kv_head) * PART;
-#pragma unroll 2
-        for (int i = 0; i < EACH; ++i) {
-            const int row = first_row() + i * AT_ONCE, place = row * CHUNKS + chunk();
-            const int from = __shfl_sync(0xffffffffu, part, row / PAGE) + place - row / PAGE * PAGE * CHUNKS;
-            if (SPREAD > CHUNKS && chunk() >= CHUNKS) continue;
-            copy_async(target + place * 16, cache + int64_t(from) * 16, row / PAGE < here);
-        }
-        if (thread < TILE_PAGES)
-            copy_async(target + KEYS * D + thread * PAGE, cache + (int64_t(part) + PAGE * CHUNKS) * 16, thread < here);
-    }
-
-    // Where 8 elements are in a tile, as bulk copies with the 128-byte swizzle leave them.
-    static __device__ __forceinline__ uint32_t element_place(int row, int column) {
-        return column / 8 * KEYS * 128 + row * 128 + ((column ^ row) & 7) * 16;
-    }
-
-    // A tile of E4M3 as elements, where and as bulk copies would bring them.
-    __device__ __forceinline__ void widen(uint32_t target, uint32_t raw) const {
-        if (SPREAD > CHUNKS && chunk() >= CHUNKS) return;
-        const uint32_t source = raw + (first_row() * CHUNKS + chunk()) * 16;
-        const uint32_t low = target + element_place(first_row(), 2 * chunk());  // rows AT_ONCE further on are swizzled alike
-        const uint32_t high = target + element_place(first_row(), 2 * chunk() + 1);
-#pragma unroll 1
-        for (int first = 0; first < EACH; first += 2) {  // more would not fit the registers
-            Element8 sixteen[2];
-            uint32_t exponents[2];
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                const int row = first_row() + (first + i) * AT_ONCE;
-                sixteen[i] = load_shared(source + (first + i) * AT_ONCE * CHUNKS * 16);
-                exponents[i] = load_shared_1(raw + KEYS * D + row / PAGE * PAGE + exponent_place(row % PAGE));
-            }
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                const Element2 power = powers_of(exponents[i] | exponents[i] << 8);
-#pragma unroll
-                for (int half = 0; half < 2; ++half) {
-                    Element8 eight;
-#pragma unroll
-                    for (int j = 0; j < 4; ++j)
-                        eight.word[j] = word_of(
-                            __hmul2(elements_of_e4m3x2(sixteen[i].word[2 * half + j / 2] >> 16 * (j % 2)), power));
-                    store_shared((half ? high : low) + (first + i) * AT_ONCE * 128, eight);
-                }
-            }
-        }
-    }
-
-    // Columns past D are zeros, always.
-    __device__ __forceinline__ void clear_margins() const {
-        for (int row = thread; row < 2 * STAGES * KEYS; row += 128)
-            for (int column = D / 8; column < WIDTH / 8; ++column)
-                store_zeros(shared.k_tiles + row / KEYS * TILE_BYTES + element_place(row % KEYS, column));
-    }
-
-    // Keys and values in turn.
-    __device__ __forceinline__ void load_item(const Item& item, const int* table) {
-        const int pages = (item.keys() + PAGE - 1) / PAGE, place = lane % TILE_PAGES;
-        int first = first_tile(item.first_visible, scores) * TILE_PAGES;  // page of what is fetched next
-        int page = 0, next = first + place < pages ? table[first + place] : 0, slot = 0;
-        bool values_next = false;
-        const int steps = 2 * ((pages - first + TILE_PAGES - 1) / TILE_PAGES);
-        auto fetch_next = [&] {
-            if (first < pages) {
-                if (!values_next) {
-                    page = next;
-                    next = first + TILE_PAGES + place < pages ? table[first + TILE_PAGES + place] : 0;
-                }
-                fetch(shared.raw_tiles + slot, values_next ? values : keys, page, pages - first, item.kv_head);
-                slot = slot == (RAW - 1) * RAW_BYTES ? 0 : slot + RAW_BYTES;
-                if (values_next) first += TILE_PAGES;
-                values_next = !values_next;
-            }
-            commit_copies();
-        };
-#pragma unroll 1
-        for (int i = 0; i < RAW - 1; ++i) fetch_next();
-        if (thread < 32) load_queries(item);
-        for (int step = 0, raw = 0; step < steps; ++step, raw = raw == (RAW - 1) * RAW_BYTES ? 0 : raw + RAW_BYTES) {
-            wait_for_copies<RAW - 2>();
-            group_sync(GROUPS);  // the others' copies are here too, and the tile before this one is done with
-            fetch_next();
-            const int of_values = step % 2;
-            const uint32_t full = shared.keys_full(stage.index) + of_values * 8 * STAGES;  // or `values_full`
-            barrier_wait(full + 16 * STAGES, stage.parity);                                // empty
-            widen(shared.k_tiles + stage.index * STAGE_BYTES + of_values * TILE_BYTES, shared.raw_tiles + raw);
-            publish_to_wgmma();
-            __syncwarp();
-            if (lane == 0) barrier_arrive(full);
-            if (of_values) stage.advance();
-        }
-        group_sync(GROUPS);  // the next item's tiles come where these were
-    }
-
-    __device__ __forceinline__ void end() {
-        if (thread < 32) load_queries(Item{});
-    }
-};
-
-#else
-
-// Load: one warp.
-struct Loader : QueryLoader {
-    const TensorMap *k_map, *v_map;
 
     // A lane copies one box of a stage: the page `place`, columns from 64 `side`.
     __device__ __forceinline__ void load_item(const Item& item, const int* table) {
@@ -305,11 +172,7 @@ struct Loader : QueryLoader {
             stage.advance();
         }
     }
-
-    __device__ __forceinline__ void end() { load_queries(Item{}); }
 };
-
-#endif
 
 // The queries of a warpgroup's 64 rows.
 struct Queries {
@@ -604,13 +467,8 @@ struct Warpgroup {
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-    hopper_attention(const __grid_constant__ TensorMap q_map,
-#ifdef KV_FP8
-                     const Kept* keys, const Kept* values,
-#else
-                     const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMap v_map,
-#endif
-                     const int* __restrict__ tables, int table_stride,
+    hopper_attention(const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,
+                     const __grid_constant__ TensorMap v_map, const int* __restrict__ tables, int table_stride,
                      const int* __restrict__ lengths, const int* __restrict__ starts, const int* __restrict__ tiles,
                      Element* __restrict__ out, int tile_count, int heads, int kv_heads, float scale, float cap,
                      int window) {
@@ -626,22 +484,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     __syncthreads();
 
     if (warp >= WARPS) {
-        give_registers<FEW_REGISTERS>();
-        if (warp >= WARPS + LOADERS) return;
-        if (lane == 0) prefetch_map(&q_map);
-#ifdef KV_FP8
-        Loader loader{{shared, &q_map, scores, lane, group, tile_tokens, kv_heads},
-                      keys, values, static_cast<int>(threadIdx.x) % 128};
-        loader.clear_margins();
-        wait_for_previous(tables, lengths, starts, tiles);
-#else
+        give_registers<LARGE ? 40 : 32>();
+        if (warp > WARPS) return;
         if (lane == 0) {
+            prefetch_map(&q_map);
             prefetch_map(&k_map);
             prefetch_map(&v_map);
         }
         wait_for_previous(tables, lengths, starts, tiles);
-        Loader loader{{shared, &q_map, scores, lane, group, tile_tokens, kv_heads}, &k_map, &v_map};
-#endif
+        Loader loader{shared, &q_map, &k_map, &v_map, scores, lane, group, tile_tokens, kv_heads};
         const int items = tile_count * kv_heads, blocks = gridDim.x;
         for (int round = 0; round * blocks < items; ++round) {
             const int index = round * blocks + (round & 1 ? blocks - 1 - blockIdx.x : blockIdx.x);
@@ -656,10 +507,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             const Item item{start + first_token, tokens, length - chunk_tokens + first_token + 1, index % kv_heads};
             loader.load_item(item, tables + static_cast<int64_t>(sequence) * table_stride);
         }
-        loader.end();
+        loader.load_queries(Item{});
         return;
     }
-    take_registers<MANY_REGISTERS>();
+    take_registers<LARGE ? 232 : 160>();
     wait_for_previous();
     Warpgroup(shared, warp, lane, heads, group, scores).compute_items(out);
 }

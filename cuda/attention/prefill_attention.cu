@@ -20,6 +20,7 @@
 // Options: -DHEAD_DIM, a multiple of 16 from 64 to 256; -DWINDOW, -DSOFTCAP. Dynamic shared memory: 4 tiles of KEYS rows of
 // PITCH bytes.
 #include "attention/attention.cuh"
+#include "common/kv_cache.cuh"
 
 static_assert(D % 16 == 0 && D >= 64 && D <= 256, "other head sizes: attention_any.cu");
 
@@ -45,10 +46,7 @@ static __device__ __forceinline__ void load_chunk(uint32_t target, const Kept* p
     Element8 eight{};
     if (wanted) {
         const Bytes8 bytes = *reinterpret_cast<const Bytes8*>(part + token * D + chunk * 8);
-        const Element2 power = powers_of(part[PAGE * D + exponent_place(token)] * 0x101u);
-#pragma unroll
-        for (int i = 0; i < 4; ++i)
-            eight.word[i] = word_of(__hmul2(elements_of_e4m3x2(bytes.word[i / 2] >> 16 * (i % 2)), power));
+        eight = elements_of(bytes, powers_of(part[PAGE * D + exponent_place(token)] * 0x101u));
     }
     store_shared(target, eight);
 #else

@@ -7,11 +7,9 @@
 // attention over such pages is, to the bit, attention over the elements that they stand for.
 #pragma once
 
-#include <stdint.h>
-
+#include "common/common.cuh"
 #include "common/e4m3.cuh"
-
-static constexpr int PAGE = 16;  // tokens in a page
+#include "common/page.cuh"
 
 #ifdef KV_FP8
 using Kept = uint8_t;
@@ -72,3 +70,12 @@ static __device__ __forceinline__ Element2 powers_of(uint32_t exponents) {
 }
 
 static __device__ __forceinline__ uint32_t word_of(Element2 pair) { return *reinterpret_cast<const uint32_t*>(&pair); }
+
+// Eight numbers of a token as elements; `power`: twice the power of two that they are multiples of.
+static __device__ __forceinline__ Element8 elements_of(const Bytes8& bytes, Element2 power) {
+    Element8 eight;
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+        eight.word[i] = word_of(__hmul2(elements_of_e4m3x2(bytes.word[i / 2] >> 16 * (i % 2)), power));
+    return eight;
+}

@@ -14,10 +14,10 @@
 // at a time, by integer atomics, whose sum does not depend on their order: all in all V / 8,192 passes over the answer
 // (19 for a vocabulary of 152,000), and, if there is a repetition penalty, one over its bitmap.
 #include "common/basics.cuh"
+#include "common/page.cuh"
 #include "sampling/sampling.cuh"
 
 static constexpr int THREADS = 1024;
-static constexpr int PAGE = 16;     // tokens, as in kv_cache.cuh
 static constexpr int RANGE = 8192;  // token ids that are counted at a time
 
 static __device__ __forceinline__ float bounded(float x) {

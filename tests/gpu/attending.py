@@ -60,7 +60,9 @@ def run_prefill(
     chunks: list[int], drawn: int = 0,
 ) -> np.ndarray:  # fmt: skip
     starts, contexts = np.cumsum([0, *chunks]).astype(np.int32), np.array(lengths, dtype=np.int32)
-    tiles = prefill.tiles(starts, contexts, drawn)
+    # Pages that become elements do so in groups: there is room for those of the longest context alone.
+    prefill.reserve(slots=len(lengths), max_context=max(lengths), max_tokens=1, depth=1)
+    tiles, groups = prefill.stage(0, paged.tables, starts, contexts, drawn)
     tiles = np.concatenate([tiles, [[-1, 0]]]).astype(np.int32)  # a padding tile
     queries = np.zeros((padded_rows(len(qkv)), *qkv.shape[1:]), dtype=np.float32)
     queries[: len(qkv)] = qkv
@@ -70,7 +72,8 @@ def run_prefill(
     )  # fmt: skip
     out = poisoned(device, (starts[-1], attention.heads, attention.head_dim), ELEMENT)
     cache = cache_of(device, paged.k_cache, paged.v_cache)
-    prefill(elements(device, queries), cache, inputs, shape_of(tokens=len(qkv), tiles=len(tiles)), out)
+    step = shape_of(tokens=len(qkv), tiles=len(tiles), groups=groups)
+    prefill(elements(device, queries), cache, inputs, step, out)
     return fetched(device, out)
 
 

@@ -105,6 +105,7 @@ def fit(spec: ModelSpec, card: Card, settings: Settings, numbers: Numbers = HALF
                 spec,
                 numbers,
                 card.multiprocessors,
+                slots=slots,
                 max_context=context,
                 max_tokens=max_tokens,
                 max_draws=most_draws(slots),

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from nightmill.worker.runners.gpu.attention import decode, general, prefill
+from nightmill.worker.runners.gpu.attention import decode, general, prefill, widening
 from nightmill.worker.runners.gpu.device.compiler import kernel_directory
 from nightmill.worker.runners.gpu.device.element import Element
 from nightmill.worker.runners.gpu.device.sources import Source, for_element
@@ -88,6 +88,16 @@ class HostDevice:
     def download(self, address: int, shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
         size = int(np.prod(shape)) * np.dtype(dtype).itemsize
         return np.frombuffer(ctypes.string_at(address, size), dtype=dtype).reshape(shape).copy()
+
+    def pinned(self, shape: int | tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+        return np.zeros(shape, dtype)
+
+    def copy_in(self, address: int, array: npt.NDArray[Any]) -> None:
+        ctypes.memmove(address, array.ctypes.data, array.nbytes)
+
+    def copy_rows_in(self, address: int, pitch: int, array: npt.NDArray[Any], width: int) -> None:
+        for place, row in enumerate(array):
+            ctypes.memmove(address + place * pitch, row.ctypes.data, width)
 
     def free(self, address: int) -> None:
         del self._held[address]
@@ -193,7 +203,8 @@ def _compiled(
 def run_on_host(patch: pytest.MonkeyPatch, folder: Path) -> set[str]:
     """Launchers of attention launch on the host from now on; which kernels they did."""
     launched = _launch_on_host(patch, folder, "warps", (decode, prefill, general))
-    patch.setattr(prefill, "Module", HostModule)
+    for module in (prefill, widening):
+        patch.setattr(module, "Module", HostModule)
     patch.setattr(prefill, "TensorMaps", HostMaps)
     return launched
 

@@ -1,8 +1,9 @@
-"""How chunks of prompts are cut into tiles for prefill attention."""
+"""How chunks of prompts are cut into tiles for prefill attention, and grouped where pages are widened."""
 
 import numpy as np
 import pytest
 
+from nightmill.worker.runners.gpu.attention.prompts import wide_pages
 from nightmill.worker.runners.gpu.attention.tiles import prefill_tiles
 
 
@@ -30,3 +31,31 @@ def test_tiles_that_see_most_keys_come_first() -> None:
 
 def test_steps_of_drawn_tokens_have_no_tiles() -> None:
     assert prefill_tiles(np.array([0, 1, 2], dtype=np.int32), 7, drawn=2).shape == (0, 2)
+
+
+@pytest.mark.parametrize(("room", "groups"), [(1000, 1), (90, 1), (89, 2), (60, 4)])
+def test_each_page_that_prompts_see_is_widened_once_in_a_group_that_fits(room: int, groups: int) -> None:
+    """Four prompts begin with the same 50 pages and have 10 of their own; before them is a drawn token."""
+    rng = np.random.default_rng(room)
+    pages = rng.permutation(5000).astype(np.int32)
+    tables = np.full((5, 80), -1, dtype=np.int32)
+    tables[0] = pages[-80:]
+    for prompt in range(4):
+        tables[1 + prompt, :60] = [*pages[:50], *pages[100 + 10 * prompt :][:10]]
+    contexts = np.array([1280, 960, 945, 960, 950], dtype=np.int32)
+    starts = np.cumsum([0, 1, 200, 100, 960, 1]).astype(np.int32)
+    tiles = prefill_tiles(starts, 7, contexts, 192, drawn=1)
+    plan = wide_pages(tables, contexts, tiles, room)
+    assert len(plan.groups) == groups
+    assert sorted(plan.tiles.tolist()) == sorted(tiles.tolist())
+    ends = [0, 0]
+    for first_page, count, first_tile, of_tiles in plan.groups:
+        assert [first_page, first_tile] == ends
+        ends = [first_page + count, first_tile + of_tiles]
+        own = plan.pages[first_page : ends[0]]
+        assert len(set(own.tolist())) == count <= room
+        for chunk in plan.tiles[first_tile : ends[1], 0]:
+            np.testing.assert_array_equal(own[plan.places[chunk, :60]], tables[chunk, :60])
+        order = [tiles.tolist().index(tile) for tile in plan.tiles[first_tile : ends[1]].tolist()]
+        assert order == sorted(order)
+    assert ends == [len(plan.pages), len(tiles)]

@@ -148,7 +148,13 @@ def test_block_tables_of_all_sequences_are_counted(spec: ModelSpec) -> None:
     long, short = (fit(spec, SMALL, Settings(max_sequences=1024, context=context)) for context in contexts)
     others = [
         workspace_bytes(
-            spec, HALF, SMALL.multiprocessors, max_context=context, max_tokens=2048, max_draws=1024
+            spec,
+            HALF,
+            SMALL.multiprocessors,
+            slots=1024,
+            max_context=context,
+            max_tokens=2048,
+            max_draws=1024,
         )
         for context in contexts
     ]

@@ -8,6 +8,7 @@ from nightmill.worker.runners.gpu.activations import LOGIT_ROWS, Activations
 from nightmill.worker.runners.gpu.attention.decode import DecodeAttention
 from nightmill.worker.runners.gpu.attention.general import GeneralDecode
 from nightmill.worker.runners.gpu.attention.prefill import HopperPrefill, PortablePrefill
+from nightmill.worker.runners.gpu.attention.widening import Widening
 from nightmill.worker.runners.gpu.computed import refusal
 from nightmill.worker.runners.gpu.device.sources import Source, for_element
 from nightmill.worker.runners.gpu.numbers import HALF, Numbers, WeightNumbers
@@ -30,6 +31,7 @@ from nightmill.worker.runners.gpu.rows.rotation import Rotation
 from nightmill.worker.runners.gpu.sampling.sampler import Sampler
 from nightmill.worker.runners.gpu.weights.dequantizer import Dequantizer
 from nightmill.worker.runners.gpu.weights.repacker import Repacker
+from nightmill.worker.runners.kv_format import KvFormat
 
 __all__ = ["Launcher", "check_spec", "sources_for", "workspace_bytes"]
 
@@ -37,11 +39,11 @@ __all__ = ["Launcher", "check_spec", "sources_for", "workspace_bytes"]
 class Launcher(Protocol):
     """Some kernels: its instances queue them on the device's stream.
 
-    Operands are those of `device.operands`. No method but the constructor and those that tune allocates,
-    waits, or looks at the device's data, and launch shapes hang on the arguments alone: all can be captured
-    in a CUDA graph, which then serves whatever the arrays hold. Shapes and layouts of the arrays are told at
-    the top of each `.cu` file. A launcher that has a rival says what it `suits`; one that keeps device memory
-    says how much by `workspace`; one that stands last says by `refusal` what nothing computes.
+    Operands are those of `device.operands`. No method but the constructor and those that reserve or tune
+    allocates, waits, or looks at the device's data, and launch shapes hang on the arguments alone: all can be
+    captured in a CUDA graph, which then serves whatever the arrays hold. Shapes and layouts of the arrays are
+    told at the top of each `.cu` file. A launcher that has a rival says what it `suits`; one that keeps
+    device memory says how much by `workspace`; one that stands last says by `refusal` what nothing computes.
     """
 
     @classmethod
@@ -75,7 +77,8 @@ _LAST = (Norms, Activate, Rotation, PortablePrefill)
 def sources_for(spec: ModelSpec, numbers: Numbers, *, hopper: bool) -> list[Source]:
     """Files and options for nvcc; those that take longest first."""
     products = _OF_FP8 if numbers.weights is WeightNumbers.FP8 else _OF_ELEMENTS
-    launchers = (*products, *_LAUNCHERS)
+    widening = (Widening,) if numbers.kv is KvFormat.FP8 else ()
+    launchers: tuple[type[Launcher], ...] = (*products, *_LAUNCHERS, *widening)
     found = (source for launcher in launchers for source in launcher.sources(spec, hopper=hopper))
     packed = (
         source for launcher in _PACKED_LAUNCHERS for source in launcher.sources(spec, numbers, hopper=hopper)
@@ -90,11 +93,13 @@ def workspace_bytes(
     numbers: Numbers,
     multiprocessors: int,
     *,
+    slots: int,
     max_context: int,
     max_tokens: int,
     max_draws: int,
+    hopper: bool = True,
 ) -> int:
-    """Device memory for activations, and that launchers keep."""
+    """Device memory for activations, and that launchers keep; of an unknown GPU, as if it were a Hopper."""
     attention = spec.layers[0].attention
     needed = [
         Activations.workspace(spec, numbers, max_tokens=max_tokens, max_draws=max_draws),
@@ -107,6 +112,9 @@ def workspace_bytes(
         needed.append(
             DecodeAttention.workspace(attention, max_context=max_context, multiprocessors=multiprocessors)
         )
+    if HopperPrefill.suits(attention, hopper=hopper):
+        sizes = {"slots": slots, "max_context": max_context, "max_tokens": max_tokens}
+        needed.append(HopperPrefill.reserved(spec, numbers.kv, **sizes))
     return sum(needed)
 
 

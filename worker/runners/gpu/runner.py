@@ -169,8 +169,8 @@ class CudaRunner:
 
         def workspace(max_tokens: int) -> int:
             return kept + StepBuffers.bytes(max_tokens=max_tokens, **step) + workspace_bytes(
-                spec, numbers, device.multiprocessors, max_context=context, max_tokens=max_tokens,
-                max_draws=self.max_draws,
+                spec, numbers, device.multiprocessors, slots=slots, max_context=context,
+                max_tokens=max_tokens, max_draws=self.max_draws, hopper=device.hopper,
             )  # fmt: skip
 
         weights_size = weight_bytes(spec, numbers)
@@ -187,6 +187,7 @@ class CudaRunner:
         step |= {"max_tokens": self.max_tokens}
         self._report(f"memory of {device.name}: {self.memory}")
         self.kv_blocks = self.memory.kv_blocks
+        self._prefill.reserve(slots=slots, max_context=context, max_tokens=self.max_tokens, depth=self.depth)
         at = Activations.allocate(device, spec, numbers, **draws)
         norms, activate = Norms(device, spec), Activate(device)
         quantised = at.quantised if numbers.weights is WeightNumbers.FP8 else None
@@ -367,7 +368,9 @@ class CudaRunner:
     def _launch_kernels(self, turn: int, batch: StepBatch) -> _Launch:
         """Queue a step of any composition."""
         drawn = batch.drawn
-        tiles = self._prefill.tiles(batch.sequence_starts, batch.context_lengths, drawn)
+        tiles, groups = self._prefill.stage(
+            turn, batch.block_tables, batch.sequence_starts, batch.context_lengths, drawn
+        )
         pieces = self._decode.pieces(batch.context_lengths[:drawn], np.arange(drawn, dtype=np.int32))
         shape = StepShape(
             tokens=len(batch.tokens),
@@ -378,6 +381,7 @@ class CudaRunner:
             pieces=len(pieces),
             again=drawn > 0 and len(np.unique(batch.slots)) < len(batch.slots),
             given=bool((batch.draws["slot"] < 0).any()),
+            groups=groups,
         )
         inputs = self._steps.write(turn, batch, shape, tiles, pieces)
         adjusted, told = self._slots.adjusts(batch.draws), tells(batch.draws)

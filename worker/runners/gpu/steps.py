@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from nightmill.worker.runners.base import DRAW, NOT_GIVEN, UNMASKED, UNTOLD, IntArray, StepBatch
+from nightmill.worker.runners.gpu.attention.prompts import PromptGroup
 from nightmill.worker.runners.gpu.device.device import Device
 from nightmill.worker.runners.gpu.kv_cache import PAGE
 
@@ -37,6 +38,7 @@ class StepShape:
     pieces: int = 0  # of the contexts of drawn tokens; 0: decode attention goes without
     again: bool = False  # a sequence has several chunks: drawn tokens that are computed again
     given: bool = False  # some tokens are given: the draws are in no order
+    groups: tuple[PromptGroup, ...] = ()  # of prompts, where their pages become elements first
 
     @property
     def gathers(self) -> bool:

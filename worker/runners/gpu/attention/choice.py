@@ -30,7 +30,7 @@ class Attentions:
         for other in spec.attentions:
             if score_arguments(other) not in self._known:
                 decode = decode_attention(device, other, max_context=max_context, beside=self.decode)
-                self._known[score_arguments(other)] = decode, prefill_attention(device, other)
+                self._known[score_arguments(other)] = decode, prefill_attention(device, other, self.prefill)
 
     def of(self, attention: Attention) -> tuple[Decode, Prefill]:
         """For the drawn tokens, and for the prompts, of such a layer."""
@@ -51,8 +51,8 @@ def decode_attention(
     return GeneralDecode(device, attention)
 
 
-def prefill_attention(device: Device, attention: Attention) -> Prefill:
-    """For chunks of prompts."""
+def prefill_attention(device: Device, attention: Attention, beside: Prefill | None = None) -> Prefill:
+    """For chunks of prompts; beside: for other layers of the model."""
     if HopperPrefill.suits(attention, hopper=device.hopper):
-        return HopperPrefill(device, attention)
+        return HopperPrefill(device, attention, beside if isinstance(beside, HopperPrefill) else None)
     return PortablePrefill(device, attention)

@@ -2,8 +2,10 @@
 
 from nightmill.worker.model.spec import Attention, ModelSpec
 from nightmill.worker.runners.base import IntArray
+from nightmill.worker.runners.gpu.attention.prompts import PromptGroup
 from nightmill.worker.runners.gpu.attention.scores import FAST_HEADS, SCORES, score_arguments, scoring
-from nightmill.worker.runners.gpu.attention.tiles import TILE_ROWS, prefill_tiles
+from nightmill.worker.runners.gpu.attention.tiles import TILE_BYTES, TILE_ROWS, prefill_tiles
+from nightmill.worker.runners.gpu.attention.widening import Widening
 from nightmill.worker.runners.gpu.device.device import Device
 from nightmill.worker.runners.gpu.device.functions import KernelPairs, Module
 from nightmill.worker.runners.gpu.device.operands import Buffer
@@ -17,13 +19,15 @@ from nightmill.worker.runners.kv_format import KvFormat
 __all__ = ["HopperPrefill", "PortablePrefill"]
 
 _LARGE = 128  # elements of a head, above which a warpgroup's results fill the registers
-_LARGEST_OF_MANY = 192  # elements of a head, up to which there is room for four tiles of E4M3
 
 
 class HopperPrefill:
-    """Launches `hopper_attention.cu`."""
+    """Launches `hopper_attention.cu`, of an FP8 cache after `widen_pages.cu`.
 
-    def __init__(self, device: Device, attention: Attention) -> None:
+    beside  for other layers of the model, whose steps and room these share
+    """
+
+    def __init__(self, device: Device, attention: Attention, beside: "HopperPrefill | None" = None) -> None:
         self._heads, self._kv_heads = attention.heads, attention.kv_heads
         self._head, self._group = attention.head_dim, attention.heads // attention.kv_heads
         self._scores = score_arguments(attention)
@@ -34,12 +38,11 @@ class HopperPrefill:
         self._threads = 128 * (groups + 1)
         width = -(-self._head // 64) * 64
         self._shared = (slots * self._rows + stages * 2 * 64) * width * 2 + 1024
-        self._widens = device.kv is KvFormat.FP8
-        if self._widens:  # tiles of 64 keys or values, as they are in the pages
-            raw = 6 if self._head == 64 else 2 if self._head > _LARGEST_OF_MANY else 4
-            self._shared += raw * 64 * (self._head + 1)
+        self._widening: Widening | None = None
+        if device.kv is KvFormat.FP8:
+            self._widening = Widening(device, attention) if beside is None else beside._widening
         module = Module.of(device, scoring("hopper_attention", attention))
-        arguments = ("128sPPPiPPPPiii" if self._widens else "128s128s128sPiPPPPiii") + SCORES
+        arguments = "128s128s128sPiPPPPiii" + SCORES
         self._kernel = module.function("hopper_attention", arguments, shared=self._shared, dependent=True)
         self._at_once = self._kernel.blocks_at_once(self._threads, self._shared) * device.multiprocessors
 
@@ -54,9 +57,30 @@ class HopperPrefill:
         suited = (attention for attention in spec.attentions if cls.suits(attention, hopper=hopper))
         return [scoring("hopper_attention", attention) for attention in suited]
 
-    def tiles(self, sequence_starts: IntArray, context_lengths: IntArray, drawn: int) -> IntArray:
-        """The pieces of a step's prompts, on the host; the first `drawn` chunks are not of prompts."""
-        return prefill_tiles(sequence_starts, self._group, context_lengths, self._rows, drawn)
+    @staticmethod
+    def reserved(spec: ModelSpec, kv: KvFormat, **sizes: int) -> int:
+        """Bytes that `reserve` takes, for a model that it suits."""
+        return Widening.bytes(spec.attentions[0], **sizes) if kv is KvFormat.FP8 else 0
+
+    def reserve(self, *, slots: int, max_context: int, max_tokens: int, depth: int) -> None:
+        """Take the memory that steps need, as `Widening.reserve` says; before the first step."""
+        if self._widening is not None:
+            self._widening.reserve(slots=slots, max_context=max_context, max_tokens=max_tokens, depth=depth)
+
+    def stage(
+        self, turn: int, block_tables: IntArray, sequence_starts: IntArray, context_lengths: IntArray,
+        drawn: int,
+    ) -> tuple[IntArray, tuple[PromptGroup, ...]]:  # fmt: skip
+        """The pieces of a step's prompts, and their groups; queues the copy of what else the step needs.
+
+        turn   names buffers whose earlier copies are done
+        drawn  the first so many chunks are not of prompts
+        """
+        tiles = prefill_tiles(sequence_starts, self._group, context_lengths, self._rows, drawn)
+        if self._widening is None or not len(tiles):
+            return tiles, ()
+        plan = self._widening.stage(turn, block_tables, context_lengths, tiles)
+        return plan.tiles, plan.groups
 
     def __call__(
         self, qkv: Buffer, cache: LayerCache, inputs: StepInputs, shape: StepShape, out: Buffer
@@ -65,18 +89,30 @@ class HopperPrefill:
 
         Rows of qkv are read up to `padded_rows(T)`.
         """
+        if self._widening is None:
+            tables = inputs.block_tables, inputs.table_width
+            self._attend(qkv, cache, tables, inputs, inputs.tiles, shape.tiles, shape.tokens, out)
+            return
+        for group in shape.groups:
+            wide, tables = self._widening(cache, group), self._widening.places
+            tiles = inputs.tiles + TILE_BYTES * group.first_tile
+            self._attend(qkv, wide, tables, inputs, tiles, group.tiles, shape.tokens, out)
+
+    def _attend(
+        self, qkv: Buffer, cache: LayerCache, tables: tuple[int, int], inputs: StepInputs, tiles: int,
+        count: int, tokens: int, out: Buffer,
+    ) -> None:  # fmt: skip
+        """Queue it for `count` tiles over pages of elements; tables: which of them, and the width."""
         heads, kv_heads, head = self._heads, self._kv_heads, self._head
-        rows, cached = padded_rows(shape.tokens), cache.pages * kv_heads * PAGE
-        pages: tuple[int, ...] | tuple[bytes, ...] = (cache.keys.address, cache.values.address)
-        if not self._widens:
-            pages = tuple(self._maps(one.address, cached, head, PAGE) for one in (cache.keys, cache.values))
+        rows, cached = padded_rows(tokens), cache.pages * kv_heads * PAGE
+        keys, values = (self._maps(one.address, cached, head, PAGE) for one in (cache.keys, cache.values))
         queries = self._maps.of_three(
             qkv.address, (rows, heads + 2 * kv_heads, head), (self._rows // self._group, self._group)
         )
         self._kernel(
-            (min(shape.tiles * kv_heads, self._at_once), 1, 1), (self._threads, 1, 1), queries, *pages,
-            inputs.block_tables, inputs.table_width, inputs.context_lengths, inputs.sequence_starts,
-            inputs.tiles, out.address, shape.tiles, heads, kv_heads, *self._scores, shared=self._shared,
+            (min(count * kv_heads, self._at_once), 1, 1), (self._threads, 1, 1), queries, keys, values,
+            *tables, inputs.context_lengths, inputs.sequence_starts, tiles, out.address, count, heads,
+            kv_heads, *self._scores, shared=self._shared,
         )  # fmt: skip
 
 
@@ -112,9 +148,15 @@ class PortablePrefill:
         group = attention.heads // attention.kv_heads
         return f"{group} query heads to a KV head (at most {TILE_ROWS})" if group > TILE_ROWS else None
 
-    def tiles(self, sequence_starts: IntArray, context_lengths: IntArray, drawn: int) -> IntArray:
+    def reserve(self, *, slots: int, max_context: int, max_tokens: int, depth: int) -> None:
+        """Nothing: it reads pages as they are."""
+
+    def stage(
+        self, turn: int, block_tables: IntArray, sequence_starts: IntArray, context_lengths: IntArray,
+        drawn: int,
+    ) -> tuple[IntArray, tuple[PromptGroup, ...]]:  # fmt: skip
         group = self._heads // self._kv_heads
-        return prefill_tiles(sequence_starts, group, context_lengths, TILE_ROWS, drawn)
+        return prefill_tiles(sequence_starts, group, context_lengths, TILE_ROWS, drawn), ()
 
     def __call__(
         self, qkv: Buffer, cache: LayerCache, inputs: StepInputs, shape: StepShape, out: Buffer

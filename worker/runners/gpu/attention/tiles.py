@@ -4,8 +4,9 @@ import numpy as np
 
 from nightmill.worker.runners.base import IntArray
 
-__all__ = ["TILE_ROWS", "prefill_tiles"]
+__all__ = ["TILE_BYTES", "TILE_ROWS", "prefill_tiles"]
 
+TILE_BYTES = 8  # of its two numbers on the GPU
 TILE_ROWS = 128  # (token, query head) pairs in a tile, but for `hopper_attention.cu`
 
 
