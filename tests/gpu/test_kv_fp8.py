@@ -16,6 +16,8 @@ from nightmill.worker.runners.gpu.attention.decode import DecodeAttention
 from nightmill.worker.runners.gpu.attention.general import GeneralDecode
 from nightmill.worker.runners.gpu.attention.pieces import decode_pieces
 from nightmill.worker.runners.gpu.attention.prefill import HopperPrefill, PortablePrefill
+from nightmill.worker.runners.gpu.attention.widening import Widening
+from nightmill.worker.runners.gpu.catalogue import Launcher
 from nightmill.worker.runners.gpu.device.compiler import compile_all
 from nightmill.worker.runners.gpu.device.device import Device
 from nightmill.worker.runners.gpu.device.element import Element
@@ -147,42 +149,58 @@ class Case:
         return results
 
 
-def compile_kernels(device: Device, attentions: list[Attention]) -> None:
+def compile_kernels(device: Device, cases: list[Case], launchers: tuple[type[Launcher], ...]) -> None:
     """All at once: one after the other takes minutes."""
     sources = set()
-    for attention in attentions:
+    for case in cases:
         spec = dense_spec()
-        layer = replace(spec.layers[0], attention=attention)
-        for launcher in (DecodeAttention, GeneralDecode, HopperPrefill, PortablePrefill):
+        layer = replace(spec.layers[0], attention=case.attention)
+        for launcher in launchers:
             for hopper in {device.hopper, False}:
                 sources.update(launcher.sources(replace(spec, layers=(layer,)), hopper=hopper))
     compile_all((for_element(one, device.element, device.kv) for one in sources), device.architecture)
 
 
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize(
+SCORES_IN_ELEMENTS = pytest.mark.parametrize(
     ("scores", "element"),
     [(SCORES[0], Element.F16), (SCORES[0], Element.BF16), (SCORES[1], Element.F16), (SCORES[2], Element.F16)],
     ids=str,
 )
-def test_attention_over_bytes_has_the_bits_of_attention_over_elements(
+
+
+@pytest.mark.timeout(600)
+@SCORES_IN_ELEMENTS
+def test_decode_over_bytes_has_the_bits_of_decode_over_elements(
     scores: dict[str, Any], element: Element
 ) -> None:
     cases = [Case.of(shape, scores, element) for shape in SIZES]
     found = []
     for kv in KvFormat:
         with Device(0, element, kv) as device:
-            compile_kernels(device, [case.attention for case in cases])
-            found.append([(case.decode(device), case.prefill(device)) for case in cases])
+            compile_kernels(device, cases, (DecodeAttention, GeneralDecode))
+            found.append([case.decode(device) for case in cases])
     for case, plain, ours in zip(cases, *found, strict=True):
-        decoded, prefilled = ours
         oracle = decode_oracle(case.attention, case.queries, case.decoded, BORDERS)
-        assert_close(decoded[0], oracle, ATTENTION)
-        for one in [*plain[0], *decoded]:
-            np.testing.assert_array_equal(one, decoded[0])
+        assert_close(ours[0], oracle, ATTENTION)
+        for one in [*plain, *ours]:
+            np.testing.assert_array_equal(one, ours[0])
+
+
+@pytest.mark.timeout(600)
+@SCORES_IN_ELEMENTS
+def test_prefill_over_bytes_has_the_bits_of_prefill_over_elements(
+    scores: dict[str, Any], element: Element
+) -> None:
+    cases = [Case.of(shape, scores, element) for shape in SIZES]
+    found = []
+    for kv in KvFormat:
+        with Device(0, element, kv) as device:
+            compile_kernels(device, cases, (HopperPrefill, PortablePrefill, Widening))
+            found.append([case.prefill(device) for case in cases])
+    for case, plain, ours in zip(cases, *found, strict=True):
         oracle = prefill_oracle(case.attention, case.prompt_queries, case.prompts, LENGTHS, CHUNKS)
-        assert_close(prefilled[0], oracle, ATTENTION)
-        for one, other in zip(plain[1], prefilled, strict=True):
+        assert_close(ours[0], oracle, ATTENTION)
+        for one, other in zip(plain, ours, strict=True):
             np.testing.assert_array_equal(one, other)
 
 
