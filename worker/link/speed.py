@@ -1,11 +1,10 @@
 """How many sequences a cache holds, and about how fast a worker generates with a model.
 
-The speed is by the bytes and the FLOPs of its steps, and by its host.
-
-It is a forecast before anything runs; `nightmill plan` measures. On an H200, where the shares below come
-from, it is within 21% of what a 0.5B did in F16 and a 7B in F16, FP8 and Q4_K_M, with 1 to 1,024 sequences.
-Other GPUs are taken to reach the same shares of their peaks, other hosts to be as fast. Steps of a model of
-some million parameters are over before the host has the next, and rows before it has taken in others.
+The speed is by the bytes and the FLOPs of its steps, and by its host: a forecast before anything runs;
+`nightmill plan` measures. On an H200, where the shares below come from, it is within 21% of what a 0.5B did
+in F16 and FP8, and a 7B in these, Q4_K_M and Q8_0, with 1 to 1,024 sequences. Other GPUs are taken to reach
+the same shares of their peaks, other hosts to be as fast. Steps of a model of some million parameters are
+over before the host has the next, and rows before it has taken in others.
 """
 
 import math
@@ -24,6 +23,8 @@ _BYTES_SHARE, _FLOPS_SHARE = 0.75, 0.55  # of the peaks, in whole steps
 _PACKED_A_SECOND = 16e9  # weights that a multiprocessor turns into elements: Q4_K and Q8_0, 1 to 64 rows
 _PACKED_BYTES = 1.5  # a weight, over which most are elements in the file, too
 _PACKED_FLOPS_SHARE = 0.7  # of the rate without: 256 rows
+_FP8_WIDTH = 560  # at which FP8 gains nothing: prompts of a 0.5B and a 7B, 1.23 and 1.73 times as fast as F16
+_FP8_LAYER_SECONDS = 9e-6  # more launches, which round and rotate: one sequence of a 0.5B
 _LAYER_SECONDS, _STEP_SECONDS = 10e-6, 40e-6  # for the way from kernel to kernel, and for what is in no layer
 _HOST_TOKEN_SECONDS = 0.6e-6  # of the engine's thread, beside the GPU: 0.62 ms for 1,024 sequences, 2 cores
 _HOST_STEP_SECONDS = 100e-6  # and for a step, an estimate
@@ -75,7 +76,7 @@ def expected_rate(
 
     weights         bytes that they take
     token           bytes of the keys and values of a token
-    kept            how they are kept: layers in FP8 multiply at twice the rate
+    kept            how they are kept: wide layers in FP8 multiply at twice the rate
     prompt, answer  tokens of each sequence
 
     A step takes as long as its products, for which the weights are read once, and its attention, which reads
@@ -86,14 +87,17 @@ def expected_rate(
     multiplied = parameters if spec.tied_head else parameters - table  # of a table of its own, a row is read
     reading = weights * multiplied / parameters / (peaks.bytes * _BYTES_SHARE)
     flops = peaks.flops * _FLOPS_SHARE
-    layers = 2 * (multiplied - table) / (2 * flops if kept is WeightNumbers.FP8 else flops)  # seconds a token
+    fp8 = kept is WeightNumbers.FP8
+    gain = 2 * spec.width / (spec.width + _FP8_WIDTH) if fp8 else 1
+    layers = 2 * (multiplied - table) / (gain * flops)  # seconds a token
     computing = (layers + 2 * table / flops) * sequences
     if kept is WeightNumbers.FILE and weights < _PACKED_BYTES * parameters:
         reading = max(reading, multiplied / (_PACKED_A_SECOND * multiprocessors))
         computing /= _PACKED_FLOPS_SHARE
     products = max(reading, computing)
     attention = sequences * (prompt + answer / 2) * token / (peaks.bytes * _BYTES_SHARE)
-    step = products + attention + _LAYER_SECONDS * len(spec.layers) + _STEP_SECONDS
+    layer = _LAYER_SECONDS + (_FP8_LAYER_SECONDS if fp8 else 0)
+    step = products + attention + layer * len(spec.layers) + _STEP_SECONDS
     host = _HOST_STEP_SECONDS + _HOST_TOKEN_SECONDS * sequences
     whole = max(reading, sequences * prompt * layers) + answer * max(step, host)
     return sequences * answer / max(whole, sequences * _ROW_SECONDS)

@@ -14,7 +14,12 @@ from tests.unit.worker.test_formats_fit import of_type
 
 H200 = peaks_of((9, 0), 132, clock_khz=1_980_000, memory_khz=3_201_000, bus_bits=6144)
 TINY = dense_spec(name="tiny", layers=6, width=256, heads=4, kv_heads=2, ffn_width=832, vocab=4096)
-SPECS = {"tiny": TINY, "0.5B": dense_spec(name="0.5B", layers=24, vocab=151_936), "7B": of_type("Q4_K_M")}
+SPECS = {
+    "tiny": TINY,
+    "0.5B": dense_spec(name="0.5B", layers=24, vocab=151_936),
+    "7B": of_type("Q4_K_M"),
+    "7B in Q8_0": of_type("Q8_0"),
+}
 
 
 def rate(model: str, sequences: int, prompt: int = 512, answer: int = 256, kept: str = "16bit") -> float:
@@ -43,16 +48,19 @@ def test_it_is_about_what_was_measured(model: str, sequences: int, prompt: int, 
 
 
 @pytest.mark.parametrize(
-    ("kept", "sequences", "prompt", "measured"),
+    ("model", "kept", "sequences", "prompt", "measured"),
     [
-        ("fp8", 1, 128, 401), ("fp8", 64, 512, 13_293), ("fp8", 256, 512, 18_788),
-        ("file", 1, 128, 256), ("file", 64, 512, 8_545), ("file", 256, 512, 10_734),
+        ("0.5B", "fp8", 1, 128, 1_480), ("0.5B", "fp8", 256, 512, 120_315),
+        ("0.5B", "fp8", 1024, 512, 155_675),
+        ("7B", "fp8", 1, 128, 401), ("7B", "fp8", 64, 512, 13_293), ("7B", "fp8", 256, 512, 18_788),
+        ("7B", "file", 1, 128, 256), ("7B", "file", 64, 512, 8_545), ("7B", "file", 256, 512, 10_734),
+        ("7B in Q8_0", "file", 1, 128, 269), ("7B in Q8_0", "file", 256, 512, 11_060),
     ],
 )  # fmt: skip
 def test_it_is_about_what_was_measured_in_other_formats(
-    kept: str, sequences: int, prompt: int, measured: float
+    model: str, kept: str, sequences: int, prompt: int, measured: int
 ) -> None:
-    assert rate("7B", sequences, prompt, kept=kept) == pytest.approx(measured, rel=0.21)
+    assert rate(model, sequences, prompt, kept=kept) == pytest.approx(measured, rel=0.21)
 
 
 def test_what_is_in_16_bits_in_the_file_is_as_fast_as_16_bits() -> None:
