@@ -184,3 +184,10 @@ template <int PENDING>
 static __device__ __forceinline__ void wait_for_copies() {
     asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
+
+// Of an 8 x 8 tile of elements, of which lane (g, t) has row g, columns 2 t, + 1: those of row 2 t, + 1 in column g.
+static __device__ __forceinline__ uint32_t turned(uint32_t word) {
+    uint32_t result;
+    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(result) : "r"(word));
+    return result;
+}

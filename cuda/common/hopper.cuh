@@ -73,6 +73,13 @@ static __device__ __forceinline__ void load_box(uint32_t target, const TensorMap
         : "memory");
 }
 
+// So many bytes, a multiple of 16, to shared memory; `barrier` counts them.
+static __device__ __forceinline__ void load_bytes(uint32_t target, const void* source, int bytes, uint32_t barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(target),
+                 "l"(source), "r"(bytes), "r"(barrier)
+                 : "memory");
+}
+
 // The same of a tensor of three dimensions.
 static __device__ __forceinline__ void load_box(uint32_t target, const TensorMap* map, uint32_t barrier, int x, int y,
                                                 int z) {
@@ -198,12 +205,14 @@ static __device__ __forceinline__ void wgmma_keep(float (&acc)[COUNT]) {
     for (int i = 0; i < COUNT; ++i) asm volatile("" : "+f"(acc[i])::"memory");
 }
 
+#define HOPPER_R4(a, i) "+f"(a[i]), "+f"(a[i + 1]), "+f"(a[i + 2]), "+f"(a[i + 3])
 #define HOPPER_R8(a, i)                                                                                           \
     "+f"(a[i]), "+f"(a[i + 1]), "+f"(a[i + 2]), "+f"(a[i + 3]), "+f"(a[i + 4]), "+f"(a[i + 5]), "+f"(a[i + 6]),   \
         "+f"(a[i + 7])
 #define HOPPER_R16(a, i) HOPPER_R8(a, i), HOPPER_R8(a, i + 8)
 #define HOPPER_R32(a, i) HOPPER_R16(a, i), HOPPER_R16(a, i + 16)
 #define HOPPER_R64(a, i) HOPPER_R32(a, i), HOPPER_R32(a, i + 32)
+#define HOPPER_T4 "%0, %1, %2, %3"
 #define HOPPER_T8 "%0, %1, %2, %3, %4, %5, %6, %7"
 #define HOPPER_T16 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
 #define HOPPER_T32                                                                                                \
@@ -242,13 +251,22 @@ HOPPER_WGMMA(224, 112, HOPPER_T112, "%112", "%113", "%114", HOPPER_R64(acc, 0), 
 HOPPER_WGMMA(256, 128, HOPPER_T128, "%128", "%129", "%130", HOPPER_R64(acc, 0), HOPPER_R64(acc, 64))
 
 // The same with A (64 x 16) in registers, as m16n8k16 has it for each warp's 16 rows.
-static __device__ __forceinline__ void wgmma(float (&acc)[32], const uint32_t (&a)[4], uint64_t b, int more) {
-    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %37, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n64k16.f32." ELEMENT "." ELEMENT " {" HOPPER_T32
-                 "}, {%32, %33, %34, %35}, %36, p, 1, 1, 0;\n}\n"
-                 : HOPPER_R32(acc, 0)
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(more));
-}
+#define HOPPER_WGMMA_A(N, COUNT, TEXT, A, B, MORE, ...)                                                           \
+    static __device__ __forceinline__ void wgmma(float (&acc)[COUNT], const uint32_t (&a)[4], uint64_t b, int more) { \
+        asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " MORE ", 0;\n"                                            \
+                     "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." ELEMENT "." ELEMENT " {" TEXT "}, {" A "}, " B \
+                     ", p, 1, 1, 0;\n}\n"                                                                         \
+                     : __VA_ARGS__                                                                                \
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(more));                            \
+    }
+HOPPER_WGMMA_A(8, 4, HOPPER_T4, "%4, %5, %6, %7", "%8", "%9", HOPPER_R4(acc, 0))
+HOPPER_WGMMA_A(16, 8, HOPPER_T8, "%8, %9, %10, %11", "%12", "%13", HOPPER_R8(acc, 0))
+HOPPER_WGMMA_A(32, 16, HOPPER_T16, "%16, %17, %18, %19", "%20", "%21", HOPPER_R16(acc, 0))
+HOPPER_WGMMA_A(64, 32, HOPPER_T32, "%32, %33, %34, %35", "%36", "%37", HOPPER_R32(acc, 0))
+HOPPER_WGMMA_A(96, 48, HOPPER_T48, "%48, %49, %50, %51", "%52", "%53", HOPPER_R32(acc, 0), HOPPER_R16(acc, 32))
+HOPPER_WGMMA_A(128, 64, HOPPER_T64, "%64, %65, %66, %67", "%68", "%69", HOPPER_R64(acc, 0))
+HOPPER_WGMMA_A(192, 96, HOPPER_T96, "%96, %97, %98, %99", "%100", "%101", HOPPER_R64(acc, 0), HOPPER_R32(acc, 64))
+HOPPER_WGMMA_A(256, 128, HOPPER_T128, "%128, %129, %130, %131", "%132", "%133", HOPPER_R64(acc, 0), HOPPER_R64(acc, 64))
 
 // acc += A B with A in registers and B row-major in K: N columns side by side in shared memory, 64 to a swizzled tile.
 static __device__ __forceinline__ void wgmma_rows(float (&acc)[32], const uint32_t (&a)[4], uint64_t b) {

@@ -14,11 +14,15 @@
 //
 // So one AND finds two neighbours, 16 bits apart, of any plane where those of the others are, to be put together.
 //
-//   Scale scale(packet, row, group)            of 32 elements: computed once for their four chunks
-//   Element8 eight(packet, row, chunk, scale)  the elements of a chunk; the chunk's group is chunk / 4
+// A *group* is 32 elements of a row, four chunks. Chunk t of them has the pairs 8 i + 2 t, + 1 for i = 0 .. 3: what lane t of
+// four holds of the operands of two products of 16 elements, by mma.sync or by wgmma with the weights in registers.
 //
-// Packets are in shared or global memory, aligned to 16 bytes. Lanes l with row l % 8 and groups l / 8, whose chunks are
-// any four of [0, 4) turned by a lane's group, read without bank conflicts.
+//   Handed handed(packet, row, group)          what of a group's scale is computed, since it is quantised itself (STEP 256)
+//   Scale scale(packet, row, group, handed)    the scale, for all chunks of the group
+//   Element8 eight(packet, row, chunk, scale)  the four pairs of a chunk; its group is chunk / 4
+//
+// Packets are in shared or global memory, aligned to 16 bytes. Lanes l with row l / 4 and chunk l % 4 of a group read without
+// bank conflicts.
 //
 // Elements have the bits of `weights/dequantize.cu`: what that rounds to float and then to an element, so does this. Types
 // without a minimum have products that are exact in float; with a half scale alone, one multiplication of halves rounds
@@ -104,43 +108,48 @@ static __device__ __forceinline__ uint32_t scaled(__half2 numbers, Factor d) { r
 #endif
 
 template <int OFFSET, typename D>
-static __device__ __forceinline__ Element8 scaled(const Numbers& numbers, D d) {
+static __device__ __forceinline__ Element8 scaled(const Numbers& numbers, const D (&d)[2]) {  // a scale for 16 elements each
     Element8 out;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) out.word[i] = scaled(centred<OFFSET>(numbers, i), d);
+    for (int i = 0; i < 4; ++i) out.word[i] = scaled(centred<OFFSET>(numbers, i), d[i / 2]);
     return out;
 }
+template <int OFFSET>
+static __device__ __forceinline__ Element8 scaled(const Numbers& numbers, Factor d) {
+    return scaled<OFFSET>(numbers, {d, d});
+}
 
-// d q + m: as denormal halves, numbers are 2^-24 of what they are, so scales are as much larger.
+// d q + m: as denormal halves, numbers are 2^-24 of what they are, so scales are as much larger; `handed` has that and m.
 struct Line {
     float even, odd, m;
 
     Line() = default;
-    __device__ __forceinline__ Line(float d, float m) : even(__fmul_rn(d, 0x1p24f)), odd(__fmul_rn(d, 0x1p20f)), m(m) {}
+    __device__ __forceinline__ explicit Line(float2 handed) : even(handed.x), odd(__fmul_rn(handed.x, 0x1p-4f)), m(handed.y) {}
 
+    static __device__ __forceinline__ float2 handed(float d, float m) { return make_float2(__fmul_rn(d, 0x1p24f), m); }
+
+    __device__ __forceinline__ uint32_t pair(const Numbers& numbers, int i) const {
+        const float2 q = float_pair(numbers.pair[i]);
+        const float d = i % 2 ? odd : even;
+        return pack(__fmaf_rn(q.x, d, m), __fmaf_rn(q.y, d, m));
+    }
     __device__ __forceinline__ Element8 of(const Numbers& numbers) const {
-        Element8 out;
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const float2 q = float_pair(numbers.pair[i]);
-            const float d = i % 2 ? odd : even;
-            out.word[i] = pack(__fmaf_rn(q.x, d, m), __fmaf_rn(q.y, d, m));
-        }
-        return out;
+        return {pair(numbers, 0), pair(numbers, 1), pair(numbers, 2), pair(numbers, 3)};
     }
 };
 
-// Which of the two scales of 32 elements.
-template <typename Value>
-static __device__ __forceinline__ Value half_of(const Value (&two)[2], int chunk) {
-    return chunk & 2 ? two[1] : two[0];
-}
+// Of types whose scales are as they are used.
+struct Nothing {};
+struct AtOnce {
+    using Handed = Nothing;
+    static __device__ __forceinline__ Handed handed(const unsigned char*, int, int) { return {}; }
+};
 
-struct Q8_0 {  // bytes; half d of two groups
+struct Q8_0 : AtOnce {  // bytes; half d of two groups
     static constexpr int STEP = 64, PACKET = 544;
     using Scale = Factor;
 
-    static __device__ __forceinline__ Scale scale(const unsigned char* packet, int row, int group) {
+    static __device__ __forceinline__ Scale scale(const unsigned char* packet, int row, int group, Handed) {
         return factor_at(packet + 512 + row * 4 + group * 2);
     }
     static __device__ __forceinline__ Element8 eight(const unsigned char* packet, int row, int chunk, const Scale& d) {
@@ -155,11 +164,11 @@ struct Q8_0 {  // bytes; half d of two groups
     }
 };
 
-struct Q4_0 {  // nibbles, 8 more than the number; half d of two groups
+struct Q4_0 : AtOnce {  // nibbles, 8 more than the number; half d of two groups
     static constexpr int STEP = 64, PACKET = 288;
     using Scale = Factor;
 
-    static __device__ __forceinline__ Scale scale(const unsigned char* packet, int row, int group) {
+    static __device__ __forceinline__ Scale scale(const unsigned char* packet, int row, int group, Handed) {
         return factor_at(packet + 256 + row * 4 + group * 2);
     }
     static __device__ __forceinline__ Element8 eight(const unsigned char* packet, int row, int chunk, const Scale& d) {
@@ -167,27 +176,27 @@ struct Q4_0 {  // nibbles, 8 more than the number; half d of two groups
     }
 };
 
-struct Q4_1 {  // nibbles; half d and m of two groups
+struct Q4_1 : AtOnce {  // nibbles; half d and m of two groups
     static constexpr int STEP = 64, PACKET = 320;
     using Scale = Line;
 
-    static __device__ __forceinline__ Scale scale(const unsigned char* packet, int row, int group) {
+    static __device__ __forceinline__ Scale scale(const unsigned char* packet, int row, int group, Handed) {
         const float2 line = float_pair(value_at<uint32_t>(packet + 256 + row * 8 + group * 4));
-        return {line.x, line.y};
+        return Line(Line::handed(line.x, line.y));
     }
     static __device__ __forceinline__ Element8 eight(const unsigned char* packet, int row, int chunk, const Scale& line) {
         return line.of(split(nibbles(packet, row, chunk), 15));
     }
 };
 
-struct Q5_0 {  // nibbles, bits; half d of two groups
+struct Q5_0 : AtOnce {  // nibbles, bits; half d of two groups
     static constexpr int STEP = 64, PACKET = 352;
     struct Scale {
         Factor d;
         uint32_t fifth;
     };
 
-    static __device__ __forceinline__ Scale scale(const unsigned char* packet, int row, int group) {
+    static __device__ __forceinline__ Scale scale(const unsigned char* packet, int row, int group, Handed) {
         return {factor_at(packet + 320 + row * 4 + group * 2), value_at<uint32_t>(packet + 256 + (group * ROWS + row) * 4)};
     }
     static __device__ __forceinline__ Element8 eight(const unsigned char* packet, int row, int chunk, const Scale& scale) {
@@ -197,16 +206,16 @@ struct Q5_0 {  // nibbles, bits; half d of two groups
     }
 };
 
-struct Q5_1 {  // nibbles, bits; half d and m of two groups
+struct Q5_1 : AtOnce {  // nibbles, bits; half d and m of two groups
     static constexpr int STEP = 64, PACKET = 384;
     struct Scale {
         Line line;
         uint32_t fifth;
     };
 
-    static __device__ __forceinline__ Scale scale(const unsigned char* packet, int row, int group) {
+    static __device__ __forceinline__ Scale scale(const unsigned char* packet, int row, int group, Handed) {
         const float2 line = float_pair(value_at<uint32_t>(packet + 320 + row * 8 + group * 4));
-        return {{line.x, line.y}, value_at<uint32_t>(packet + 256 + (group * ROWS + row) * 4)};
+        return {Line(Line::handed(line.x, line.y)), value_at<uint32_t>(packet + 256 + (group * ROWS + row) * 4)};
     }
     static __device__ __forceinline__ Element8 eight(const unsigned char* packet, int row, int chunk, const Scale& scale) {
         Numbers numbers = split(nibbles(packet, row, chunk), 15);
@@ -215,12 +224,12 @@ struct Q5_1 {  // nibbles, bits; half d and m of two groups
     }
 };
 
-struct IQ4_NL {  // nibbles, which index a table; half d of two groups
+struct IQ4_NL : AtOnce {  // nibbles, which index a table; half d of two groups
     static constexpr int STEP = 64, PACKET = 288;
     using Scale = Factor;
 
-    static __device__ __forceinline__ Scale scale(const unsigned char* packet, int row, int group) {
-        return Q4_0::scale(packet, row, group);
+    static __device__ __forceinline__ Scale scale(const unsigned char* packet, int row, int group, Handed) {
+        return Q4_0::scale(packet, row, group, {});
     }
     static __device__ __forceinline__ Element8 eight(const unsigned char* packet, int row, int chunk, const Scale& d) {
         const uint32_t word = nibbles(packet, row, chunk);
@@ -246,18 +255,24 @@ private:
 
 // Scale and minimum of a group of Q4_K and Q5_K, of a row's 16 bytes: half d and dmin; a byte a group of six bits of scale, two
 // upper ones of minimum; four bits a group, the lower ones of minimum.
-static __device__ __forceinline__ Line line_of_k(const unsigned char* row, int group) {
+static __device__ __forceinline__ float2 line_of_k(const unsigned char* row, int group) {
     const float2 d = float_pair(value_at<uint32_t>(row));
-    const uint32_t byte = row[4 + group], low = value_at<uint32_t>(row + 12) >> 4 * group & 15;
-    return {__fmul_rn(d.x, static_cast<float>(byte & 63)), -__fmul_rn(d.y, static_cast<float>(byte >> 6 << 4 | low))};
+    const uint32_t four = value_at<uint32_t>(row + 4 + group / 4 * 4), at = group % 4 * 8;
+    const uint32_t low = value_at<uint32_t>(row + 12) >> 4 * group & 15;
+    const float scale = static_cast<float>(four >> at & 63), minimum = static_cast<float>(four >> at >> 2 & 48 | low);
+    return make_float2(__fmul_rn(__fmul_rn(d.x, 0x1p24f), scale), __fmul_rn(-d.y, minimum));
 }
 
 struct Q4_K {  // nibbles; 16 bytes of scales
     static constexpr int STEP = 256, PACKET = 1152;
     using Scale = Line;
+    using Handed = float2;
 
-    static __device__ __forceinline__ Scale scale(const unsigned char* packet, int row, int group) {
+    static __device__ __forceinline__ Handed handed(const unsigned char* packet, int row, int group) {
         return line_of_k(packet + 1024 + row * 16, group);
+    }
+    static __device__ __forceinline__ Scale scale(const unsigned char* packet, int row, int group, Handed line) {
+        return Line(line);
     }
     static __device__ __forceinline__ Element8 eight(const unsigned char* packet, int row, int chunk, const Scale& line) {
         return line.of(split(nibbles(packet, row, chunk), 15));
@@ -271,9 +286,13 @@ struct Q5_K {  // nibbles, bits; 16 bytes of scales
         uint32_t fifth;
     };
 
-    static __device__ __forceinline__ Scale scale(const unsigned char* packet, int row, int group) {
-        const uint32_t fifth = value_at<uint32_t>(packet + 1024 + (group * ROWS + row) * 4);
-        return {line_of_k(packet + 1280 + row * 16, group), fifth};
+    using Handed = float2;
+
+    static __device__ __forceinline__ Handed handed(const unsigned char* packet, int row, int group) {
+        return line_of_k(packet + 1280 + row * 16, group);
+    }
+    static __device__ __forceinline__ Scale scale(const unsigned char* packet, int row, int group, Handed line) {
+        return {Line(line), value_at<uint32_t>(packet + 1024 + (group * ROWS + row) * 4)};
     }
     static __device__ __forceinline__ Element8 eight(const unsigned char* packet, int row, int chunk, const Scale& scale) {
         Numbers numbers = split(nibbles(packet, row, chunk), 15);
@@ -287,16 +306,20 @@ struct Q6_K {  // nibbles, pairs; 16 signed bytes of scales, then half d of all 
     struct Scale {
         float d[2];
     };
+    using Handed = float2;
 
-    static __device__ __forceinline__ Scale scale(const unsigned char* packet, int row, int group) {
+    static __device__ __forceinline__ Handed handed(const unsigned char* packet, int row, int group) {
         const int two = value_at<int16_t>(packet + 1536 + row * 16 + group * 2);
         const float d = __half2float(value_at<__half>(packet + 1664 + row * 2));
-        return {{__fmul_rn(d, static_cast<float>(static_cast<int8_t>(two))), __fmul_rn(d, static_cast<float>(two >> 8))}};
+        return {__fmul_rn(d, static_cast<float>(static_cast<int8_t>(two))), __fmul_rn(d, static_cast<float>(two >> 8))};
+    }
+    static __device__ __forceinline__ Scale scale(const unsigned char* packet, int row, int group, Handed d) {
+        return {{d.x, d.y}};
     }
     static __device__ __forceinline__ Element8 eight(const unsigned char* packet, int row, int chunk, const Scale& scale) {
         Numbers numbers = split(nibbles(packet, row, chunk), 15);
         join<4>(numbers, two_bits(packet + 1024, row, chunk), 3);
-        return scaled<32>(numbers, half_of(scale.d, chunk));
+        return scaled<32>(numbers, scale.d);
     }
 };
 
@@ -307,46 +330,77 @@ struct Q3_K {  // pairs, bits; 12 bytes of scales, four lower bits each of 16, t
         uint32_t third;
     };
 
-    static __device__ __forceinline__ Scale scale(const unsigned char* packet, int row, int group) {
+    using Handed = float2;
+
+    static __device__ __forceinline__ Handed handed(const unsigned char* packet, int row, int group) {
         const unsigned char* scales = packet + 768 + row * 12;
         const int low = scales[group], high = value_at<uint32_t>(scales + 8) >> 4 * group;
         const float d = __half2float(value_at<__half>(packet + 864 + row * 2));
         const int first = (low & 15 | (high & 3) << 4) - 32, second = (low >> 4 | (high & 12) << 2) - 32;
-        return {{__fmul_rn(d, static_cast<float>(first)), __fmul_rn(d, static_cast<float>(second))},
-                value_at<uint32_t>(packet + 512 + (group * ROWS + row) * 4)};
+        return {__fmul_rn(d, static_cast<float>(first)), __fmul_rn(d, static_cast<float>(second))};
+    }
+    static __device__ __forceinline__ Scale scale(const unsigned char* packet, int row, int group, Handed d) {
+        return {{d.x, d.y}, value_at<uint32_t>(packet + 512 + (group * ROWS + row) * 4)};
     }
     static __device__ __forceinline__ Element8 eight(const unsigned char* packet, int row, int chunk, const Scale& scale) {
         Numbers numbers = split(two_bits(packet, row, chunk), 3);
         join<2>(numbers, scale.third >> chunk % 4, 1);
-        return scaled<4>(numbers, half_of(scale.d, chunk));
+        return scaled<4>(numbers, scale.d);
     }
 };
 
 struct Q2_K {  // pairs; 16 bytes of scales, four bits of scale and of minimum each; then half d and dmin of all rows
     static constexpr int STEP = 256, PACKET = 672;
     struct Scale {
-        float d[2], m[2];
+        Line of[2];  // 16 elements each
     };
 
-    static __device__ __forceinline__ Scale scale(const unsigned char* packet, int row, int group) {
+    using Handed = float4;
+
+    static __device__ __forceinline__ Handed handed(const unsigned char* packet, int row, int group) {
         const uint32_t two = value_at<uint16_t>(packet + 512 + row * 16 + group * 2);
         const float2 d = float_pair(value_at<uint32_t>(packet + 640 + row * 4));
-        return {{__fmul_rn(d.x, static_cast<float>(two & 15)), __fmul_rn(d.x, static_cast<float>(two >> 8 & 15))},
-                {-__fmul_rn(d.y, static_cast<float>(two >> 4 & 15)), -__fmul_rn(d.y, static_cast<float>(two >> 12))}};
+        const auto of = [&](uint32_t scale, uint32_t minimum) {
+            return Line::handed(__fmul_rn(d.x, static_cast<float>(scale)), __fmul_rn(-d.y, static_cast<float>(minimum)));
+        };
+        const float2 first = of(two & 15, two >> 4 & 15), second = of(two >> 8 & 15, two >> 12);
+        return make_float4(first.x, first.y, second.x, second.y);
+    }
+    static __device__ __forceinline__ Scale scale(const unsigned char* packet, int row, int group, Handed lines) {
+        return {{Line(make_float2(lines.x, lines.y)), Line(make_float2(lines.z, lines.w))}};
     }
     static __device__ __forceinline__ Element8 eight(const unsigned char* packet, int row, int chunk, const Scale& scale) {
-        const Line line(half_of(scale.d, chunk), half_of(scale.m, chunk));
-        return line.of(split(two_bits(packet, row, chunk), 3));
+        const Numbers numbers = split(two_bits(packet, row, chunk), 3);
+        return {scale.of[0].pair(numbers, 0), scale.of[0].pair(numbers, 1), scale.of[1].pair(numbers, 2),
+                scale.of[1].pair(numbers, 3)};
     }
 };
 
-// Elements 8 chunk .. 8 chunk + 7 of a row of a whole matrix with so many inputs.
+// A scale that is computed where it is used.
+template <typename Format>
+static __device__ __forceinline__ typename Format::Scale scale_of(const unsigned char* packet, int row, int group) {
+    return Format::scale(packet, row, group, Format::handed(packet, row, group));
+}
+
+// A chunk of a row of a whole matrix with so many inputs.
 template <typename Format>
 static __device__ __forceinline__ Element8 chunk_of(const unsigned char* matrix, int inputs, int64_t row, int chunk) {
     constexpr int CHUNKS = Format::STEP / 8;
     const int steps = (inputs + Format::STEP - 1) / Format::STEP, place = static_cast<int>(row % ROWS);
     const unsigned char* packet = matrix + (row / ROWS * steps + chunk / CHUNKS) * Format::PACKET;
-    return Format::eight(packet, place, chunk % CHUNKS, Format::scale(packet, place, chunk % CHUNKS / 4));
+    return Format::eight(packet, place, chunk % CHUNKS, scale_of<Format>(packet, place, chunk % CHUNKS / 4));
+}
+
+// Elements 8 index .. 8 index + 7 of a row, of which the four chunks of their group have two each.
+template <typename Format>
+static __device__ __forceinline__ Element8 neighbours_of(const unsigned char* matrix, int inputs, int64_t row, int index) {
+    Element8 out;
+#pragma unroll
+    for (int t = 0; t < 4; ++t) {
+        const Element8 chunk = chunk_of<Format>(matrix, inputs, row, index / 4 * 4 + t);
+        out.word[t] = index & 2 ? index & 1 ? chunk.word[3] : chunk.word[2] : index & 1 ? chunk.word[1] : chunk.word[0];
+    }
+    return out;
 }
 
 }  // namespace packed

@@ -11,20 +11,12 @@
 // y is written once (residual_*: read, too, and with two sums and BUFFERS, twice). y_map: its tensor map, with boxes of 64
 // rows by 128 bytes, where there are BUFFERS; else y is used.
 //
-// float_*     y (rows, outputs) float = x W^T, one sum
-//
-// Options: -DKERNELS, a GEMM_KERNEL for each tile, as `hopper_tiles.py` writes it. With -DFORMAT, a quantised format, W is
-// packed, the main loop is that of `packed_product.cuh`, and KERNELS has PACKED_KERNELs, as `packed_tiles.py` writes them; they
-// are named KIND_BR_BN_BOXES_STAGES_PACKETS_WARPS_BUFFERS.
-#ifdef FORMAT
-#include "products/packed_product.cuh"
-#else
+// Option: -DKERNELS, a GEMM_KERNEL for each tile, as `hopper_tiles.py` writes it.
 #include "products/hopper_product.cuh"
-#endif
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
-enum class Kind { PLAIN, FLOAT, SWIGLU, GEGLU, RESIDUAL, ADDEND };
+enum class Kind { PLAIN, SWIGLU, GEGLU, RESIDUAL, ADDEND };
 
 template <Kind>
 struct Written {
@@ -36,10 +28,6 @@ struct Written<Kind::RESIDUAL> {
 };
 template <>
 struct Written<Kind::ADDEND> {
-    using type = float;
-};
-template <>
-struct Written<Kind::FLOAT> {
     using type = float;
 };
 
@@ -101,16 +89,13 @@ static __device__ __forceinline__ void send_sums(const TensorMap* y_map, const f
     }
 }
 
-// `box_rows`: of the boxes of x, where `Loop` takes several heights. `pitch`: from a row of elements of y to the next.
-template <typename Loop, Kind KIND, int BUFFERS, typename Result>
+template <Kind KIND, int GROUPS, int BN, int STAGES, int CLUSTER, int BUFFERS, typename Result>
 static __device__ __forceinline__ void product(const TensorMap* x_map, const TensorMap* w_map, const TensorMap* y_map,
-                                               Result* __restrict__ y, int rows, int outputs, int inputs, int first,
-                                               int box_rows, int pitch) {
-    constexpr int BN = Loop::BN;
+                                               Result* __restrict__ y, int rows, int outputs, int inputs, int first) {
     constexpr bool GATED = KIND == Kind::SWIGLU || KIND == Kind::GEGLU;
-    constexpr bool ADDS = KIND == Kind::RESIDUAL, SUMMED = ADDS || KIND == Kind::ADDEND || KIND == Kind::FLOAT;
-    constexpr int SIDES = GATED ? 2 : 1, SUMS = SUMMED && KIND != Kind::FLOAT ? 2 : 1;
-    constexpr bool KEEPS = SUMMED && BUFFERS == 0;  // the first sum, in registers
+    constexpr bool ADDS = KIND == Kind::RESIDUAL, SUMMED = ADDS || KIND == Kind::ADDEND;
+    constexpr int SIDES = GATED ? 2 : 1, SUMS = SUMMED ? 2 : 1;
+    constexpr bool KEEPS = SUMS > 1 && BUFFERS == 0;  // the first sum, in registers
     const int t = threadIdx.x % 4, in_tile = threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
     float kept[KEEPS ? BN / 2 : 1];
     if constexpr (KEEPS)
@@ -159,38 +144,16 @@ static __device__ __forceinline__ void product(const TensorMap* x_map, const Ten
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 const int my_row = row + 8 * half;
-                Element* target = y + static_cast<int64_t>(my_row) * pitch + column;
+                Element* target = y + static_cast<int64_t>(my_row) * outputs + column;
                 store_row<BN / SIDES>(target, my_row < rows, outputs - column, t,
                                       [&](int j) { return word(half, j); });
             }
         }
     };
     const auto nothing = [](int, int) { return 0; };
-    Loop::template run<SIDES, BUFFERS, SUMS>(x_map, w_map, rows, outputs, inputs, first, box_rows, nothing, keep, finish);
+    multiply<GROUPS, BN, STAGES, CLUSTER, SIDES, BUFFERS, SUMS>(x_map, w_map, rows, outputs, inputs, first, nothing,
+                                                                keep, finish);
 }
-
-#ifdef FORMAT
-#define PACKED_KERNEL(NAME, WHICH, BR, BN, BOXES, STAGES, PACKETS, WARPS, BUFFERS)                                 \
-    extern "C" __global__ void __launch_bounds__(PackedLoop<BR, BN, BOXES, STAGES, PACKETS, WARPS>::THREADS, 1) \
-        NAME##_##BR##_##BN##_##BOXES##_##STAGES##_##PACKETS##_##WARPS##_##BUFFERS(                                 \
-            const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w,                             \
-            const __grid_constant__ TensorMap y_map, Written<Kind::WHICH>::type* y, int rows, int outputs,         \
-            int inputs, int first, int box_rows, int pitch) {                                                     \
-        product<PackedLoop<BR, BN, BOXES, STAGES, PACKETS, WARPS>, Kind::WHICH, BUFFERS>(                  \
-            &x, &w, &y_map, y, rows, outputs, inputs, first, box_rows, pitch);                                    \
-    }
-#else
-template <int GROUPS, int BN_, int STAGES, int CLUSTER>
-struct ElementLoop {
-    static constexpr int BN = BN_;
-
-    template <int SIDES, int BUFFERS, int SUMS, typename... Steps>
-    static __device__ __forceinline__ void run(const TensorMap* x_map, const TensorMap* w_map, int rows, int outputs,
-                                               int inputs, int first, int, Steps... steps) {
-        multiply<GROUPS, BN, STAGES, CLUSTER, SIDES, BUFFERS, SUMS>(x_map, w_map, rows, outputs, inputs, first, steps...);
-    }
-};
-#endif
 
 #define GEMM_KERNEL(NAME, WHICH, GROUPS, BN, STAGES, CLUSTER, BUFFERS)                                             \
     extern "C" __global__ void __launch_bounds__(128 * GROUPS + 32) __cluster_dims__(CLUSTER, 1, 1)                \
@@ -198,12 +161,11 @@ struct ElementLoop {
             const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w,                             \
             const __grid_constant__ TensorMap y_map, Written<Kind::WHICH>::type* y, int rows, int outputs,         \
             int inputs, int first) {                                                                              \
-        product<ElementLoop<GROUPS, BN, STAGES, CLUSTER>, Kind::WHICH, BUFFERS>(&x, &w, &y_map, y, rows, outputs,  \
-                                                                               inputs, first, 0, outputs);        \
+        product<Kind::WHICH, GROUPS, BN, STAGES, CLUSTER, BUFFERS>(&x, &w, &y_map, y, rows, outputs, inputs,       \
+                                                                  first);                                         \
     }
 #else
 #define GEMM_KERNEL(NAME, WHICH, GROUPS, BN, STAGES, CLUSTER, BUFFERS)
-#define PACKED_KERNEL(NAME, WHICH, BR, BN, BOXES, STAGES, PACKETS, WARPS, BUFFERS)
 #endif
 
 KERNELS  // of `hopper_tiles.py`

@@ -1,243 +1,365 @@
-// The main loop of products with quantised weights on Hopper: tiles as in `hopper_product.cuh`, W in the packed layout of
-// `packed.cuh`.
+// The main loop of products with quantised weights on Hopper: y^T = W x^T by wgmma, W in the packed layout of `packed.cuh`,
+// turned into elements in registers.
 //
-//   x  (rows, K) elements, through a tensor map with boxes of 64 columns by `box_rows` rows
+//   x  (rows, K) elements, through a tensor map with boxes of 64 columns by BN / CLUSTER rows
 //   W  (outputs, K) packed: panels of 8 rows, packets of Packed::STEP elements of K each; a map of rows of 8-byte numbers, a
-//      panel each, with boxes of a packet by BN / 8 / SIDES panels
+//      panel each, with boxes of a packet by the panels of a tile's side
 //
-// The weights are turned into elements in shared memory, to the bits of `dequantize.cu`, so sums are those of
-// `hopper_product.cuh` over elements: float, through K in order, 16 elements at a time, from one accumulator (or two).
+// Weights are the left operand of wgmma, which may be in registers, so rows of a tile are outputs, and its columns rows of x:
+// BN of them, of which no result is kept where they do not exist. A warp has two panels, a warpgroup 64 outputs. What a lane
+// holds of the operand, packets have together: there are no exchanges.
 //
-// A tile is BR rows by BN columns; wgmma takes 64 rows, what it makes of those that do not exist is not kept, and BR 16
-// computes no more than 16. A step is BOXES times 64 elements of K. Four roles: one warp copies packets, to a ring of PACKETS
-// stages, as soon as the kernel starts; one copies x, when the kernel ahead has ended; WARPS warps dequantise, a lane 32
-// elements of a row at a time; warpgroups multiply, 64 rows each. Elements and x share a ring of STAGES. In a warp that
-// dequantises, eight lanes have the rows of a panel, and write 16 bytes each to eight different banks of the swizzled tile.
-// Where it has fewer tasks in a step than there are warps, teams of them take the steps in turns.
+// Elements have the bits of `dequantize.cu`, sums go through K in order, 16 elements at a time, from one accumulator (or two):
+// so results are those of `hopper_product.cuh` over elements.
 //
-// FLOPs 2 rows outputs K; bytes from memory: W as it is in the file, x once; from L2: x for each tile of columns.
+// Roles: one warp copies packets, a *chunk* of 256 elements of K at a time, to a ring of PACKETS stages, as soon as the kernel
+// starts; one copies x to a ring of STAGES, BOXES times 64 elements of K each, when the kernel ahead has ended. GROUPS
+// warpgroups make elements and multiply, each its own 64 outputs, a quarter of a chunk while the one before it is multiplied.
+// That needs several tiles for each multiprocessor. Where there are fewer, a tile's time is what one warpgroup takes: there
+// the GROUPS are a RELAY. They have a tile together and take turns at its chunks; each makes all elements of its chunk, then
+// takes the sums from the one before it, multiplies, and hands them on, so that they go through K in order.
+// The blocks of a CLUSTER have tiles of outputs side by side, and fetch a part of x each, for all.
+//
+// FLOPs 2 rows outputs K; bytes from memory: W as it is in the file, x once; from L2: x for each cluster's tile.
 #pragma once
 
+#include "common/hopper.cuh"
 #include "common/packed.cuh"
-#include "products/hopper_product.cuh"
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
-template <int BR_, int BN_, int BOXES, int STAGES, int PACKETS, int WARPS>
-struct PackedLoop {
-    static constexpr int BR = BR_, BN = BN_;
-    static constexpr int GROUPS = (BR + 63) / 64, X_BYTES = BR * 128, W_BYTES = BN * 128;  // of a box
-    static constexpr int STAGE = BOXES * (X_BYTES + W_BYTES);
-    static constexpr int IN_RAW = BOXES * 64 > Packed::STEP ? BOXES * 64 / Packed::STEP : 1;  // packets of K in a raw stage
-    static constexpr int PER_RAW = IN_RAW * Packed::STEP / (BOXES * 64);                      // steps in it
-    static constexpr int PAIRS = BN / 16, TASKS = PAIRS * BOXES;  // of a warp in a step: two panels by 64 elements of K
-    static constexpr int TEAM = TASKS < WARPS ? TASKS : WARPS, TEAMS = WARPS / TEAM;
-    static constexpr int MINE = TASKS / TEAM, AT_ONCE = MINE < 2 ? MINE : 2;  // tasks of a warp
-    static constexpr int USERS = TEAMS <= PER_RAW ? WARPS : TEAM;             // of a raw stage
-    // Where warps that dequantise are as many as can be, registers go from them to those that multiply.
-    static constexpr bool SHARES = GROUPS * BN > 128 && WARPS % 4 == 0;
-    static constexpr int THREADS = 128 * GROUPS + 32 * WARPS + (SHARES ? 128 : 64);
-    static constexpr int AT_FIRST = 65536 / THREADS / 8 * 8, COPIERS = 24, DEQUANTISERS = 64;
-    static constexpr int MULTIPLIERS =
-        (AT_FIRST * THREADS - COPIERS * 128 - DEQUANTISERS * 32 * WARPS) / (128 * GROUPS) / 8 * 8;
-    // Of a wgmma: ptxas takes none with more results than a thread has registers at first.
-    static constexpr int PARTS = SHARES && BN > 128 && WARPS > 4 ? 2 : 1;
-    static_assert(TASKS % TEAM == 0 && WARPS % TEAM == 0, "all warps have as many tasks");
-    static_assert(TEAMS <= PER_RAW ? PER_RAW % TEAMS == 0 : PER_RAW == 1, "teams take turns");
+// What a lane has of a tile: column j of its results is row `row` + 8 (j / 2) + j % 2 of x; its outputs are `output` and, of
+// the second panel, `output` + `next`.
+struct Place {
+    int row, output, next;
+};
 
-    // `prepare`, `keep`, `finish` as in `hopper_product.cuh`. SIDES 2: BN / 2 columns and those `outputs` further on, or in
-    // runs of 2 FOLD columns, of which the first half is counted, FOLD further on.
-    template <int SIDES, int BUFFERS, int SUMS, int FOLD = 0, typename Prepare, typename Keep, typename Finish>
+template <int VALUE>
+struct Number {
+    static constexpr int value = VALUE;
+};
+
+template <int GROUPS, int BN_, int BOXES, int STAGES, int PACKETS, int CLUSTER, int BLOCKS, int RELAY>
+struct PackedLoop {
+    static constexpr int BN = BN_, TILE_WARPS = RELAY ? 4 : 4 * GROUPS;  // warps that share the outputs of a tile
+    static constexpr int X_BYTES = BN * 128, STAGE = BOXES * X_BYTES;    // X_BYTES: of a box
+    static constexpr int IN_RAW = 256 / Packed::STEP;                    // packets of K in a chunk
+    static constexpr int SUMS_BYTES = RELAY ? BN * 256 : 0;              // of a warpgroup's results, handed on
+    static constexpr bool HANDED = Packed::STEP == 256;
+    static constexpr int SCALES = HANDED ? 8 * 16 * sizeof(typename Packed::Handed) : 0;  // bytes that a warp keeps
+    // Registers go from warps that copy to those that multiply.
+    static constexpr bool SHARES = BN >= 128 || RELAY || GROUPS > 4;
+    static constexpr int THREADS = 128 * GROUPS + (SHARES ? 128 : 64), COPIERS = 24;
+    static constexpr int AT_FIRST = 65536 / BLOCKS / THREADS / 8 * 8;
+    static constexpr int LEFT = (AT_FIRST * THREADS - COPIERS * 128) / (128 * GROUPS) / 8 * 8;
+    static constexpr int MULTIPLIERS = LEFT < 240 ? LEFT : 240;
+    // Quarters of a chunk that a lane has as elements: the next is made while one is multiplied, if there are registers for it.
+    static constexpr int QUARTERS = RELAY ? 4 : GROUPS > 4 ? 1 : 2;
+    static_assert(BOXES == 1 || BOXES == 2 || RELAY && BOXES == 4, "sums may begin in the middle of a chunk");
+    // So that a stage is always the same warpgroup's, who has seen all of its phases: a barrier tells no more than one from the next.
+    static_assert(!RELAY || PACKETS % GROUPS == 0 && STAGES % (4 / BOXES * GROUPS) == 0, "whole rounds of turns");
+
+    // What a warp makes of a chunk of two panels, the first of whose packets begin at `packets` and are `packet_set` apart, those
+    // of the other `to_high` behind them. Scales that have to be computed are, once, and kept at `scales`.
+    struct Maker {
+        const unsigned char *packets, *scales;
+        int to_high, packet_set;
+
+        __device__ __forceinline__ Maker(const unsigned char* packets, unsigned char* scales, int to_high, int packet_set)
+            : packets(packets), scales(scales), to_high(to_high), packet_set(packet_set) {
+            if (HANDED) {
+                const int lane = threadIdx.x % 32, t = lane % 4, panel = t / 2, first = t % 2 * 4;
+                typename Packed::Handed made[4];
+#pragma unroll
+                for (int i = 0; i < 4; ++i) made[i] = Packed::handed(packets + panel * to_high, lane / 4, first + i);
+                auto* out = reinterpret_cast<typename Packed::Handed*>(scales) + first * 16 + panel * 8 + lane / 4;
+                __syncwarp();
+#pragma unroll
+                for (int i = 0; i < 4; ++i) out[i * 16] = made[i];
+                __syncwarp();
+            }
+        }
+
+        // A quarter of it; a[4 k] .. are of the k-th 16 elements of K.
+        __device__ __forceinline__ void make(uint32_t (&a)[16], int quarter) const {
+            const int lane = threadIdx.x % 32, row = lane / 4, t = lane % 4;
+            const int group = HANDED ? 2 * quarter : 0;
+#pragma unroll
+            for (int i = 0; i < 2; ++i)
+#pragma unroll
+                for (int p = 0; p < 2; ++p) {
+                    const unsigned char* packet = packets + p * to_high + (HANDED ? 0 : quarter * packet_set);
+                    const auto* handed = reinterpret_cast<const typename Packed::Handed*>(scales) + p * 8 + row;
+                    const auto scale = Packed::scale(packet, row, group + i, HANDED ? handed[(group + i) * 16] : typename Packed::Handed());
+                    const Element8 chunk = Packed::eight(packet, row, (group + i) * 4 + t, scale);
+#pragma unroll
+                    for (int word = 0; word < 4; ++word) a[8 * i + 2 * word + p] = chunk.word[word];
+                }
+        }
+    };
+
+    // Sums on their way through shared memory, a thread's to the same thread of another warpgroup.
+    static __device__ __forceinline__ void put_sums(uint32_t place, const float (&acc)[BN / 2]) {
+#pragma unroll
+        for (int i = 0; i < BN / 8; ++i)
+            asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(place + threadIdx.x % 128 * 16 + i * 2048),
+                         "f"(acc[4 * i]), "f"(acc[4 * i + 1]), "f"(acc[4 * i + 2]), "f"(acc[4 * i + 3])
+                         : "memory");
+    }
+    static __device__ __forceinline__ void take_sums(float (&acc)[BN / 2], uint32_t place) {
+#pragma unroll
+        for (int i = 0; i < BN / 8; ++i)
+            asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+                         : "=f"(acc[4 * i]), "=f"(acc[4 * i + 1]), "=f"(acc[4 * i + 2]), "=f"(acc[4 * i + 3])
+                         : "r"(place + threadIdx.x % 128 * 16 + i * 2048)
+                         : "memory");
+    }
+
+    // finish(acc, place): acc[4 j + e] is of the first output and row j's 8 j + e, acc[4 j + 2 + e] of the second.
+    // SIDES 2: the second panel of a warp is `outputs` further on, or in runs of 2 FOLD columns, of which the first half is
+    // counted, FOLD further on. SUMS 2, no RELAY: a first sum goes through `first` elements of K, a multiple of 128,
+    // and keep(acc, place) takes it; where that is all of K, finish has the only sum.
+    template <int SIDES, int SUMS, int FOLD = 0, typename Keep, typename Finish>
     static __device__ __forceinline__ void run(const TensorMap* x_map, const TensorMap* w_map, int rows, int outputs,
-                                               int inputs, int first, int box_rows, Prepare prepare, Keep keep,
-                                               Finish finish) {
-        constexpr int COLUMNS = BN / SIDES;
-        constexpr int SIDE_PANELS = BN / 8 / SIDES, SIDE = (SIDE_PANELS * Packed::PACKET + 127) / 128 * 128;
-        constexpr int PACKET_SET = SIDES * SIDE, RAW = IN_RAW * PACKET_SET;
+                                               int inputs, int first, Keep keep, Finish finish) {
+        constexpr int COLUMNS = TILE_WARPS * 16 / SIDES, SIDE_PANELS = COLUMNS / 8;
+        constexpr int SIDE = (SIDE_PANELS * Packed::PACKET + 127) / 128 * 128, PACKET_SET = SIDES * SIDE;
+        constexpr int RAW = IN_RAW * PACKET_SET, SUMS_AT = STAGES * STAGE, RAW_AT = SUMS_AT + GROUPS * SUMS_BYTES;
+        constexpr int SCALES_AT = RAW_AT + PACKETS * RAW;
+        // Whether sums may begin or end in the middle of a chunk.
+        constexpr bool RAGGED = !RELAY && (Packed::STEP == 64 || SUMS > 1);
         extern __shared__ unsigned char dynamic[];
-        __shared__ uint64_t barriers[2 * STAGES + 2 * PACKETS];
+        constexpr int HANDS = RELAY ? 4 * GROUPS : 0;  // warps that are handed sums
+        __shared__ uint64_t barriers[2 * (STAGES + PACKETS + HANDS)];
         const uint32_t base = (shared_address(dynamic) + 1023) & ~1023u;
         unsigned char* const aligned = dynamic + (base - shared_address(dynamic));
-        constexpr int OUTBOX = STAGES * STAGE, RAW_AT = OUTBOX + GROUPS * BUFFERS * PIECE_BYTES;
+        const unsigned char* const raw_stages = aligned + RAW_AT;
         const uint32_t full = shared_address(barriers), empty = full + 8 * STAGES;
         const uint32_t raw_full = empty + 8 * STAGES, raw_empty = raw_full + 8 * PACKETS;
+        const uint32_t given = raw_empty + 8 * PACKETS, taken = given + 8 * HANDS;
         const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 32, 0), lane = threadIdx.x % 32;
-        const int row_tiles = (rows + BR - 1) / BR, column_tiles = (outputs + COLUMNS - 1) / COLUMNS;
-        const int tiles = row_tiles * column_tiles;
-        const int steps = (inputs + BOXES * 64 - 1) / (BOXES * 64), raw_steps = (steps + PER_RAW - 1) / PER_RAW;
-        auto place = [&](int tile, int& row, int& column) {
-            const int group = tile / (GROUP_ROWS * column_tiles), within = tile % (GROUP_ROWS * column_tiles);
-            const int height = min(GROUP_ROWS, row_tiles - group * GROUP_ROWS);
-            row = (group * GROUP_ROWS + within % height) * BR;
-            column = within / height * COLUMNS;
+        const int rank = CLUSTER > 1 ? rank_in_cluster() : 0;
+        const int row_tiles = (rows + BN - 1) / BN, column_tiles = (outputs + COLUMNS * CLUSTER - 1) / (COLUMNS * CLUSTER);
+        const int tiles = row_tiles * column_tiles, chunks = (inputs + 255) / 256;
+        const int halves = RELAY ? 2 * chunks : (inputs + 127) / 128;
+        const int first_tile = blockIdx.x / CLUSTER, stride = gridDim.x / CLUSTER;
+        auto place = [&](int tile, int& row, int& column) {  // tiles of one weight follow each other
+            row = tile % row_tiles * BN;
+            column = (tile / row_tiles * CLUSTER + rank) * COLUMNS;
             if (FOLD > 0) column += column / max(FOLD, 1) * FOLD;
         };
         const int side_rows = FOLD > 0 ? FOLD : outputs;  // of W, from one side to the other
+        constexpr int TO_HIGH = SIDES == 1 ? Packed::PACKET : SIDE, LOWS = SIDES == 1 ? 2 : 1;  // panels between first ones
 
         if (threadIdx.x == 0) {
             for (int i = 0; i < STAGES; ++i) {
-                barrier_init(full + 8 * i, TEAM + 1);
-                barrier_init(empty + 8 * i, GROUPS);
+                barrier_init(full + 8 * i, 1);
+                barrier_init(empty + 8 * i, (RELAY ? 1 : GROUPS) * CLUSTER);
             }
             for (int i = 0; i < PACKETS; ++i) {
                 barrier_init(raw_full + 8 * i, 1);
-                barrier_init(raw_empty + 8 * i, USERS);
+                barrier_init(raw_empty + 8 * i, TILE_WARPS);
             }
+            for (int i = 0; i < 2 * HANDS; ++i) barrier_init(given + 8 * i, 1);
             publish_barriers();
         }
-        __syncthreads();
+        if (CLUSTER > 1)
+            cluster_sync();
+        else
+            __syncthreads();
 
-        if (warp >= 4 * GROUPS + WARPS) {
+        if (warp >= 4 * GROUPS) {
             if (SHARES) give_registers<COPIERS>();
-            if (warp == 4 * GROUPS + WARPS) {  // copies packets
-                if (elected()) {
-                    prefetch_map(w_map);
-                    int stage = 0, parity = 1, row, column;
-                    for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
-                        place(tile, row, column);
-                        for (int raw = 0; raw < raw_steps; ++raw) {
-                            barrier_wait(raw_empty + 8 * stage, parity);
-                            barrier_expect(raw_full + 8 * stage, RAW / SIDE * SIDE_PANELS * Packed::PACKET);
+            if (warp == 4 * GROUPS && elected()) {  // copies packets
+                prefetch_map(w_map);
+                int stage = 0, parity = 1, row, column;
+                for (int tile = first_tile; tile < tiles; tile += stride) {
+                    place(tile, row, column);
+                    for (int chunk = 0; chunk < chunks; ++chunk) {
+                        barrier_wait(raw_empty + 8 * stage, parity);
+                        barrier_expect(raw_full + 8 * stage, IN_RAW * SIDES * SIDE_PANELS * Packed::PACKET);
 #pragma unroll
-                            for (int i = 0; i < IN_RAW; ++i)
+                        for (int i = 0; i < IN_RAW; ++i)
 #pragma unroll
-                                for (int side = 0; side < SIDES; ++side)
-                                    load_box(base + RAW_AT + stage * RAW + i * PACKET_SET + side * SIDE, w_map,
-                                             raw_full + 8 * stage, (raw * IN_RAW + i) * (Packed::PACKET / 8),
-                                             (column + side * side_rows) / 8);
-                            if (++stage == PACKETS) stage = 0, parity ^= 1;
-                        }
+                            for (int side = 0; side < SIDES; ++side)
+                                load_box(base + RAW_AT + stage * RAW + i * PACKET_SET + side * SIDE, w_map,
+                                         raw_full + 8 * stage, (chunk * IN_RAW + i) * (Packed::PACKET / 8),
+                                         (column + side * side_rows) / 8);
+                        if (++stage == PACKETS) stage = 0, parity ^= 1;
                     }
                 }
-            } else if (warp == 4 * GROUPS + WARPS + 1) {  // copies x
-                if (elected()) {
-                    prefetch_map(x_map);
-                    wait_for_previous();
-                    int stage = 0, parity = 1, row, column;
-                    for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
-                        place(tile, row, column);
-                        for (int step = 0; step < steps; ++step) {
-                            barrier_wait(empty + 8 * stage, parity);
-                            barrier_expect(full + 8 * stage, BOXES * box_rows * 128);
+            } else if (warp == 4 * GROUPS + 1 && elected()) {  // copies x
+                prefetch_map(x_map);
+                wait_for_previous();
+                int stage = 0, parity = 1, row, column;
+                for (int tile = first_tile; tile < tiles; tile += stride) {
+                    place(tile, row, column);
+                    for (int box = 0; box < 2 * halves; box += BOXES) {
+                        barrier_wait(empty + 8 * stage, parity);
+                        barrier_expect(full + 8 * stage, STAGE);
 #pragma unroll
-                            for (int i = 0; i < BOXES; ++i)
-                                load_box(base + stage * STAGE + i * X_BYTES, x_map, full + 8 * stage,
-                                         (step * BOXES + i) * 64, row);
-                            if (++stage == STAGES) stage = 0, parity ^= 1;
+                        for (int i = 0; i < BOXES; ++i) {
+                            const uint32_t target = base + stage * STAGE + i * X_BYTES;
+                            if (CLUSTER > 1)
+                                load_box_in(target + rank * (X_BYTES / CLUSTER), x_map, full + 8 * stage, (box + i) * 64,
+                                            row + rank * (BN / CLUSTER), (1 << CLUSTER) - 1);
+                            else
+                                load_box(target, x_map, full + 8 * stage, (box + i) * 64, row);
                         }
-                    }
-                    launch_next();
-                }
-            }
-        } else if (warp >= 4 * GROUPS) {  // dequantises
-            if (SHARES) give_registers<DEQUANTISERS>();
-            const int mine = (warp - 4 * GROUPS) % TEAM, team = (warp - 4 * GROUPS) / TEAM;
-            const int row = lane % 8, turn = lane / 8, group = turn % 2, panel = turn / 2;
-            int raw_stage = 0, raw_parity = 0, stage = 0, parity = 1, next = 0;  // team of the next step
-            for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x)
-                for (int raw = 0; raw < raw_steps; ++raw) {
-                    bool used = false;
-                    // Teams that skip this stage wait, too: a barrier tells no more than one phase from the next.
-                    barrier_wait(raw_full + 8 * raw_stage, raw_parity);
-#pragma unroll 1
-                    for (int part = 0; part < PER_RAW; ++part) {
-                        if (next == team) {
-                            used = true;
-                            const unsigned char* source = aligned + RAW_AT + raw_stage * RAW;
-                            unsigned char* elements = aligned + stage * STAGE + BOXES * X_BYTES;
-#pragma unroll
-                            for (int begin = 0; begin < MINE; begin += AT_ONCE) {
-                                // All is read before anything is written, which the compiler would not dare.
-                                Element8 out[AT_ONCE][4];
-#pragma unroll
-                                for (int i = 0; i < AT_ONCE; ++i) {
-                                    if (begin + i >= MINE) break;
-                                    const int task = mine + (begin + i) * TEAM, p = 2 * (task % PAIRS) + panel;
-                                    const int depth = part * BOXES * 64 + task / PAIRS * 64;  // in the raw stage
-                                    const int within = depth % Packed::STEP;
-                                    const unsigned char* packet = source + depth / Packed::STEP * PACKET_SET +
-                                                                  p / SIDE_PANELS * SIDE + p % SIDE_PANELS * Packed::PACKET;
-                                    const auto scale = Packed::scale(packet, row, within / 32 + group);
-#pragma unroll
-                                    for (int j = 0; j < 4; ++j)
-                                        out[i][j] = Packed::eight(packet, row, within / 8 + group * 4 + (j + turn) % 4, scale);
-                                }
-                                if (begin == 0) barrier_wait(empty + 8 * stage, parity);
-#pragma unroll
-                                for (int i = 0; i < AT_ONCE; ++i) {
-                                    if (begin + i >= MINE) break;
-                                    const int task = mine + (begin + i) * TEAM, p = 2 * (task % PAIRS) + panel;
-                                    unsigned char* target = elements + task / PAIRS * W_BYTES + (p * 8 + row) * 128;
-#pragma unroll
-                                    for (int j = 0; j < 4; ++j)
-                                        *reinterpret_cast<Element8*>(target + ((group * 4 + (j + turn) % 4 ^ row) << 4)) =
-                                            out[i][j];
-                                }
-                            }
-                            publish_to_wgmma();
-                            __syncwarp();
-                            if (lane == 0) barrier_arrive(full + 8 * stage);
-                        }
-                        if (++next == TEAMS) next = 0;
                         if (++stage == STAGES) stage = 0, parity ^= 1;
                     }
-                    if (used && lane == 0) barrier_arrive(raw_empty + 8 * raw_stage);
-                    if (++raw_stage == PACKETS) raw_stage = 0, raw_parity ^= 1;
                 }
+                launch_next();
+            }
+            __syncwarp();
         } else {
-            if (SHARES) take_registers<(MULTIPLIERS > 240 ? 240 : MULTIPLIERS)>();
-            const int group = warp / 4;
-            const Outbox outbox{base + OUTBOX + group * BUFFERS * PIECE_BYTES, group};
+            if (SHARES) take_registers<MULTIPLIERS>();
             const uint64_t start = tile_descriptor(base);
-            int stage = 0, parity = 0, before = 0;
-            for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
+            unsigned char* const scales = aligned + SCALES_AT + warp * SCALES;
+            const int tile_warp = warp % TILE_WARPS;
+            const auto release = [&](int stage) {
+                if (CLUSTER == 1 && threadIdx.x % 128 == 0) barrier_arrive(empty + 8 * stage);
+                if (CLUSTER > 1 && threadIdx.x % 128 < CLUSTER)
+                    barrier_arrive_there(address_in(empty + 8 * stage, threadIdx.x % 128));
+            };
+            int stage = 0, parity = 0, before = 0, ring = 0, ring_parity = 0;  // ring: of packets
+            int turn = 0, given_parity = 0, taken_parity = 1;
+            uint32_t a[QUARTERS][16];
+            for (int tile = first_tile; tile < tiles; tile += stride) {
                 float acc[BN / 2];
                 int row, column;
                 place(tile, row, column);
-                row += group * 64 + warp % 4 * 16 + lane / 4;
-                const auto ready = prepare(row, column);
-                const auto sum = [&](int begin, int end) {
-                    int step = begin;
+                const Place own{row + 2 * (lane % 4), column + tile_warp * (SIDES == 1 ? 16 : 8) + lane / 4,
+                                SIDES == 1 ? 8 : side_rows};
+                const auto maker = [&] {
+                    return Maker(raw_stages + ring * RAW + tile_warp * LOWS * Packed::PACKET, scales, TO_HIGH, PACKET_SET);
+                };
+                const auto release_packets = [&] {
+                    __syncwarp();
+                    if (lane == 0) barrier_arrive(raw_empty + 8 * ring);
+                };
+                const auto next_chunk = [&] {
+                    if (++ring == PACKETS) ring = 0, ring_parity ^= 1;
+                };
+                if constexpr (RELAY) {
+                    const int group = warp / 4, next = group + 1 < GROUPS ? group + 1 : 0, own_hand = 8 * warp;
+                    const int next_hand = 8 * (4 * next + tile_warp);
 #pragma unroll 1
-                    do {
-                        barrier_wait(full + 8 * stage, parity);
-                        const uint64_t a = start + stage * (STAGE / 16) + group * (64 * 128 / 16);
-                        const uint64_t b = start + stage * (STAGE / 16) + BOXES * X_BYTES / 16;
+                    for (int chunk = 0; chunk < chunks; ++chunk) {
+                        if (turn == group) {
+                            barrier_wait(raw_full + 8 * ring, ring_parity);
+                            const Maker mine = maker();
+#pragma unroll
+                            for (int quarter = 0; quarter < 4; ++quarter) mine.make(a[quarter], quarter);
+                            release_packets();
+                            if (chunk > 0) {
+                                barrier_wait(given + own_hand, given_parity);
+                                given_parity ^= 1;
+                                take_sums(acc, base + SUMS_AT + group * SUMS_BYTES);
+                                __syncwarp();
+                                if (lane == 0) barrier_arrive(taken + own_hand);
+                            }
+                            const int first_stage = stage;
+#pragma unroll
+                            for (int box = 0; box < 4; box += BOXES) {
+                                barrier_wait(full + 8 * stage, parity);
+                                const uint64_t b = start + stage * (STAGE / 16);
+                                wgmma_begin();
+#pragma unroll
+                                for (int k = 0; k < 4 * BOXES; ++k)
+                                    wgmma(acc, reinterpret_cast<const uint32_t(&)[4]>(a[box + k / 4][k % 4 * 4]),
+                                          b + k / 4 * (X_BYTES / 16) + k % 4 * 2, chunk > 0 || box + k > 0);
+                                wgmma_commit();
+                                if (++stage == STAGES) stage = 0, parity ^= 1;
+                            }
+                            wgmma_wait<0>();
+                            wgmma_keep(acc);
+#pragma unroll
+                            for (int i = 0; i < 4 / BOXES; ++i) release((first_stage + i) % STAGES);
+                            if (chunk + 1 < chunks) {
+                                barrier_wait(taken + next_hand, taken_parity);
+                                taken_parity ^= 1;
+                                put_sums(base + SUMS_AT + next * SUMS_BYTES, acc);
+                                __syncwarp();
+                                if (lane == 0) barrier_arrive(given + next_hand);
+                            } else {
+                                finish(acc, own);
+                            }
+                        } else {
+                            stage += 4 / BOXES;
+                            if (stage >= STAGES) stage -= STAGES, parity ^= 1;
+                        }
+                        if (++turn == GROUPS) turn = 0;
+                        next_chunk();
+                    }
+                    continue;
+                }
+                bool more = false;
+                // Some quarters of a chunk; `on`: others follow at once.
+                const auto multiply = [&](auto begin, auto end, bool on) {
+                    constexpr int BEGIN = decltype(begin)::value, END = decltype(end)::value;
+                    if (BEGIN == 0) barrier_wait(raw_full + 8 * ring, ring_parity);
+                    const Maker mine = maker();
+#pragma unroll
+                    for (int quarter = BEGIN; quarter < END; ++quarter) {
+                        mine.make(a[quarter % QUARTERS], quarter);
+                        if (BOXES == 1 || quarter % 2 == 0) barrier_wait(full + 8 * stage, parity);
+                        const uint64_t b = start + stage * (STAGE / 16) + (BOXES == 2 ? quarter % 2 * (X_BYTES / 16) : 0);
                         wgmma_begin();
 #pragma unroll
-                        for (int i = 0; i < BOXES; ++i)
-#pragma unroll
-                            for (int k = 0; k < 4; ++k)
-#pragma unroll
-                                for (int part = 0; part < PARTS; ++part)
-                                    wgmma(reinterpret_cast<float(&)[BN / 2 / PARTS]>(acc[part * BN / 2 / PARTS]),
-                                          a + i * (X_BYTES / 16) + 2 * k,
-                                          b + (i * W_BYTES + part * W_BYTES / PARTS) / 16 + 2 * k, step - begin + i + k > 0);
+                        for (int k = 0; k < 4; ++k)
+                            wgmma(acc, reinterpret_cast<const uint32_t(&)[4]>(a[quarter % QUARTERS][4 * k]), b + 2 * k,
+                                  more || quarter > BEGIN || k > 0);
                         wgmma_commit();
                         // With one kind of wait in the loop ptxas puts every wgmma behind the one before it (C7514).
-                        if (step + 1 < end)
+                        if (QUARTERS > 1 && (quarter < END - 1 || on))
                             wgmma_wait<1>();
                         else
                             wgmma_wait<0>();
-                        if (step > begin && threadIdx.x % 128 == 0) barrier_arrive(empty + 8 * before);
-                        before = stage;
-                        if (++stage == STAGES) stage = 0, parity ^= 1;
-                    } while (++step < end);
+                        if ((BOXES == 1 || quarter % 2 == 0) && (more || quarter > BEGIN)) release(before);
+                        if (BOXES == 1 || quarter % 2 == 1) {
+                            before = stage;
+                            if (++stage == STAGES) stage = 0, parity ^= 1;
+                        }
+                    }
+                    more = true;
+                };
+                const auto sum = [&](int begin, int end) {  // of halves of chunks
+                    more = false;
+                    if (RAGGED && begin % 2 == 1) {
+                        multiply(Number<2>(), Number<4>(), false);
+                        release_packets();
+                        next_chunk();
+                        ++begin;
+                    }
+#pragma unroll 1
+                    for (; begin + 1 < end; begin += 2) {
+                        multiply(Number<0>(), Number<4>(), begin + 2 < end);
+                        release_packets();
+                        next_chunk();
+                    }
+                    if (RAGGED && begin < end) {
+                        multiply(Number<0>(), Number<2>(), false);
+                        if (end == halves) {
+                            release_packets();
+                            next_chunk();
+                        }
+                    }
                     wgmma_wait<0>();
                     wgmma_keep(acc);
-                    if (threadIdx.x % 128 == 0) barrier_arrive(empty + 8 * before);
+                    release(before);
                 };
                 int begin = 0;
                 if (SUMS > 1 && first < inputs) {
-                    begin = first / (BOXES * 64);
+                    begin = first / 128;
                     sum(0, begin);
-                    keep(acc, row, column, outbox);
+                    keep(acc, own);
                 }
-                sum(begin, steps);
-                finish(acc, row, column, ready, outbox);
+                sum(begin, halves);
+                finish(acc, own);
             }
-            if (BUFFERS > 0 && threadIdx.x % 128 == 0) wait_for_reads();
         }
+        if (CLUSTER > 1) cluster_sync();  // no block ends while another may write to its memory or barriers
     }
 };
 

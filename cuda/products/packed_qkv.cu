@@ -5,11 +5,11 @@
 // Queries go to qkv (T, (H + 2 G) D), keys and values to their pages, as `qkv.cuh` says, to the bits of `hopper_qkv.cu` over the
 // dequantised weights.
 //
-// A tile has BN / 2 columns of the first half of a head and those half a head further on, so that what is rotated together is in
-// one thread, and heads are shared by as many blocks as there should be.
+// A warp has 8 outputs of the first half of a head and those half a head further on, so that what is rotated together is in one
+// lane; or, where neighbours are rotated together, in lanes side by side.
 //
 // Options: -DFORMAT; -DHEAD_DIM, 64 or 128; -DINTERLEAVED (0); -DKERNELS, a PACKED_QKV_KERNEL for each tile, as `packed_qkv.py`
-// writes it. Kernels are named qkv_BR_BN_BOXES_STAGES_PACKETS_WARPS.
+// writes it. Kernels are named qkv_GROUPS_BN_BOXES_STAGES_PACKETS_CLUSTER_BLOCKS_RELAY.
 #include "common/qkv.cuh"
 #include "products/packed_product.cuh"
 
@@ -17,80 +17,70 @@
 
 static constexpr int HALF = HEAD_DIM / 2;
 
-// Of the two rows that a thread has in a tile.
-struct Rows {
-    int table_row[2], cache_row[2];
-};
-
 template <typename Loop>
 static __device__ __forceinline__ void qkv_product(const TensorMap* x_map, const TensorMap* w_map, const Qkv& to, int tokens,
-                                                   int width, int box_rows) {
-    constexpr int BN = Loop::BN, COLUMNS = BN / 2;
-    static_assert(HALF % COLUMNS == 0, "a tile has parts of one head");
-    const auto prepare = [&](int row, int) {
-        Rows ready;
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const bool exists = row + 8 * half < tokens;
-            ready.table_row[half] = to.table_row(exists ? to.positions[row + 8 * half] : 0);
-            ready.cache_row[half] = exists ? to.cache_rows[row + 8 * half] : -1;
-        }
-        return ready;
-    };
-    const auto finish = [&](const float(&acc)[BN / 2], int row, int column, const Rows& ready, const Outbox&) {
-        const int head = column / HEAD_DIM, first = column % HEAD_DIM, t = threadIdx.x % 4;
+                                                   int width) {
+    constexpr int BN = Loop::BN;
+    const auto nothing = [](const auto&...) {};
+    const auto finish = [&](const float(&acc)[BN / 2], const Place& place) {
+        const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+        const int head = place.output / HEAD_DIM, within = place.output % HEAD_DIM;
+        if (head >= to.all_heads()) return;
         const bool is_query = to.is_query(head), rotates = !to.is_value(head);
-        const float* bias = to.bias == nullptr ? nullptr : to.bias + column;
+        float bias[2] = {};
+        if (to.bias != nullptr)
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const int token = row + 8 * half, cache_row = ready.cache_row[half];
-            const float* angles = to.angles(ready.table_row[half]);
-            uint32_t words[2][COLUMNS / 8];
+            for (int side = 0; side < 2; ++side) bias[side] = to.bias[place.output + side * HALF];
 #pragma unroll
-            for (int j = 0; j < COLUMNS / 8; ++j) {
-                float v[2][2];
+        for (int j = 0; j < BN / 8; ++j) {
+            float v[2][2];  // of a side, of a token
 #pragma unroll
-                for (int side = 0; side < 2; ++side) {
-                    const int at = 8 * j + 2 * t + side * HALF;
-                    const float2 added = bias != nullptr ? *reinterpret_cast<const float2*>(bias + at) : make_float2(0.0f, 0.0f);
-                    v[side][0] = rounded(acc[side * BN / 4 + 4 * j + 2 * half]) + added.x;
-                    v[side][1] = rounded(acc[side * BN / 4 + 4 * j + 2 * half + 1]) + added.y;
-                    if (INTERLEAVED && rotates) {
-                        const float2 angle = *reinterpret_cast<const float2*>(angles + first + at);
-                        rotate(v[side][0], v[side][1], angle.x, angle.y);
+            for (int e = 0; e < 2; ++e) {
+                const int token = place.row + 8 * j + e;
+#pragma unroll
+                for (int side = 0; side < 2; ++side) v[side][e] = rounded(acc[4 * j + 2 * side + e]) + bias[side];
+                if (!rotates) continue;
+                const float* angles = to.angles(to.table_row(token < tokens ? to.positions[token] : 0));
+                if (!INTERLEAVED) {
+                    const float2 angle = *reinterpret_cast<const float2*>(angles + 2 * within);
+                    rotate(v[0][e], v[1][e], angle.x, angle.y);
+                } else {
+#pragma unroll
+                    for (int side = 0; side < 2; ++side) {
+                        const int first = (within + side * HALF) & ~1;
+                        const float2 angle = *reinterpret_cast<const float2*>(angles + first);
+                        const float other = __shfl_xor_sync(0xffffffffu, v[side][e], 4);
+                        float x = g % 2 ? other : v[side][e], y = g % 2 ? v[side][e] : other;
+                        rotate(x, y, angle.x, angle.y);
+                        v[side][e] = g % 2 ? y : x;
                     }
                 }
-                if (!INTERLEAVED && rotates) {
-                    const float4 two = *reinterpret_cast<const float4*>(angles + 2 * (first + 8 * j + 2 * t));
-                    rotate(v[0][0], v[1][0], two.x, two.y);
-                    rotate(v[0][1], v[1][1], two.z, two.w);
-                }
-#pragma unroll
-                for (int side = 0; side < 2; ++side) words[side][j] = pack(v[side][0], v[side][1]);
             }
-            Element* target = is_query ? to.in_qkv(token, head) : to.in_cache(max(cache_row, 0), head);
-            const bool written = token < tokens && (is_query || cache_row >= 0);
-#pragma unroll
-            for (int side = 0; side < 2; ++side)
-                store_row<COLUMNS>(target + first + side * HALF, written, COLUMNS, t, [&](int j) { return words[side][j]; });
+            const int token = place.row - 2 * t + 8 * j + g;
+            const int cache_row = token < tokens ? to.cache_rows[token] : -1;
+            const uint32_t words[2] = {turned(pack(v[0][0], v[0][1])), turned(pack(v[1][0], v[1][1]))};
+            if (token >= tokens || (!is_query && cache_row < 0)) continue;
+            Element* target = (is_query ? to.in_qkv(token, head) : to.in_cache(cache_row, head)) + within - g + 2 * t;
+            *reinterpret_cast<uint32_t*>(target) = words[0];
+            *reinterpret_cast<uint32_t*>(target + HALF) = words[1];
         }
     };
-    const auto nothing = [](const auto&...) {};
-    Loop::template run<2, 0, 1, HALF>(x_map, w_map, tokens, to.all_heads() * HALF, width, width, box_rows, prepare, nothing,
-                                      finish);
+    Loop::template run<2, 1, HALF>(x_map, w_map, tokens, to.all_heads() * HALF, width, width, nothing, finish);
 }
 
-#define PACKED_QKV_KERNEL(BR, BN, BOXES, STAGES, PACKETS, WARPS)                                                   \
-    extern "C" __global__ void __launch_bounds__(PackedLoop<BR, BN, BOXES, STAGES, PACKETS, WARPS>::THREADS, 1)    \
-        qkv_##BR##_##BN##_##BOXES##_##STAGES##_##PACKETS##_##WARPS(                                               \
-            const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w, const float* bias,           \
-            const int* positions, const int* cache_rows, const float* table, int table_rows, Element* qkv,         \
-            Kept* keys, Kept* values, int tokens,       int heads, int kv_heads, int width, int box_rows) {        \
-        const Qkv to{qkv, keys, values, bias, positions, cache_rows, table, table_rows, heads, kv_heads};         \
-        qkv_product<PackedLoop<BR, BN, BOXES, STAGES, PACKETS, WARPS>>(&x, &w, to, tokens, width, box_rows);       \
+#define PACKED_QKV_KERNEL(GROUPS, BN, BOXES, STAGES, PACKETS, CLUSTER, BLOCKS, RELAY)                               \
+    extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1)                                                      \
+        __launch_bounds__(PackedLoop<GROUPS, BN, BOXES, STAGES, PACKETS, CLUSTER, BLOCKS, RELAY>::THREADS, BLOCKS) \
+            qkv_##GROUPS##_##BN##_##BOXES##_##STAGES##_##PACKETS##_##CLUSTER##_##BLOCKS##_##RELAY(                 \
+                const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w, const float* bias,        \
+                const int* positions, const int* cache_rows, const float* table, int table_rows, Element* qkv,      \
+                Kept* keys, Kept* values, int tokens, int heads, int kv_heads, int width) {                         \
+        const Qkv to{qkv, keys, values, bias, positions, cache_rows, table, table_rows, heads, kv_heads};           \
+        qkv_product<PackedLoop<GROUPS, BN, BOXES, STAGES, PACKETS, CLUSTER, BLOCKS, RELAY>>(&x, &w, to, tokens,    \
+                                                                                            width);                \
     }
 #else
-#define PACKED_QKV_KERNEL(BR, BN, BOXES, STAGES, PACKETS, WARPS)
+#define PACKED_QKV_KERNEL(...)
 #endif
 
 KERNELS  // of `packed_qkv.py`

@@ -7,8 +7,8 @@
 // where the tests hold them together; GPUs before Hopper were not at hand).
 //
 // A warp has a panel, 8 outputs, and all rows, in TILES tiles of 16; the four of a block share x. They go through K by 256,
-// STAGES copies ahead: the weights' bytes go to shared memory as they are. A lane makes a chunk of 8 elements of the panel's
-// row lane / 4; the four lanes of a row turn theirs into what they hold of mma's operand.
+// STAGES copies ahead: the weights' bytes go to shared memory as they are. A lane makes chunk lane % 4 of a group of the panel's
+// row lane / 4: what it holds of two products' operands.
 //
 // Bytes: W once, x from L2 for each block. K / 16 dependent products, of rows that a whole K is not cut for, set the time of
 // small matrices.
@@ -23,21 +23,6 @@ struct Shared {
     static constexpr int STAGES = TILES < 4 ? 3 : 2;
     static constexpr int X_BYTES = 16 * TILES * PITCH, BYTES = X_BYTES + WARPS * PANEL_BYTES;
 };
-
-// Word p of lane c of each four becomes word c of lane p.
-static __device__ __forceinline__ void transpose(uint32_t (&word)[4]) {
-    const int lane = threadIdx.x;
-#pragma unroll
-    for (int bit = 1; bit < 4; bit *= 2) {
-        const bool upper = lane & bit;
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            if (i & bit) continue;
-            const uint32_t got = __shfl_xor_sync(0xffffffffu, upper ? word[i] : word[i | bit], bit);
-            (upper ? word[i] : word[i | bit]) = got;
-        }
-    }
-}
 
 // c[m]: rows 16 m + lane / 4, + 8 of the product, outputs 2 (lane % 4), + 1 of the warp's panel.
 template <int TILES>
@@ -90,9 +75,8 @@ static __device__ __forceinline__ void multiply(float (&c)[TILES][4], const Elem
         for (int group = 0; group < groups; ++group) {
             constexpr int GROUPS = Packed::STEP / 32;
             const unsigned char* place = packet + group / GROUPS * Packed::PACKET;
-            const auto scale = Packed::scale(place, lane / 4, group % GROUPS);
-            Element8 b = Packed::eight(place, lane / 4, group % GROUPS * 4 + lane % 4, scale);
-            transpose(b.word);
+            const auto scale = packed::scale_of<Packed>(place, lane / 4, group % GROUPS);
+            const Element8 b = Packed::eight(place, lane / 4, group % GROUPS * 4 + lane % 4, scale);
 #pragma unroll
             for (int half = 0; half < 2; ++half)
 #pragma unroll

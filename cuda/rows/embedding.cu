@@ -40,7 +40,7 @@ extern "C" __global__ void __launch_bounds__(256)
         embed_##FORMAT(const int* __restrict__ tokens, const unsigned char* __restrict__ table, float* __restrict__ out,     \
                        int count, int width, int vocab, float scale) {                                                      \
         embed_rows(tokens, out, count, width, vocab, scale, [=](int64_t row, int chunk) {                                   \
-            return packed::chunk_of<packed::FORMAT>(table, width, row, chunk);                                              \
+            return packed::neighbours_of<packed::FORMAT>(table, width, row, chunk);                                         \
         });                                                                                                                 \
     }
 PACKED_FORMATS(EMBED)

@@ -28,6 +28,9 @@ __device__ __forceinline__ void put_four(unsigned char* place, const uint8_t* so
     put_two(place, source), put_two(place + 2, source + 2);
 }
 
+// Where element i of a chunk is in its group.
+__device__ __forceinline__ int in_group(int chunk, int i) { return 8 * (i / 2) + 2 * chunk + i % 2; }
+
 // The plane of a word for so many chunks, of which a chunk has 4 / CHUNKS bits an element, `shift` up in the file's number.
 // Returns where the next one starts.
 template <typename Type, int CHUNKS>
@@ -38,7 +41,7 @@ __device__ __forceinline__ int put_plane(const Place& at, int plane, int step, c
         uint32_t word = 0;
         for (int c = 0; c < CHUNKS; ++c)
             for (int i = 0; i < 8; ++i) {
-                const uint32_t bits = Type::number(block, within + (first + c) * 8 + i) >> shift & ((1 << BITS) - 1);
+                const uint32_t bits = Type::number(block, within + in_group(first + c, i)) >> shift & ((1 << BITS) - 1);
                 word |= bits << (4 * (i / 2) + 16 * (i % 2) + BITS * c);
             }
         put_word(at.packet + plane + ((chunk + first) / CHUNKS * packed::ROWS + at.row) * 4, word);
@@ -51,7 +54,8 @@ template <typename Type, int BITS, int STEP>
 __device__ __forceinline__ int put_numbers(const Place& at, const uint8_t* block, int within, int chunk) {
     if (BITS == 8) {
         for (int i = 0; i < 32; ++i)
-            at.packet[((chunk + i / 8) * packed::ROWS + at.row) * 8 + i % 8] = Type::number(block, within + i);
+            at.packet[((chunk + i / 8) * packed::ROWS + at.row) * 8 + i % 8] =
+                Type::number(block, within + in_group(i / 8, i % 8));
         return STEP * packed::ROWS;
     }
     int plane = 0;

@@ -15,6 +15,7 @@ from nightmill.worker.runners.gpu.device.sources import for_element
 from nightmill.worker.runners.gpu.kv_cache import PAGE, LayerCache
 from nightmill.worker.runners.gpu.products.chooser import Products
 from nightmill.worker.runners.gpu.products.library import LibraryProducts
+from nightmill.worker.runners.gpu.products.packed_few import PackedFew
 from nightmill.worker.runners.gpu.products.packed_tiles import PackedTiles
 from nightmill.worker.runners.gpu.products.shapes import Kind, Shape, Way, padded_rows
 from nightmill.worker.runners.gpu.rows.activate import Activate
@@ -119,7 +120,8 @@ def all_products(device: Device, *packed: Format) -> Iterator[Products]:
     gate_up = room(device, (MOST_ROWS, 2 * MOST_FFN), ELEMENT)
     pairs = list(product(Kind, packed))
     if device.hopper:  # all at once, as a runner does
-        sources = (for_element(source, device.element, device.kv) for source in PackedTiles.files(pairs))
+        files = PackedTiles.files(pairs) + PackedFew.files(pairs)
+        sources = (for_element(source, device.element, device.kv) for source in files)
         compile_all(sources, device.architecture)
     products = Products(device, Activate(device), gate_up, unpacked=MOST_UNPACKED, packed=pairs)
     yield products

@@ -17,6 +17,7 @@ from nightmill.worker.runners.gpu.products.hopper_fp8 import HopperFp8
 from nightmill.worker.runners.gpu.products.hopper_qkv import HopperQkv
 from nightmill.worker.runners.gpu.products.hopper_tiles import HopperTiles
 from nightmill.worker.runners.gpu.products.library import LibraryProducts
+from nightmill.worker.runners.gpu.products.packed_few import PackedFew
 from nightmill.worker.runners.gpu.products.packed_qkv import PackedQkv
 from nightmill.worker.runners.gpu.products.packed_rows import PackedRows
 from nightmill.worker.runners.gpu.products.packed_tiles import PackedTiles
@@ -69,7 +70,7 @@ _LAUNCHERS: tuple[type[Launcher], ...] = (
     GeneralDecode, Sampler, Dequantizer,
 )  # fmt: skip
 _PACKED_LAUNCHERS: tuple[type[PackedLauncher], ...] = (
-    PackedTiles, PackedQkv, PackedRows, Unpacked, Repacker,
+    PackedTiles, PackedFew, PackedQkv, PackedRows, Unpacked, Repacker,
 )  # fmt: skip
 _LAST = (Norms, Activate, Rotation, PortablePrefill)
 

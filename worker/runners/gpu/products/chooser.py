@@ -8,6 +8,7 @@ from nightmill.worker.runners.gpu.products.clock import Choices, Clock
 from nightmill.worker.runners.gpu.products.hopper_fp8 import HopperFp8
 from nightmill.worker.runners.gpu.products.hopper_tiles import HopperTiles
 from nightmill.worker.runners.gpu.products.library import LibraryProducts
+from nightmill.worker.runners.gpu.products.packed_few import PackedFew
 from nightmill.worker.runners.gpu.products.packed_rows import PackedRows
 from nightmill.worker.runners.gpu.products.packed_tiles import PackedProduct, PackedTiles
 from nightmill.worker.runners.gpu.products.shapes import (
@@ -103,11 +104,11 @@ class Products:
             self._of_others.append(HopperFp8(device, kinds, quantised))
         elif device.hopper:
             self._ours = [HopperTiles(device, kinds), SplitTiles(device, kinds)]
-        self._packed: ProductLauncher | None = None
+        self._packed: list[ProductLauncher] = []
         if packed and device.hopper:
-            self._packed = PackedTiles(device, packed)
+            self._packed = [PackedFew(device, packed), PackedTiles(device, packed)]
         elif packed:
-            self._packed = PackedRows(device, {kept for _, kept in packed}, activate, gate_up)
+            self._packed = [PackedRows(device, {kept for _, kept in packed}, activate, gate_up)]
         self._unpacked = Unpacked(device, unpacked, self._of_elements) if unpacked else None
         self.clock = Clock(device, self._library.scratch, LibraryProducts.workspace())
         self._elements = device.element.format
@@ -143,7 +144,7 @@ class Products:
         return self._of_packed(shape)
 
     def _of_packed(self, shape: Shape) -> list[Candidate]:
-        tiles = self._packed.candidates(shape) if self._packed is not None else []
+        tiles = [one for launcher in self._packed for one in launcher.candidates(shape)]
         if tiles and shape.rows <= _FEW_ROWS:
             return tiles
         by_elements = self._unpacked.candidates(shape) if self._unpacked is not None else []

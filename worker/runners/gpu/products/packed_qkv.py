@@ -19,10 +19,12 @@ _HEADS = (64, 128)  # sizes of theirs
 _SIDES = 2  # halves of a head in a tile
 
 PACKED_QKV_TILES = (
-    PackedTile(16, 32, 4, 16),
-    PackedTile(64, 32, 4, 16),
-    PackedTile(64, 64, 2, 16),
-    PackedTile(128, 64, 1, 8),
+    PackedTile(4, 8, 4, relay=True),
+    PackedTile(1, 16, 2, 1, 2),
+    PackedTile(1, 32, 2, 1, 2),
+    PackedTile(1, 64, 1, 1, 2),
+    PackedTile(1, 128, 1, 2),
+    PackedTile(1, 256, 1, 2),
 )
 
 
@@ -40,7 +42,7 @@ class PackedQkv:
         self._kernels = {}
         for tile in _tiles(attention, kept):
             name, shared = _name(tile, kept), tile.shared(kept, _SIDES)
-            function = module.function(name, "128s128sPPPPiPPPiiiii", shared=shared, dependent=True)
+            function = module.function(name, "128s128sPPPPiPPPiiii", shared=shared, dependent=True)
             self._kernels[tile] = (
                 function,
                 function.blocks_at_once(tile.threads, shared) * device.multiprocessors,
@@ -79,29 +81,28 @@ class PackedQkv:
         function, at_once = self._kernels[tile]
         attention, weight, angles, maps = self._attention, layer.qkv, self._angles, self._maps
         padded, kept, width = padded_rows(rows), weight.format, weight.columns
-        box, panels = min(padded, tile.rows), tile.columns // PANEL_ROWS // _SIDES
-        tiles = -(-rows // tile.rows) * (weight.rows // tile.columns)
+        panels = tile.outputs(_SIDES) // PANEL_ROWS
         function(
-            (min(tiles, at_once), 1), (tile.threads, 1, 1), maps(x.address, padded, width, box),
+            (tile.grid(rows, weight.rows // _SIDES, _SIDES, at_once), 1), (tile.threads, 1, 1),
+            maps(x.address, padded, width, tile.box),
             maps.of_packed(weight.address, weight.rows, width, kept, panels), layer.qkv_bias.address,
             positions, cache_rows, angles.address, angles.shape[0], qkv.address, cache.keys.address,
-            cache.values.address, rows, attention.heads, attention.kv_heads, width, box,
+            cache.values.address, rows, attention.heads, attention.kv_heads, width,
             shared=tile.shared(kept, _SIDES),
         )  # fmt: skip
 
 
 def _tiles(attention: Attention, kept: Format) -> list[PackedTile]:
     """Those of PACKED_QKV_TILES that have parts of one head."""
-    whole = (tile for tile in PACKED_QKV_TILES if attention.head_dim % tile.columns == 0)
+    whole = (tile for tile in PACKED_QKV_TILES if attention.head_dim // 2 % tile.outputs(_SIDES) == 0)
     return [tile for tile in whole if tile.fits(kept, _SIDES)]
 
 
 def _name(tile: PackedTile, kept: Format) -> str:
-    *arguments, _ = tile.arguments(kept, _SIDES)
-    return "_".join(map(str, ("qkv", *arguments)))
+    return "_".join(map(str, ("qkv", *tile.arguments(kept, _SIDES))))
 
 
 def _source(attention: Attention, kept: Format) -> Source:
-    arguments = (tile.arguments(kept, _SIDES)[:-1] for tile in _tiles(attention, kept))
+    arguments = (tile.arguments(kept, _SIDES) for tile in _tiles(attention, kept))
     kernels = instances("PACKED_QKV_KERNEL", arguments)
     return source_of("packed_qkv", *rotated(attention), f"-DFORMAT={kept.name}", kernels)

@@ -1,4 +1,4 @@
-"""Products with packed weights by `hopper_gemm.cu`, which makes them elements as it multiplies.
+"""Products with packed weights by `packed_gemm.cu`, which makes them elements as it multiplies.
 
 They have the sums of tiles of elements, and so the bits of a product over the dequantised matrix.
 """
@@ -12,7 +12,7 @@ from nightmill.worker.runners.gpu.device.device import Device
 from nightmill.worker.runners.gpu.device.functions import Function, Module
 from nightmill.worker.runners.gpu.device.operands import ELEMENT, PANEL_ROWS, Buffer, Format, Matrix
 from nightmill.worker.runners.gpu.device.sources import Source, instances, source_of
-from nightmill.worker.runners.gpu.device.tensor_maps import NO_MAP, TensorMaps
+from nightmill.worker.runners.gpu.device.tensor_maps import TensorMaps
 from nightmill.worker.runners.gpu.numbers import Numbers
 from nightmill.worker.runners.gpu.products.kinds import layer_kinds
 from nightmill.worker.runners.gpu.products.shapes import DEPTH, Candidate, Kind, Shape, Way, first_sum
@@ -24,51 +24,63 @@ _SHARED = 225 << 10  # bytes of dynamic shared memory that the blocks of a multi
 _DECLARED = 2048  # bytes of a block that the kernel declares, and that CUDA takes
 _ALIGNMENT = 1024
 _SIDE_ALIGNMENT = 128  # of a box in shared memory
-_IN_FLIGHT = (
-    44 << 10
-)  # bytes of packets that a multiprocessor asks for ahead: its share of what memory takes to answer
+_IN_FLIGHT = 56 << 10
+"""Bytes of packets that a multiprocessor asks for ahead: its share of what memory takes to answer."""
 _MOST_STAGES = 16
-_WGMMA_ROWS = 64
-_MOST_ROWS = 512  # above, products over elements win by more than dequantising a matrix takes
+_CHUNK = 256  # inputs in a stage of packets
+_SCALES = 2 << 10  # bytes of scales that a warp keeps, at most
+_SUMS = 256  # bytes of sums that are handed on, for each row of a tile
+_MANY_RESULTS = 128  # rows of a tile, from which a warpgroup copies, and gives its registers away
+_MANY_GROUPS = 4  # warpgroups, from more of which on too
+_SHARED_ROWS = 32  # of a tile, from which four of them may make the same elements, side by side
+_PAIR = 128  # inputs that a first sum must be a multiple of
 
 PackedProduct = tuple[Kind, Format]
 
 
 @dataclass(frozen=True, slots=True)
 class PackedTile:
-    """A tile of `rows` by `columns` rows of the weight.
+    """A tile of 64 `groups` outputs by `rows` rows of x, or of 64 outputs if it is a relay.
 
-    boxes   steps are of so many times 64 inputs
-    warps   that dequantise
-    blocks  that a multiprocessor is to hold, whose memory they share
+    groups   warpgroups
+    boxes    x comes in so many times 64 inputs
+    cluster  blocks that fetch x together
+    blocks   that a multiprocessor is to hold, whose memory they share
+    relay    the warpgroups take turns along the inputs
     """
 
+    groups: int
     rows: int
-    columns: int
-    boxes: int
-    warps: int
+    boxes: int = 1
+    cluster: int = 1
     blocks: int = 1
+    relay: bool = False
 
     @property
     def threads(self) -> int:
-        groups = -(-self.rows // _WGMMA_ROWS)
-        shares = groups * self.columns > 128 and self.warps % 4 == 0  # registers, between whole warpgroups
-        return 128 * groups + 32 * self.warps + (128 if shares else 64)
+        shares = self.rows >= _MANY_RESULTS or self.relay or self.groups > _MANY_GROUPS
+        return 128 * self.groups + (128 if shares else 64)
+
+    def outputs(self, sides: int) -> int:
+        """Of the result, where each has so many rows of the weight."""
+        return 64 * (1 if self.relay else self.groups) // sides
 
     def arguments(self, kept: Format, sides: int) -> tuple[int, ...]:
         """Of the kernel template, and in the names of kernels."""
         stages, packets = self._stages(kept, sides)
-        return self.rows, self.columns, self.boxes, stages, packets, self.warps, 0
+        relay = int(self.relay)
+        return self.groups, self.rows, self.boxes, stages, packets, self.cluster, self.blocks, relay
 
     @property
     def name(self) -> str:
         """For a person."""
-        return f"{self.rows}_{self.columns}_{self.boxes}_{self.warps}_{self.blocks}"
+        form = f"{self.outputs(1)}_{self.rows}_{self.groups}_{self.cluster}_{self.blocks}"
+        return f"{form} relay" if self.relay else form
 
     def shared(self, kept: Format, sides: int) -> int:
         """Bytes of dynamic shared memory."""
         stages, packets = self._stages(kept, sides)
-        return stages * self._stage + packets * self._raw_stage(kept, sides) + _ALIGNMENT
+        return stages * self._stage + packets * self._raw_stage(kept, sides) + self._beside
 
     def fits(self, kept: Format, sides: int) -> bool:
         """Whether there is memory for two stages at least."""
@@ -77,54 +89,72 @@ class PackedTile:
     def suits(self, shape: Shape) -> bool:
         """Whether it computes a shape."""
         sums = first_sum(shape.outputs, shape.inputs) if shape.kind is not Kind.FLOAT else shape.inputs
-        whole = sums == shape.inputs or sums % (DEPTH * self.boxes) == 0
-        return whole and (shape.rows <= self.rows or self.rows >= _WGMMA_ROWS)
+        return sums == shape.inputs or (sums % _PAIR == 0 and not self.relay)
 
     def worthwhile(self, rows: int) -> bool:
         """Whether it may be the fastest for so many rows."""
-        if self.rows < _WGMMA_ROWS:
-            return rows <= self.rows
-        return (
-            4 < rows <= 4 * _WGMMA_ROWS if self.rows == _WGMMA_ROWS else _WGMMA_ROWS // 2 < rows <= _MOST_ROWS
-        )
+        most = self.rows * (4 if self.rows >= _SHARED_ROWS else 1)
+        return self.rows < 2 * max(rows, 8) and (rows <= most or self.rows >= _MANY_RESULTS)
+
+    def grid(self, rows: int, outputs: int, sides: int, at_once: int) -> int:
+        """Blocks of a launch, of which so many run at once."""
+        columns = self.outputs(sides) * self.cluster
+        clusters = min(-(-rows // self.rows) * -(-outputs // columns), max(1, at_once // self.cluster))
+        return clusters * self.cluster
+
+    @property
+    def box(self) -> int:
+        """Rows of x that a block fetches at once."""
+        return self.rows // self.cluster
 
     @property
     def _stage(self) -> int:
-        """Bytes of a step's elements."""
-        return self.boxes * (self.rows + self.columns) * DEPTH * ELEMENT.itemsize
+        """Bytes of x in a stage."""
+        return self.boxes * self.rows * DEPTH * ELEMENT.itemsize
+
+    @property
+    def _beside(self) -> int:
+        """Bytes for sums that are handed on, for scales, and lost to alignment."""
+        sums = self.groups * self.rows * _SUMS if self.relay else 0
+        return sums + 4 * self.groups * _SCALES + _ALIGNMENT
 
     def _raw_stage(self, kept: Format, sides: int) -> int:
-        """Bytes of a step's packets."""
-        side = self.columns // PANEL_ROWS // sides * kept.packet
-        packets = max(1, self.boxes * DEPTH // kept.step)
-        return packets * sides * -(-side // _SIDE_ALIGNMENT) * _SIDE_ALIGNMENT
+        """Bytes of a stage of packets."""
+        side = self.outputs(sides) // PANEL_ROWS * kept.packet
+        return _CHUNK // kept.step * sides * -(-side // _SIDE_ALIGNMENT) * _SIDE_ALIGNMENT
 
     def _stages(self, kept: Format, sides: int) -> tuple[int, int]:
-        """Stages of elements, and of packets."""
-        room, raw = _SHARED // self.blocks - _DECLARED, self._raw_stage(kept, sides)
+        """Stages of x, and of packets."""
+        room, raw = _SHARED // self.blocks - _DECLARED - self._beside, self._raw_stage(kept, sides)
         packets = max(2, min(_MOST_STAGES, _IN_FLIGHT // self.blocks // raw))
-        while packets > 2 and room - packets * raw < 3 * self._stage:
+        while packets > 2 and room - packets * raw < 4 * self._stage:
             packets -= 1
-        return min(_MOST_STAGES, (room - packets * raw) // self._stage), packets
+        if self.relay:
+            packets = max(self.groups, packets // self.groups * self.groups)
+        stages = min(_MOST_STAGES, (room - packets * raw) // self._stage)
+        return stages // self._rounds * self._rounds, packets
+
+    @property
+    def _rounds(self) -> int:
+        """Stages of x are a multiple of this: in a relay, a stage is always one group's."""
+        return self.groups * (_CHUNK // DEPTH // self.boxes) if self.relay else 1
 
 
 _PLAIN = (
-    PackedTile(16, 32, 4, 16),
-    PackedTile(16, 64, 2, 16),
-    PackedTile(64, 32, 4, 16),
-    PackedTile(64, 64, 2, 16),
-    PackedTile(64, 64, 1, 8, 2),
-    PackedTile(128, 64, 1, 8),
-    PackedTile(128, 128, 1, 8),
+    PackedTile(4, 8, 4, relay=True),
+    PackedTile(1, 8, 2, 1, 2),
+    PackedTile(4, 16, 4, relay=True),
+    PackedTile(1, 16, 2, 1, 2),
+    PackedTile(3, 32, 4, relay=True),
+    PackedTile(1, 32, 2, 1, 2),
+    PackedTile(3, 64, 4, relay=True),
+    PackedTile(1, 64, 1, 1, 2),
+    PackedTile(1, 128, 1, 2),
+    PackedTile(3, 128),
+    PackedTile(1, 256, 1, 2),
+    PackedTile(2, 256, 1, 2),
 )
-_GATED = (
-    PackedTile(16, 32, 4, 16),
-    PackedTile(16, 64, 2, 16),
-    PackedTile(64, 64, 2, 16),
-    PackedTile(64, 96, 2, 12),
-    PackedTile(128, 96, 1, 12),
-    PackedTile(128, 192, 1, 12),
-)
+_GATED = (*(tile for tile in _PLAIN if not tile.relay), PackedTile(5, 32), PackedTile(5, 64))
 PACKED_TILES = {
     Kind.PLAIN: _PLAIN,
     Kind.FLOAT: _PLAIN,
@@ -159,7 +189,7 @@ def packed_products(spec: ModelSpec, numbers: Numbers) -> set[PackedProduct]:
 
 
 class PackedTiles:
-    """Launches `hopper_gemm.cu` with packed weights, for these products."""
+    """Launches `packed_gemm.cu`, for these products."""
 
     def __init__(self, device: Device, products: Collection[PackedProduct]) -> None:
         self._maps = TensorMaps(device)
@@ -212,13 +242,13 @@ class PackedTiles:
         """Queue the product with a matrix whose results begin at `y`, rows `pitch` numbers apart."""
         kind, kept, rows, inputs, maps = shape.kind, weight.format, shape.rows, shape.inputs, self._maps
         sides, (function, at_once) = _sides(kind), self._kernels[kind, kept][tile]
-        box, panels = min(rows, tile.rows), tile.columns // PANEL_ROWS // sides
-        tiles = -(-rows // tile.rows) * -(-outputs // (tile.columns // sides))
+        panels = tile.outputs(sides) // PANEL_ROWS
         first = inputs if kind is Kind.FLOAT else first_sum(outputs, inputs)
         function(
-            (min(tiles, at_once), 1), (tile.threads, 1, 1), maps(x.address, rows, inputs, box),
-            maps.of_packed(weight.address, weight.rows, inputs, kept, panels), NO_MAP, y, rows, outputs,
-            inputs, first, box, pitch, shared=tile.shared(kept, sides),
+            (tile.grid(rows, outputs, sides, at_once), 1), (tile.threads, 1, 1),
+            maps(x.address, rows, inputs, tile.box),
+            maps.of_packed(weight.address, weight.rows, inputs, kept, panels), y, rows, outputs, inputs,
+            first, pitch, shared=tile.shared(kept, sides),
         )  # fmt: skip
 
 
@@ -239,11 +269,11 @@ def _load(module: Module, device: Device, kind: Kind, kept: Format) -> dict[Pack
             tile.shared(kept, sides),
             "_".join(map(str, (kind.value, *tile.arguments(kept, sides)))),
         )
-        function = module.function(name, "128s128s128sPiiiiii", shared=shared, dependent=True)
+        function = module.function(name, "128s128sPiiiii", shared=shared, dependent=True)
         found[tile] = function, function.blocks_at_once(tile.threads, shared) * device.multiprocessors
     return found
 
 
 def _source(kind: Kind, kept: Format) -> Source:
     tiles = ((kind.value, kind.name, *tile.arguments(kept, _sides(kind))) for tile in _tiles(kind, kept))
-    return source_of("hopper_gemm", f"-DFORMAT={kept.name}", instances("PACKED_KERNEL", tiles))
+    return source_of("packed_gemm", f"-DFORMAT={kept.name}", instances("PACKED_KERNEL", tiles))
