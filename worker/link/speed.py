@@ -20,9 +20,9 @@ __all__ = ["Room", "expected_rate", "room_of"]
 LENGTHS = (1024, 4096)  # tokens of sequences, for which it is said how many fit
 
 _BYTES_SHARE, _FLOPS_SHARE = 0.75, 0.55  # of the peaks, in whole steps
-_PACKED_A_SECOND = 16e9  # weights that a multiprocessor turns into elements: Q4_K and Q8_0, 1 to 64 rows
+_PACKED_A_SECOND = 19e9  # weights that a multiprocessor turns into elements: Q4_K and Q8_0, 1 to 64 rows
 _PACKED_BYTES = 1.5  # a weight, over which most are elements in the file, too
-_PACKED_FLOPS_SHARE = 0.7  # of the rate without: 256 rows
+_PACKED_FLOPS_SHARE = 0.8  # of the rate without: 256 rows
 _FP8_WIDTH = 560  # at which FP8 gains nothing: prompts of a 0.5B and a 7B, 1.23 and 1.73 times as fast as F16
 _FP8_LAYER_SECONDS = 9e-6  # more launches, which round and rotate: one sequence of a 0.5B
 _LAYER_SECONDS, _STEP_SECONDS = 10e-6, 40e-6  # for the way from kernel to kernel, and for what is in no layer
