@@ -104,7 +104,7 @@ def with_scores(spec: ModelSpec, **scores: Any) -> ModelSpec:
 
 
 def with_other_parts(spec: ModelSpec) -> ModelSpec:
-    """The model with GeGLU and norms after in its last layer, and scaled logits."""
+    """The model with GeGLU, norms after and another type of values in its last layer, and scaled logits."""
     *layers, last = spec.layers
     other = replace(
         last,
@@ -112,7 +112,8 @@ def with_other_parts(spec: ModelSpec) -> ModelSpec:
         attention_post_norm=spec.output_norm,
         feed_forward_post_norm=spec.output_norm,
     )
-    return replace(spec, layers=(*layers, other), logit_scale=0.5)
+    types = {**spec.tensor_types, f"blk.{len(layers)}.attn_v.weight": "Q6_K"}
+    return replace(spec, layers=(*layers, other), logit_scale=0.5, tensor_types=types)
 
 
 def compile_one(nvcc: str, version: str, source: Path, options: tuple[str, ...], architecture: str) -> str:

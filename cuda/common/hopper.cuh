@@ -41,6 +41,14 @@ static __device__ __forceinline__ void group_sync(int group) {
     asm volatile("bar.sync %0, 128;" ::"r"(group + 1) : "memory");
 }
 
+// A barrier of so many threads, of which some only say that they have come. What they wrote before is seen by those that wait.
+static __device__ __forceinline__ void named_wait(int barrier, int threads) {
+    asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+static __device__ __forceinline__ void named_arrive(int barrier, int threads) {
+    asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+
 // What a thread of this warpgroup may have from now on; all its warps call it.
 template <int REGISTERS>
 static __device__ __forceinline__ void give_registers() {

@@ -17,18 +17,20 @@
 // A *group* is 32 elements of a row, four chunks. Chunk t of them has the pairs 8 i + 2 t, + 1 for i = 0 .. 3: what lane t of
 // four holds of the operands of two products of 16 elements, by mma.sync or by wgmma with the weights in registers.
 //
-//   Handed handed(packet, row, group)          what of a group's scale is computed, since it is quantised itself (STEP 256)
+//   hand(Handed[COUNT], packet, row, first)    what of scales is computed, since they are quantised themselves (STEP 256): of
+//                                              COUNT groups, 1, 2 or 4, from a multiple of it on
 //   Scale scale(packet, row, group, handed)    the scale, for all chunks of the group
 //   Element8 eight(packet, row, chunk, scale)  the four pairs of a chunk; its group is chunk / 4
 //
 // Packets are in shared or global memory, aligned to 16 bytes. Lanes l with row l / 4 and chunk l % 4 of a group read without
 // bank conflicts.
 //
-// Elements have the bits of `weights/dequantize.cu`: what that rounds to float and then to an element, so does this. Types
-// without a minimum have products that are exact in float; with a half scale alone, one multiplication of halves rounds
-// them. Of those with a minimum the product is exact, and the sum is rounded once by an fma. Small whole numbers become
-// halves without a conversion: as denormal ones, or behind the bits of 1024, which is then taken away. Instructions a
-// pair of elements, of which products with many rows are made: 3 (Q4_0) to 8 (Q6_K).
+// Elements have the bits of `weights/dequantize.cu`, but for the sign of some zeros: what that rounds to float and then to an
+// element, so does this. Types without a minimum have products that are exact in float; with a half scale alone, one
+// multiplication of halves rounds them. Of those with a minimum the product is exact, and the sum is rounded once by an fma.
+// Small whole numbers become halves without a conversion: as denormal ones, or behind the bits of 1024, which is then taken
+// away; or floats, behind the bits of 128, which an fma takes away with the multiplication. Instructions a
+// pair of elements, of which products with many rows are made: 3 (Q4_0) to 7 (Q5_K).
 #pragma once
 
 #include "common/common.cuh"
@@ -61,15 +63,13 @@ static __device__ __forceinline__ Numbers split(uint32_t word, uint32_t mask) {
     return {{word & even, word & odd, upper & even, upper & odd}};
 }
 
-// The same bits of another plane's word, `shift` places above.
-template <int SHIFT>
-static __device__ __forceinline__ void join(Numbers& numbers, uint32_t word, uint32_t mask) {
-    const uint32_t even = mask * (0x00010001u << SHIFT), odd = mask * (0x00100010u << SHIFT);
-    const uint32_t lower = word << SHIFT, upper = word >> (8 - SHIFT);
-    numbers.pair[0] |= lower & even;
-    numbers.pair[1] |= lower & odd;
-    numbers.pair[2] |= upper & even;
-    numbers.pair[3] |= upper & odd;
+// A fifth bit, of a word whose bits are where those of `split` are.
+static __device__ __forceinline__ void join(Numbers& numbers, uint32_t fifth) {
+    const uint32_t lower = fifth << 4, upper = fifth >> 4;
+    numbers.pair[0] |= lower & 0x00100010u;
+    numbers.pair[1] |= lower & 0x01000100u;
+    numbers.pair[2] |= upper & 0x00100010u;
+    numbers.pair[3] |= upper & 0x01000100u;
 }
 
 // Those of a chunk in the planes of pairs and bits.
@@ -90,15 +90,14 @@ static __device__ __forceinline__ __half2 centred(const Numbers& numbers, int pa
     return __hfma2(raised, halves(0x2c002c00u), halves(ODD * 0x00010001u));  // a sixteenth of it
 }
 
-// What becomes of whole numbers by a scale d: half in the file, or a product of 17 bits and more.
-static __device__ __forceinline__ uint32_t scaled(__half2 numbers, float d) {
-    const float2 pair = __half22float2(numbers);
-    return pack(__fmul_rn(pair.x, d), __fmul_rn(pair.y, d));
-}
-
+// What becomes of whole numbers by a scale that is a half in the file.
 #ifdef ELEMENT_BF16
 using Factor = float;
 static __device__ __forceinline__ Factor factor_at(const unsigned char* place) { return __half2float(value_at<__half>(place)); }
+static __device__ __forceinline__ uint32_t scaled(__half2 numbers, Factor d) {
+    const float2 pair = __half22float2(numbers);
+    return pack(__fmul_rn(pair.x, d), __fmul_rn(pair.y, d));
+}
 #else
 using Factor = __half2;
 static __device__ __forceinline__ Factor factor_at(const unsigned char* place) {
@@ -107,16 +106,30 @@ static __device__ __forceinline__ Factor factor_at(const unsigned char* place) {
 static __device__ __forceinline__ uint32_t scaled(__half2 numbers, Factor d) { return as_word(__hmul2(numbers, d)); }
 #endif
 
-template <int OFFSET, typename D>
-static __device__ __forceinline__ Element8 scaled(const Numbers& numbers, const D (&d)[2]) {  // a scale for 16 elements each
-    Element8 out;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) out.word[i] = scaled(centred<OFFSET>(numbers, i), d[i / 2]);
-    return out;
-}
 template <int OFFSET>
 static __device__ __forceinline__ Element8 scaled(const Numbers& numbers, Factor d) {
-    return scaled<OFFSET>(numbers, {d, d});
+    Element8 out;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) out.word[i] = scaled(centred<OFFSET>(numbers, i), d);
+    return out;
+}
+
+// Whole numbers of a chunk, no more than 6 bits, a byte each: elements 0, 4, 1 and 5, and 2, 6, 3 and 7.
+struct Bytes {
+    uint32_t even, odd;
+};
+
+// What becomes of these, less OFFSET, by scales that are products of 18 bits, for 16 elements each. As third byte of a float,
+// behind 0x43, a byte is 128 more than its number; what that is too much, the fma takes away, exactly. Zeros are +0, where
+// `dequantize.cu` gives them the sign of the scale.
+template <int OFFSET>
+static __device__ __forceinline__ Element8 scaled(const Bytes& bytes, const float (&d)[2]) {
+    const float more[2] = {__fmul_rn(d[0], -128.0f - OFFSET), __fmul_rn(d[1], -128.0f - OFFSET)};
+    const auto one = [&](uint32_t four, int byte, int half) {
+        return __fmaf_rn(__uint_as_float(__byte_perm(four, 0x43000000u, 0x7044 | byte << 8)), d[half], more[half]);
+    };
+    return {pack(one(bytes.even, 0, 0), one(bytes.even, 2, 0)), pack(one(bytes.odd, 0, 0), one(bytes.odd, 2, 0)),
+            pack(one(bytes.even, 1, 1), one(bytes.even, 3, 1)), pack(one(bytes.odd, 1, 1), one(bytes.odd, 3, 1))};
 }
 
 // d q + m: as denormal halves, numbers are 2^-24 of what they are, so scales are as much larger; `handed` has that and m.
@@ -142,7 +155,8 @@ struct Line {
 struct Nothing {};
 struct AtOnce {
     using Handed = Nothing;
-    static __device__ __forceinline__ Handed handed(const unsigned char*, int, int) { return {}; }
+    template <int COUNT>
+    static __device__ __forceinline__ void hand(Handed (&)[COUNT], const unsigned char*, int, int) {}
 };
 
 struct Q8_0 : AtOnce {  // bytes; half d of two groups
@@ -201,7 +215,7 @@ struct Q5_0 : AtOnce {  // nibbles, bits; half d of two groups
     }
     static __device__ __forceinline__ Element8 eight(const unsigned char* packet, int row, int chunk, const Scale& scale) {
         Numbers numbers = split(nibbles(packet, row, chunk), 15);
-        join<4>(numbers, scale.fifth >> chunk % 4, 1);
+        join(numbers, scale.fifth >> chunk % 4);
         return scaled<16>(numbers, scale.d);
     }
 };
@@ -219,7 +233,7 @@ struct Q5_1 : AtOnce {  // nibbles, bits; half d and m of two groups
     }
     static __device__ __forceinline__ Element8 eight(const unsigned char* packet, int row, int chunk, const Scale& scale) {
         Numbers numbers = split(nibbles(packet, row, chunk), 15);
-        join<4>(numbers, scale.fifth >> chunk % 4, 1);
+        join(numbers, scale.fifth >> chunk % 4);
         return scale.line.of(numbers);
     }
 };
@@ -253,14 +267,20 @@ private:
     }
 };
 
-// Scale and minimum of a group of Q4_K and Q5_K, of a row's 16 bytes: half d and dmin; a byte a group of six bits of scale, two
-// upper ones of minimum; four bits a group, the lower ones of minimum.
-static __device__ __forceinline__ float2 line_of_k(const unsigned char* row, int group) {
+// Scales and minima of COUNT groups of Q4_K and Q5_K, a divisor of 4, from a multiple of it on; of a row's 16 bytes: half d and
+// dmin; a byte a group of six bits of scale, two upper ones of minimum; four bits a group, the lower ones of minimum.
+template <int COUNT>
+static __device__ __forceinline__ void lines_of_k(float2 (&lines)[COUNT], const unsigned char* row, int first) {
     const float2 d = float_pair(value_at<uint32_t>(row));
-    const uint32_t four = value_at<uint32_t>(row + 4 + group / 4 * 4), at = group % 4 * 8;
-    const uint32_t low = value_at<uint32_t>(row + 12) >> 4 * group & 15;
-    const float scale = static_cast<float>(four >> at & 63), minimum = static_cast<float>(four >> at >> 2 & 48 | low);
-    return make_float2(__fmul_rn(__fmul_rn(d.x, 0x1p24f), scale), __fmul_rn(-d.y, minimum));
+    const uint32_t upper = value_at<uint32_t>(row + 4 + first / 4 * 4) >> first % 4 * 8;
+    const uint32_t low = value_at<uint32_t>(row + 12) >> 4 * first;
+    const float raised = __fmul_rn(d.x, 0x1p24f);
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) {
+        const float scale = static_cast<float>(upper >> 8 * i & 63);
+        const float minimum = static_cast<float>(upper >> 8 * i + 2 & 48 | low >> 4 * i & 15);
+        lines[i] = make_float2(__fmul_rn(raised, scale), __fmul_rn(-d.y, minimum));
+    }
 }
 
 struct Q4_K {  // nibbles; 16 bytes of scales
@@ -268,8 +288,9 @@ struct Q4_K {  // nibbles; 16 bytes of scales
     using Scale = Line;
     using Handed = float2;
 
-    static __device__ __forceinline__ Handed handed(const unsigned char* packet, int row, int group) {
-        return line_of_k(packet + 1024 + row * 16, group);
+    template <int COUNT>
+    static __device__ __forceinline__ void hand(Handed (&lines)[COUNT], const unsigned char* packet, int row, int first) {
+        lines_of_k(lines, packet + 1024 + row * 16, first);
     }
     static __device__ __forceinline__ Scale scale(const unsigned char* packet, int row, int group, Handed line) {
         return Line(line);
@@ -288,15 +309,16 @@ struct Q5_K {  // nibbles, bits; 16 bytes of scales
 
     using Handed = float2;
 
-    static __device__ __forceinline__ Handed handed(const unsigned char* packet, int row, int group) {
-        return line_of_k(packet + 1280 + row * 16, group);
+    template <int COUNT>
+    static __device__ __forceinline__ void hand(Handed (&lines)[COUNT], const unsigned char* packet, int row, int first) {
+        lines_of_k(lines, packet + 1280 + row * 16, first);
     }
     static __device__ __forceinline__ Scale scale(const unsigned char* packet, int row, int group, Handed line) {
         return {Line(line), value_at<uint32_t>(packet + 1024 + (group * ROWS + row) * 4)};
     }
     static __device__ __forceinline__ Element8 eight(const unsigned char* packet, int row, int chunk, const Scale& scale) {
         Numbers numbers = split(nibbles(packet, row, chunk), 15);
-        join<4>(numbers, scale.fifth >> chunk % 4, 1);
+        join(numbers, scale.fifth >> chunk % 4);
         return scale.line.of(numbers);
     }
 };
@@ -308,6 +330,11 @@ struct Q6_K {  // nibbles, pairs; 16 signed bytes of scales, then half d of all 
     };
     using Handed = float2;
 
+    template <int COUNT>
+    static __device__ __forceinline__ void hand(Handed (&out)[COUNT], const unsigned char* packet, int row, int first) {
+#pragma unroll
+        for (int i = 0; i < COUNT; ++i) out[i] = handed(packet, row, first + i);
+    }
     static __device__ __forceinline__ Handed handed(const unsigned char* packet, int row, int group) {
         const int two = value_at<int16_t>(packet + 1536 + row * 16 + group * 2);
         const float d = __half2float(value_at<__half>(packet + 1664 + row * 2));
@@ -317,9 +344,9 @@ struct Q6_K {  // nibbles, pairs; 16 signed bytes of scales, then half d of all 
         return {{d.x, d.y}};
     }
     static __device__ __forceinline__ Element8 eight(const unsigned char* packet, int row, int chunk, const Scale& scale) {
-        Numbers numbers = split(nibbles(packet, row, chunk), 15);
-        join<4>(numbers, two_bits(packet + 1024, row, chunk), 3);
-        return scaled<32>(numbers, scale.d);
+        const uint32_t low = nibbles(packet, row, chunk), high = two_bits(packet + 1024, row, chunk);
+        const Bytes bytes{low & 0x0f0f0f0fu | high << 4 & 0x30303030u, low >> 4 & 0x0f0f0f0fu | high & 0x30303030u};
+        return scaled<32>(bytes, scale.d);
     }
 };
 
@@ -332,6 +359,11 @@ struct Q3_K {  // pairs, bits; 12 bytes of scales, four lower bits each of 16, t
 
     using Handed = float2;
 
+    template <int COUNT>
+    static __device__ __forceinline__ void hand(Handed (&out)[COUNT], const unsigned char* packet, int row, int first) {
+#pragma unroll
+        for (int i = 0; i < COUNT; ++i) out[i] = handed(packet, row, first + i);
+    }
     static __device__ __forceinline__ Handed handed(const unsigned char* packet, int row, int group) {
         const unsigned char* scales = packet + 768 + row * 12;
         const int low = scales[group], high = value_at<uint32_t>(scales + 8) >> 4 * group;
@@ -343,9 +375,9 @@ struct Q3_K {  // pairs, bits; 12 bytes of scales, four lower bits each of 16, t
         return {{d.x, d.y}, value_at<uint32_t>(packet + 512 + (group * ROWS + row) * 4)};
     }
     static __device__ __forceinline__ Element8 eight(const unsigned char* packet, int row, int chunk, const Scale& scale) {
-        Numbers numbers = split(two_bits(packet, row, chunk), 3);
-        join<2>(numbers, scale.third >> chunk % 4, 1);
-        return scaled<4>(numbers, scale.d);
+        const uint32_t low = two_bits(packet, row, chunk), high = scale.third >> chunk % 4;
+        const Bytes bytes{low & 0x03030303u | high << 2 & 0x04040404u, low >> 4 & 0x03030303u | high >> 2 & 0x04040404u};
+        return scaled<4>(bytes, scale.d);
     }
 };
 
@@ -357,6 +389,11 @@ struct Q2_K {  // pairs; 16 bytes of scales, four bits of scale and of minimum e
 
     using Handed = float4;
 
+    template <int COUNT>
+    static __device__ __forceinline__ void hand(Handed (&out)[COUNT], const unsigned char* packet, int row, int first) {
+#pragma unroll
+        for (int i = 0; i < COUNT; ++i) out[i] = handed(packet, row, first + i);
+    }
     static __device__ __forceinline__ Handed handed(const unsigned char* packet, int row, int group) {
         const uint32_t two = value_at<uint16_t>(packet + 512 + row * 16 + group * 2);
         const float2 d = float_pair(value_at<uint32_t>(packet + 640 + row * 4));
@@ -379,7 +416,9 @@ struct Q2_K {  // pairs; 16 bytes of scales, four bits of scale and of minimum e
 // A scale that is computed where it is used.
 template <typename Format>
 static __device__ __forceinline__ typename Format::Scale scale_of(const unsigned char* packet, int row, int group) {
-    return Format::scale(packet, row, group, Format::handed(packet, row, group));
+    typename Format::Handed handed[1];
+    Format::hand(handed, packet, row, group);
+    return Format::scale(packet, row, group, handed[0]);
 }
 
 // A chunk of a row of a whole matrix with so many inputs.

@@ -30,27 +30,9 @@
 // Option: -DKERNELS, an FP8_KERNEL for each tile, as `hopper_fp8.py` writes it.
 #include "common/fp8.cuh"
 #include "products/hopper_product.cuh"
+#include "products/kinds.cuh"
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-
-enum class Kind { PLAIN, SWIGLU, GEGLU, RESIDUAL, ADDEND };
-
-template <bool FLOAT>
-struct Number {
-    using type = Element;
-};
-template <>
-struct Number<true> {
-    using type = float;
-};
-
-// What a kind of product leaves.
-template <Kind KIND>
-struct Written {
-    static constexpr bool GATED = KIND == Kind::SWIGLU || KIND == Kind::GEGLU;
-    static constexpr bool ADDS = KIND == Kind::RESIDUAL, FLOATS = ADDS || KIND == Kind::ADDEND;
-    using type = typename Number<FLOATS>::type;
-};
 
 static constexpr int LINE = 128;  // elements of K in a box, and bytes: the width of the swizzle
 // Of a thread, with two warpgroups that multiply:

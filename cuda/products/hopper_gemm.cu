@@ -13,23 +13,9 @@
 //
 // Option: -DKERNELS, a GEMM_KERNEL for each tile, as `hopper_tiles.py` writes it.
 #include "products/hopper_product.cuh"
+#include "products/kinds.cuh"
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-
-enum class Kind { PLAIN, SWIGLU, GEGLU, RESIDUAL, ADDEND };
-
-template <Kind>
-struct Written {
-    using type = Element;
-};
-template <>
-struct Written<Kind::RESIDUAL> {
-    using type = float;
-};
-template <>
-struct Written<Kind::ADDEND> {
-    using type = float;
-};
 
 // y += kept, then += acc, for the rows `row` and row + 8 of this thread; y is 0 before where it is not ADDS.
 template <int BN, bool ADDS>
@@ -92,8 +78,7 @@ static __device__ __forceinline__ void send_sums(const TensorMap* y_map, const f
 template <Kind KIND, int GROUPS, int BN, int STAGES, int CLUSTER, int BUFFERS, typename Result>
 static __device__ __forceinline__ void product(const TensorMap* x_map, const TensorMap* w_map, const TensorMap* y_map,
                                                Result* __restrict__ y, int rows, int outputs, int inputs, int first) {
-    constexpr bool GATED = KIND == Kind::SWIGLU || KIND == Kind::GEGLU;
-    constexpr bool ADDS = KIND == Kind::RESIDUAL, SUMMED = ADDS || KIND == Kind::ADDEND;
+    constexpr bool GATED = Written<KIND>::GATED, ADDS = Written<KIND>::ADDS, SUMMED = Written<KIND>::SUMMED;
     constexpr int SIDES = GATED ? 2 : 1, SUMS = SUMMED ? 2 : 1;
     constexpr bool KEEPS = SUMS > 1 && BUFFERS == 0;  // the first sum, in registers
     const int t = threadIdx.x % 4, in_tile = threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;

@@ -10,30 +10,17 @@
 //
 // Options: -DFORMAT; -DKERNELS, a PACKED_FEW for each kernel, as `packed_few.py` writes it. Kernels are named
 // KIND_PANELS_TILES_SUMS. outputs and F are multiples of 8.
+#include "products/kinds.cuh"
 #include "products/packed_few.cuh"
 
 static constexpr int MOST_THREADS = 640;  // of a block
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
-enum class Kind { PLAIN, FLOAT, SWIGLU, GEGLU, RESIDUAL, ADDEND };
-
-template <Kind KIND>
-static constexpr bool IS_FLOAT = KIND == Kind::RESIDUAL || KIND == Kind::ADDEND || KIND == Kind::FLOAT;
-
-template <bool FLOATS>
-struct Written {
-    using type = Element;
-};
-template <>
-struct Written<true> {
-    using type = float;
-};
-
 template <Kind KIND, int PANELS, int TILES, int SUMS, typename Result>
 static __device__ __forceinline__ void product(const Element* x, const unsigned char* weights, Result* y, int rows, int outputs,
                                                int inputs, int first, int pitch, FewMemory memory) {
-    constexpr bool GATED = KIND == Kind::SWIGLU || KIND == Kind::GEGLU;
+    constexpr bool GATED = Written<KIND>::GATED;
     static_assert(!GATED || PANELS == 2, "a panel of gate and one of up");
     constexpr int OWN = GATED ? 1 : PANELS;  // panels of results
     const int all = outputs / packed::ROWS, tasks = (all + OWN - 1) / OWN, lane = threadIdx.x % 32;
@@ -55,7 +42,7 @@ static __device__ __forceinline__ void product(const Element* x, const unsigned 
                     if constexpr (GATED) {
                         const float gate = rounded(sum), up = rounded(acc[i][2 + e]);
                         place = to_element(KIND == Kind::GEGLU ? gelu_times(gate, up) : silu_times(gate, up));
-                    } else if constexpr (IS_FLOAT<KIND>) {
+                    } else if constexpr (Written<KIND>::FLOATS) {
                         float value = KIND == Kind::RESIDUAL ? __fadd_rn(place, sum) : sum;
                         if (SUMS > 1) value = __fadd_rn(value, others[i][2 * p + e]);
                         place = value;
@@ -70,7 +57,7 @@ static __device__ __forceinline__ void product(const Element* x, const unsigned 
 
 #define PACKED_FEW(NAME, WHICH, PANELS, TILES, SUMS)                                                                          \
     extern "C" __global__ void __launch_bounds__(MOST_THREADS, 1) NAME##_##PANELS##_##TILES##_##SUMS(                            \
-        const Element* x, const unsigned char* weights, Written<IS_FLOAT<Kind::WHICH>>::type* y, int rows, int outputs,       \
+        const Element* x, const unsigned char* weights, Written<Kind::WHICH>::type* y, int rows, int outputs,                 \
         int inputs, int first, int pitch, int window, int stages) {                                                           \
         product<Kind::WHICH, PANELS, TILES, SUMS>(x, weights, y, rows, outputs, inputs, first, pitch, {window, stages});      \
     }

@@ -71,7 +71,7 @@ struct PackedFew {
                 asked_chunk = begin_of(asked_item) / CHUNK, asked_end = end_of(asked_item);
                 asked = weights + panels(asked_item / SUMS) * panel_bytes + asked_chunk * BYTES;
             }
-            if (lane == 0) {
+            if (elected()) {
                 const int bytes = min(PACKETS, packets - asked_chunk * PACKETS) * Packed::PACKET;
                 const uint32_t target = shared_address(own) + asked_stage * STAGE, barrier = full + 8 * asked_stage;
                 barrier_expect(barrier, PANELS * bytes);
@@ -96,7 +96,7 @@ struct PackedFew {
         launch_next();
         const int rounds = (items + stride - 1) / stride;
         const auto ask_x = [&](int turn) {  // for a window, of `turn` windows in all rounds
-            if (threadIdx.x == 0 && turn < rounds * windows) {
+            if (warp == 0 && turn < rounds * windows && elected()) {
                 const int from = turn % windows * memory.window;
                 const int bytes = min(memory.window, inputs - from) * static_cast<int>(sizeof(Element));
                 const uint32_t barrier = x_full + turn % 2 * 8;
@@ -125,9 +125,10 @@ struct PackedFew {
                 constexpr int EACH = PANELS * GROUPS / 4;  // of each lane of a row
                 const int panel = PANELS == 2 ? t / 2 : 0, begin = PANELS == 2 ? t % 2 * EACH : t * EACH;
                 auto* out = reinterpret_cast<typename Packed::Handed*>(scales + to * SCALES) + begin * PANELS * 8 + panel * 8 + row;
+                typename Packed::Handed made[EACH];
+                Packed::hand(made, own + from * STAGE + panel * BYTES, row, begin);
 #pragma unroll
-                for (int i = 0; i < EACH; ++i)
-                    out[i * PANELS * 8] = Packed::handed(own + from * STAGE + panel * BYTES, row, begin + i);
+                for (int i = 0; i < EACH; ++i) out[i * PANELS * 8] = made[i];
             }
         };
         float acc[TILES][4];

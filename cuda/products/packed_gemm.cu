@@ -12,24 +12,11 @@
 // bytes of a row. Pairs of elements are turned first, so that a lane has two outputs of a row.
 //
 // Options: -DFORMAT; -DKERNELS, a PACKED_KERNEL for each tile, as `packed_tiles.py` writes it. Kernels are named
-// KIND_GROUPS_BN_BOXES_STAGES_PACKETS_CLUSTER_BLOCKS_RELAY.
+// KIND_GROUPS_BN_BOXES_STAGES_PACKETS_CLUSTER_BLOCKS_RELAY_TURN.
+#include "products/kinds.cuh"
 #include "products/packed_product.cuh"
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-
-enum class Kind { PLAIN, FLOAT, SWIGLU, GEGLU, RESIDUAL, ADDEND };
-
-template <Kind KIND>
-static constexpr bool IS_FLOAT = KIND == Kind::RESIDUAL || KIND == Kind::ADDEND || KIND == Kind::FLOAT;
-
-template <bool FLOATS>
-struct Written {
-    using type = Element;
-};
-template <>
-struct Written<true> {
-    using type = float;
-};
 
 // y = acc, or that added to what is there: of a panel. AT_ONCE rows are under way together.
 template <int BN>
@@ -55,8 +42,8 @@ static __device__ __forceinline__ void put_floats(float* y, const float (&acc)[B
 template <typename Loop, Kind KIND, typename Result>
 static __device__ __forceinline__ void product(const TensorMap* x_map, const TensorMap* w_map, Result* __restrict__ y, int rows,
                                                int outputs, int inputs, int first, int pitch) {
-    constexpr int BN = Loop::BN, PANELS = 2;
-    constexpr bool GATED = KIND == Kind::SWIGLU || KIND == Kind::GEGLU, SUMS = KIND == Kind::RESIDUAL || KIND == Kind::ADDEND;
+    constexpr int BN = Loop::BN, PANELS = Loop::PANELS;
+    constexpr bool GATED = Written<KIND>::GATED, SUMS = Written<KIND>::SUMMED;
     constexpr int OWN = GATED ? 1 : PANELS;  // panels of results
     const auto put = [&](const float(&acc)[BN / 2], const Place& place, bool adds) {
 #pragma unroll
@@ -66,7 +53,7 @@ static __device__ __forceinline__ void product(const TensorMap* x_map, const Ten
     };
     const auto keep = [&](const float(&acc)[BN / 2], const Place& place) { put(acc, place, KIND == Kind::RESIDUAL); };
     const auto finish = [&](const float(&acc)[BN / 2], const Place& place) {
-        if constexpr (IS_FLOAT<KIND>) {
+        if constexpr (Written<KIND>::FLOATS) {
             put(acc, place, KIND == Kind::RESIDUAL || SUMS && first < inputs);
         } else {
             const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
@@ -91,17 +78,19 @@ static __device__ __forceinline__ void product(const TensorMap* x_map, const Ten
                 }
         }
     };
-    Loop::template run<GATED ? 2 : 1, SUMS ? 2 : 1>(x_map, w_map, rows, outputs, inputs, first, keep, finish);
+    Loop::template run<GATED ? 2 : 1, SUMS ? 2 : 1>(x_map, w_map, rows, outputs, inputs, first, blockIdx.x, gridDim.x, keep,
+                                                    finish);
 }
 
-#define PACKED_KERNEL(NAME, WHICH, GROUPS, BN, BOXES, STAGES, PACKETS, CLUSTER, BLOCKS, RELAY)                      \
-    extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1)                                                      \
-        __launch_bounds__(PackedLoop<GROUPS, BN, BOXES, STAGES, PACKETS, CLUSTER, BLOCKS, RELAY>::THREADS, BLOCKS) \
-            NAME##_##GROUPS##_##BN##_##BOXES##_##STAGES##_##PACKETS##_##CLUSTER##_##BLOCKS##_##RELAY(              \
-                const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w,                           \
-                Written<IS_FLOAT<Kind::WHICH>>::type* y, int rows, int outputs, int inputs, int first, int pitch) { \
-        product<PackedLoop<GROUPS, BN, BOXES, STAGES, PACKETS, CLUSTER, BLOCKS, RELAY>, Kind::WHICH>(              \
-            &x, &w, y, rows, outputs, inputs, first, pitch);                                                        \
+#define PACKED_KERNEL(NAME, WHICH, GROUPS, BN, BOXES, STAGES, PACKETS, CLUSTER, BLOCKS, RELAY, TURN)                          \
+    extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1)                                                                \
+        __launch_bounds__(PackedLoop<Packed, GROUPS, BN, BOXES, STAGES, PACKETS, CLUSTER, BLOCKS, RELAY, TURN>::THREADS,      \
+                          BLOCKS)                                                                                             \
+            NAME##_##GROUPS##_##BN##_##BOXES##_##STAGES##_##PACKETS##_##CLUSTER##_##BLOCKS##_##RELAY##_##TURN(                \
+                const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w,                                     \
+                Written<Kind::WHICH>::type* y, int rows, int outputs, int inputs, int first, int pitch) {                     \
+        product<PackedLoop<Packed, GROUPS, BN, BOXES, STAGES, PACKETS, CLUSTER, BLOCKS, RELAY, TURN>, Kind::WHICH>(           \
+            &x, &w, y, rows, outputs, inputs, first, pitch);                                                                  \
     }
 #else
 #define PACKED_KERNEL(...)

@@ -16,8 +16,9 @@
 // starts; one copies x to a ring of STAGES, BOXES times 64 elements of K each, when the kernel ahead has ended. GROUPS
 // warpgroups make elements and multiply, each its own 64 outputs, a quarter of a chunk while the one before it is multiplied.
 // That needs several tiles for each multiprocessor. Where there are fewer, a tile's time is what one warpgroup takes: there
-// the GROUPS are a RELAY. They have a tile together and take turns at its chunks; each makes all elements of its chunk, then
-// takes the sums from the one before it, multiplies, and hands them on, so that they go through K in order.
+// the GROUPS are a RELAY. They have a tile together and take turns at TURN chunks of it; each makes all elements of its chunks,
+// then takes the sums from the one before it, multiplies, and hands them on, so that they go through K in order. With one
+// panel for a warp and half of the operand zero, a tile has 32 outputs, and twice as many multiprocessors have one.
 // The blocks of a CLUSTER have tiles of outputs side by side, and fetch a part of x each, for all.
 //
 // FLOPs 2 rows outputs K; bytes from memory: W as it is in the file, x once; from L2: x for each cluster's tile.
@@ -25,6 +26,7 @@
 
 #include "common/hopper.cuh"
 #include "common/packed.cuh"
+#include "products/packed_maker.cuh"
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
@@ -39,117 +41,101 @@ struct Number {
     static constexpr int value = VALUE;
 };
 
-template <int GROUPS, int BN_, int BOXES, int STAGES, int PACKETS, int CLUSTER, int BLOCKS, int RELAY>
+// RELAY: panels of a warp, 1 or 2, that takes turns of TURN chunks; 0: there are none.
+template <typename Packed, int GROUPS, int BN_, int BOXES, int STAGES, int PACKETS, int CLUSTER, int BLOCKS, int RELAY,
+          int TURN>
 struct PackedLoop {
     static constexpr int BN = BN_, TILE_WARPS = RELAY ? 4 : 4 * GROUPS;  // warps that share the outputs of a tile
+    static constexpr int PANELS = RELAY == 1 ? 1 : 2;                    // of a warp
     static constexpr int X_BYTES = BN * 128, STAGE = BOXES * X_BYTES;    // X_BYTES: of a box
     static constexpr int IN_RAW = 256 / Packed::STEP;                    // packets of K in a chunk
-    static constexpr int SUMS_BYTES = RELAY ? BN * 256 : 0;              // of a warpgroup's results, handed on
-    static constexpr bool HANDED = Packed::STEP == 256;
-    static constexpr int SCALES = HANDED ? 8 * 16 * sizeof(typename Packed::Handed) : 0;  // bytes that a warp keeps
+    static constexpr int SUMS_BYTES = RELAY * BN * 128;                  // of a warpgroup's results, handed on
+    using Maker = PackedMaker<Packed, PANELS>;
+    static constexpr int SCALES = Maker::SCALES;  // bytes that a warp keeps
     // Registers go from warps that copy to those that multiply.
     static constexpr bool SHARES = BN >= 128 || RELAY || GROUPS > 4;
-    static constexpr int THREADS = 128 * GROUPS + (SHARES ? 128 : 64), COPIERS = 24;
+    static constexpr int THREADS = 128 * GROUPS + (SHARES ? 128 : 64), COPIERS = 32;
     static constexpr int AT_FIRST = 65536 / BLOCKS / THREADS / 8 * 8;
     static constexpr int LEFT = (AT_FIRST * THREADS - COPIERS * 128) / (128 * GROUPS) / 8 * 8;
     static constexpr int MULTIPLIERS = LEFT < 240 ? LEFT : 240;
     // Quarters of a chunk that a lane has as elements: the next is made while one is multiplied, if there are registers for it.
-    static constexpr int QUARTERS = RELAY ? 4 : GROUPS > 4 ? 1 : 2;
+    static constexpr int QUARTERS = RELAY ? 4 * TURN : GROUPS > 4 ? 1 : 2;
     static_assert(BOXES == 1 || BOXES == 2 || RELAY && BOXES == 4, "sums may begin in the middle of a chunk");
-    // So that a stage is always the same warpgroup's, who has seen all of its phases: a barrier tells no more than one from the next.
-    static_assert(!RELAY || PACKETS % GROUPS == 0 && STAGES % (4 / BOXES * GROUPS) == 0, "whole rounds of turns");
-
-    // What a warp makes of a chunk of two panels, the first of whose packets begin at `packets` and are `packet_set` apart, those
-    // of the other `to_high` behind them. Scales that have to be computed are, once, and kept at `scales`.
-    struct Maker {
-        const unsigned char *packets, *scales;
-        int to_high, packet_set;
-
-        __device__ __forceinline__ Maker(const unsigned char* packets, unsigned char* scales, int to_high, int packet_set)
-            : packets(packets), scales(scales), to_high(to_high), packet_set(packet_set) {
-            if (HANDED) {
-                const int lane = threadIdx.x % 32, t = lane % 4, panel = t / 2, first = t % 2 * 4;
-                typename Packed::Handed made[4];
-#pragma unroll
-                for (int i = 0; i < 4; ++i) made[i] = Packed::handed(packets + panel * to_high, lane / 4, first + i);
-                auto* out = reinterpret_cast<typename Packed::Handed*>(scales) + first * 16 + panel * 8 + lane / 4;
-                __syncwarp();
-#pragma unroll
-                for (int i = 0; i < 4; ++i) out[i * 16] = made[i];
-                __syncwarp();
-            }
-        }
-
-        // A quarter of it; a[4 k] .. are of the k-th 16 elements of K.
-        __device__ __forceinline__ void make(uint32_t (&a)[16], int quarter) const {
-            const int lane = threadIdx.x % 32, row = lane / 4, t = lane % 4;
-            const int group = HANDED ? 2 * quarter : 0;
-#pragma unroll
-            for (int i = 0; i < 2; ++i)
-#pragma unroll
-                for (int p = 0; p < 2; ++p) {
-                    const unsigned char* packet = packets + p * to_high + (HANDED ? 0 : quarter * packet_set);
-                    const auto* handed = reinterpret_cast<const typename Packed::Handed*>(scales) + p * 8 + row;
-                    const auto scale = Packed::scale(packet, row, group + i, HANDED ? handed[(group + i) * 16] : typename Packed::Handed());
-                    const Element8 chunk = Packed::eight(packet, row, (group + i) * 4 + t, scale);
-#pragma unroll
-                    for (int word = 0; word < 4; ++word) a[8 * i + 2 * word + p] = chunk.word[word];
-                }
-        }
-    };
+    // A barrier tells no more than one phase from the next. A stage that is always the same warpgroup's, who has seen all of its
+    // phases, may be waited for at any time; others when the sums have come. Of a tile's first turn there are none: there are
+    // stages for a round of turns, so that whoever waits has had a turn since the phase before, which is over.
+    static constexpr bool OWN_STAGES = STAGES % (4 / BOXES * GROUPS * TURN) == 0;
+    static_assert(!RELAY || STAGES >= 4 / BOXES * GROUPS * TURN, "stages for a round of turns");
+    static_assert(!RELAY || PACKETS % (GROUPS * TURN) == 0 && STAGES % (4 / BOXES) == 0, "whole rounds of turns, whole chunks");
 
     // Sums on their way through shared memory, a thread's to the same thread of another warpgroup.
+    static constexpr int HELD = 2 * PANELS, WORDS = BN / 8 * HELD < 4 ? 2 : 4;  // sums of 8 rows; that go together
+    static __device__ constexpr int sum_at(int i) { return i / HELD * 4 + i % HELD; }  // its place in acc
     static __device__ __forceinline__ void put_sums(uint32_t place, const float (&acc)[BN / 2]) {
 #pragma unroll
-        for (int i = 0; i < BN / 8; ++i)
-            asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(place + threadIdx.x % 128 * 16 + i * 2048),
-                         "f"(acc[4 * i]), "f"(acc[4 * i + 1]), "f"(acc[4 * i + 2]), "f"(acc[4 * i + 3])
-                         : "memory");
+        for (int i = 0; i < BN / 8 * HELD; i += WORDS) {
+            const uint32_t at = place + threadIdx.x % 128 * (4 * WORDS) + i * 512;
+            const float x = acc[sum_at(i)], y = acc[sum_at(i + 1)];
+            if constexpr (WORDS == 4)
+                asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(at), "f"(x), "f"(y), "f"(acc[sum_at(i + 2)]),
+                             "f"(acc[sum_at(i + 3)])
+                             : "memory");
+            else
+                asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(at), "f"(x), "f"(y) : "memory");
+        }
     }
     static __device__ __forceinline__ void take_sums(float (&acc)[BN / 2], uint32_t place) {
+        if (PANELS == 1)  // those of the half that is zero are
 #pragma unroll
-        for (int i = 0; i < BN / 8; ++i)
-            asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
-                         : "=f"(acc[4 * i]), "=f"(acc[4 * i + 1]), "=f"(acc[4 * i + 2]), "=f"(acc[4 * i + 3])
-                         : "r"(place + threadIdx.x % 128 * 16 + i * 2048)
-                         : "memory");
+            for (int i = 0; i < BN / 2; ++i) acc[i] = 0.0f;
+#pragma unroll
+        for (int i = 0; i < BN / 8 * HELD; i += WORDS) {
+            const uint32_t at = place + threadIdx.x % 128 * (4 * WORDS) + i * 512;
+            float &x = acc[sum_at(i)], &y = acc[sum_at(i + 1)];
+            if constexpr (WORDS == 4)
+                asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+                             : "=f"(x), "=f"(y), "=f"(acc[sum_at(i + 2)]), "=f"(acc[sum_at(i + 3)])
+                             : "r"(at)
+                             : "memory");
+            else
+                asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x), "=f"(y) : "r"(at) : "memory");
+        }
     }
 
     // finish(acc, place): acc[4 j + e] is of the first output and row j's 8 j + e, acc[4 j + 2 + e] of the second.
     // SIDES 2: the second panel of a warp is `outputs` further on, or in runs of 2 FOLD columns, of which the first half is
     // counted, FOLD further on. SUMS 2, no RELAY: a first sum goes through `first` elements of K, a multiple of 128,
-    // and keep(acc, place) takes it; where that is all of K, finish has the only sum.
+    // and keep(acc, place) takes it; where that is all of K, finish has the only sum. This is one of so many blocks.
     template <int SIDES, int SUMS, int FOLD = 0, typename Keep, typename Finish>
     static __device__ __forceinline__ void run(const TensorMap* x_map, const TensorMap* w_map, int rows, int outputs,
-                                               int inputs, int first, Keep keep, Finish finish) {
-        constexpr int COLUMNS = TILE_WARPS * 16 / SIDES, SIDE_PANELS = COLUMNS / 8;
+                                               int inputs, int first, int block, int blocks, Keep keep, Finish finish) {
+        static_assert(PANELS >= SIDES, "a panel of each side");
+        constexpr int COLUMNS = TILE_WARPS * 8 * PANELS / SIDES, SIDE_PANELS = COLUMNS / 8;
         constexpr int SIDE = (SIDE_PANELS * Packed::PACKET + 127) / 128 * 128, PACKET_SET = SIDES * SIDE;
-        constexpr int RAW = IN_RAW * PACKET_SET, SUMS_AT = STAGES * STAGE, RAW_AT = SUMS_AT + GROUPS * SUMS_BYTES;
+        constexpr int RAW = IN_RAW * PACKET_SET, SUMS_AT = STAGES * STAGE, RAW_AT = SUMS_AT + SUMS_BYTES;
         constexpr int SCALES_AT = RAW_AT + PACKETS * RAW;
         // Whether sums may begin or end in the middle of a chunk.
         constexpr bool RAGGED = !RELAY && (Packed::STEP == 64 || SUMS > 1);
         extern __shared__ unsigned char dynamic[];
-        constexpr int HANDS = RELAY ? 4 * GROUPS : 0;  // warps that are handed sums
-        __shared__ uint64_t barriers[2 * (STAGES + PACKETS + HANDS)];
+        __shared__ uint64_t barriers[2 * (STAGES + PACKETS)];
         const uint32_t base = (shared_address(dynamic) + 1023) & ~1023u;
         unsigned char* const aligned = dynamic + (base - shared_address(dynamic));
         const unsigned char* const raw_stages = aligned + RAW_AT;
         const uint32_t full = shared_address(barriers), empty = full + 8 * STAGES;
         const uint32_t raw_full = empty + 8 * STAGES, raw_empty = raw_full + 8 * PACKETS;
-        const uint32_t given = raw_empty + 8 * PACKETS, taken = given + 8 * HANDS;
         const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 32, 0), lane = threadIdx.x % 32;
         const int rank = CLUSTER > 1 ? rank_in_cluster() : 0;
         const int row_tiles = (rows + BN - 1) / BN, column_tiles = (outputs + COLUMNS * CLUSTER - 1) / (COLUMNS * CLUSTER);
-        const int tiles = row_tiles * column_tiles, chunks = (inputs + 255) / 256;
+        const int tiles = row_tiles * column_tiles, chunks = (inputs + 256 * TURN - 1) / (256 * TURN) * TURN;
         const int halves = RELAY ? 2 * chunks : (inputs + 127) / 128;
-        const int first_tile = blockIdx.x / CLUSTER, stride = gridDim.x / CLUSTER;
+        const int first_tile = block / CLUSTER, stride = blocks / CLUSTER;
         auto place = [&](int tile, int& row, int& column) {  // tiles of one weight follow each other
             row = tile % row_tiles * BN;
             column = (tile / row_tiles * CLUSTER + rank) * COLUMNS;
             if (FOLD > 0) column += column / max(FOLD, 1) * FOLD;
         };
         const int side_rows = FOLD > 0 ? FOLD : outputs;  // of W, from one side to the other
-        constexpr int TO_HIGH = SIDES == 1 ? Packed::PACKET : SIDE, LOWS = SIDES == 1 ? 2 : 1;  // panels between first ones
+        constexpr int TO_HIGH = SIDES == 1 ? Packed::PACKET : SIDE, LOWS = PANELS / SIDES;  // panels between first ones
 
         if (threadIdx.x == 0) {
             for (int i = 0; i < STAGES; ++i) {
@@ -160,7 +146,6 @@ struct PackedLoop {
                 barrier_init(raw_full + 8 * i, 1);
                 barrier_init(raw_empty + 8 * i, TILE_WARPS);
             }
-            for (int i = 0; i < 2 * HANDS; ++i) barrier_init(given + 8 * i, 1);
             publish_barriers();
         }
         if (CLUSTER > 1)
@@ -223,13 +208,13 @@ struct PackedLoop {
                     barrier_arrive_there(address_in(empty + 8 * stage, threadIdx.x % 128));
             };
             int stage = 0, parity = 0, before = 0, ring = 0, ring_parity = 0;  // ring: of packets
-            int turn = 0, given_parity = 0, taken_parity = 1;
+            int turn = 0;
             uint32_t a[QUARTERS][16];
             for (int tile = first_tile; tile < tiles; tile += stride) {
                 float acc[BN / 2];
                 int row, column;
                 place(tile, row, column);
-                const Place own{row + 2 * (lane % 4), column + tile_warp * (SIDES == 1 ? 16 : 8) + lane / 4,
+                const Place own{row + 2 * (lane % 4), column + tile_warp * (8 * LOWS) + lane / 4,
                                 SIDES == 1 ? 8 : side_rows};
                 const auto maker = [&] {
                     return Maker(raw_stages + ring * RAW + tile_warp * LOWS * Packed::PACKET, scales, TO_HIGH, PACKET_SET);
@@ -242,55 +227,82 @@ struct PackedLoop {
                     if (++ring == PACKETS) ring = 0, ring_parity ^= 1;
                 };
                 if constexpr (RELAY) {
-                    const int group = warp / 4, next = group + 1 < GROUPS ? group + 1 : 0, own_hand = 8 * warp;
-                    const int next_hand = 8 * (4 * next + tile_warp);
+                    // Named barriers: one for each group, to which sums are given; and one for the first of the next tile, who
+                    // may write where sums are when the last of this tile has taken them.
+                    const int group = warp / 4, own_turn = 1 + group, next_turn = 1 + (group + 1 < GROUPS ? group + 1 : 0);
+                    constexpr int TAKEN = 1 + GROUPS;
 #pragma unroll 1
-                    for (int chunk = 0; chunk < chunks; ++chunk) {
+                    for (int chunk = 0; chunk < chunks; chunk += TURN) {
+                        constexpr int IN_CHUNK = 4 / BOXES;  // stages of x
                         if (turn == group) {
-                            barrier_wait(raw_full + 8 * ring, ring_parity);
-                            const Maker mine = maker();
 #pragma unroll
-                            for (int quarter = 0; quarter < 4; ++quarter) mine.make(a[quarter], quarter);
-                            release_packets();
-                            if (chunk > 0) {
-                                barrier_wait(given + own_hand, given_parity);
-                                given_parity ^= 1;
-                                take_sums(acc, base + SUMS_AT + group * SUMS_BYTES);
+                            for (int i = 0; i < TURN; ++i) {
+                                barrier_wait(raw_full + 8 * (ring + i), ring_parity);
+                                const unsigned char* own_packets = raw_stages + (ring + i) * RAW + tile_warp * LOWS * Packed::PACKET;
+                                const Maker mine(own_packets, scales, TO_HIGH, PACKET_SET);
+#pragma unroll
+                                for (int quarter = 0; quarter < 4; ++quarter) mine.make(a[4 * i + quarter], quarter);
                                 __syncwarp();
-                                if (lane == 0) barrier_arrive(taken + own_hand);
+                                if (lane == 0) barrier_arrive(raw_empty + 8 * (ring + i));
                             }
-                            const int first_stage = stage;
+                            // What follows all turns wait for: so all else is waited for first.
+                            int first_stage[TURN], first_parity[TURN];
+                            first_stage[0] = stage, first_parity[0] = parity;
 #pragma unroll
-                            for (int box = 0; box < 4; box += BOXES) {
-                                barrier_wait(full + 8 * stage, parity);
-                                const uint64_t b = start + stage * (STAGE / 16);
-                                wgmma_begin();
-#pragma unroll
-                                for (int k = 0; k < 4 * BOXES; ++k)
-                                    wgmma(acc, reinterpret_cast<const uint32_t(&)[4]>(a[box + k / 4][k % 4 * 4]),
-                                          b + k / 4 * (X_BYTES / 16) + k % 4 * 2, chunk > 0 || box + k > 0);
-                                wgmma_commit();
-                                if (++stage == STAGES) stage = 0, parity ^= 1;
+                            for (int i = 1; i < TURN; ++i) {
+                                first_stage[i] = first_stage[i - 1] + IN_CHUNK, first_parity[i] = first_parity[i - 1];
+                                if (first_stage[i] == STAGES) first_stage[i] = 0, first_parity[i] ^= 1;
                             }
+                            const auto wait_for_x = [&](int i) {
+#pragma unroll
+                                for (int j = 0; j < IN_CHUNK; ++j) barrier_wait(full + 8 * (first_stage[i] + j), first_parity[i]);
+                            };
+                            if (OWN_STAGES)
+#pragma unroll
+                                for (int i = 0; i < TURN; ++i) wait_for_x(i);
+                            if (chunk > 0) {
+                                named_wait(own_turn, 256);
+                                take_sums(acc, base + SUMS_AT);
+                            }
+                            if (!OWN_STAGES)
+#pragma unroll
+                                for (int i = 0; i < TURN; ++i) wait_for_x(i);
+                            wgmma_begin();
+#pragma unroll
+                            for (int i = 0; i < TURN; ++i) {
+#pragma unroll
+                                for (int box = 0; box < 4; box += BOXES) {
+                                    const uint64_t b = start + (first_stage[i] + box / BOXES) * (STAGE / 16);
+#pragma unroll
+                                    for (int k = 0; k < 4 * BOXES; ++k)
+                                        wgmma(acc, reinterpret_cast<const uint32_t(&)[4]>(a[4 * i + box + k / 4][k % 4 * 4]),
+                                              b + k / 4 * (X_BYTES / 16) + k % 4 * 2, chunk > 0 || i + box + k > 0);
+                                }
+                            }
+                            wgmma_commit();
                             wgmma_wait<0>();
                             wgmma_keep(acc);
-#pragma unroll
-                            for (int i = 0; i < 4 / BOXES; ++i) release((first_stage + i) % STAGES);
-                            if (chunk + 1 < chunks) {
-                                barrier_wait(taken + next_hand, taken_parity);
-                                taken_parity ^= 1;
-                                put_sums(base + SUMS_AT + next * SUMS_BYTES, acc);
-                                __syncwarp();
-                                if (lane == 0) barrier_arrive(given + next_hand);
-                            } else {
-                                finish(acc, own);
+                            if (chunk + TURN < chunks) {
+                                if (chunk == 0 && tile != first_tile) named_wait(TAKEN, 256);
+                                put_sums(base + SUMS_AT, acc);
+                                named_arrive(next_turn, 256);
+                            } else if (chunk > 0 && tile + stride < tiles) {
+                                named_arrive(TAKEN, 256);
                             }
-                        } else {
-                            stage += 4 / BOXES;
-                            if (stage >= STAGES) stage -= STAGES, parity ^= 1;
+#pragma unroll
+                            for (int i = 0; i < TURN; ++i)
+#pragma unroll
+                                for (int j = 0; j < IN_CHUNK; ++j) release(first_stage[i] + j);
+                            if (chunk + TURN >= chunks) finish(acc, own);
+                        }
+#pragma unroll
+                        for (int i = 0; i < TURN; ++i) {
+                            stage += IN_CHUNK;
+                            if (stage == STAGES) stage = 0, parity ^= 1;
                         }
                         if (++turn == GROUPS) turn = 0;
-                        next_chunk();
+                        ring += TURN;
+                        if (ring == PACKETS) ring = 0, ring_parity ^= 1;
                     }
                     continue;
                 }

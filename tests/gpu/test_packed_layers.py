@@ -17,16 +17,18 @@ from tests.specs import dense_spec
 
 CASES = [
     ("qwen2.5-0.5b", Format.Q8_0), ("qwen2.5-0.5b", Format.Q5_1), ("llama-3.2-1b", Format.Q4_K),
-    ("llama-3.2-1b", Format.Q4_0), ("heads-of-128", Format.Q6_K),
+    ("llama-3.2-1b", Format.Q4_0), ("heads-of-128", Format.Q6_K), ("heads-of-128", Format.Q4_K, Format.Q6_K),
+    ("llama-3.2-1b", Format.Q8_0, Format.Q5_K),
 ]  # fmt: skip
+"""A model, the format of its matrices, and that of values if it is another."""
 SIZES = MODELS | {"heads-of-128": MODELS["heads-of-128"] | {"ffn_width": 4608}}  # whole blocks of K types
 
 
 class PackedBench(Bench):
     """A layer's weights packed (`packed`) and as elements (`layer`)."""
 
-    def __init__(self, device: Device, model: str, kept: Format) -> None:
-        self.kept, self.packed_matrices = kept, list[Matrix]()
+    def __init__(self, device: Device, model: str, kept: Format, of_values: Format | None = None) -> None:
+        self.kept, self.of_values, self.packed_matrices = kept, of_values, list[Matrix]()
         super().__init__(device, dense_spec(**SIZES[model]))
         qkv, output, gate_up, down = self.packed_matrices
         vectors = {name: getattr(self.layer, name) for name in LayerWeights.__dataclass_fields__}
@@ -34,12 +36,23 @@ class PackedBench(Bench):
         self.packed = LayerWeights(**vectors | matrices)
 
     def weight(self, rows: int, columns: int) -> Matrix:
-        raw, exact = weights_of(self.kept, rows, columns)
-        self.packed_matrices.append(packed(self.device, self.kept, raw, columns))
-        return Matrix(elements(self.device, exact).address, rows, columns, self.device.element.format)
+        attention, parts = self.spec.layers[0].attention, [(self.kept, rows)]
+        first = not self.packed_matrices  # that of queries, keys and values
+        if first and self.of_values is not None:
+            values = attention.kv_heads * attention.head_dim
+            parts = [(self.kept, rows - values), (self.of_values, values)]
+        made, exact = [], []
+        for kept, count in parts:
+            raw, numbers = weights_of(kept, count, columns)
+            made.append(packed(self.device, kept, raw, columns))
+            exact.append(numbers)
+        whole = Matrix(made[0].address, rows, columns, Format.MIXED, parts=tuple(made))
+        self.packed_matrices.append(whole if len(made) > 1 else made[0])
+        joined = elements(self.device, np.concatenate(exact))
+        return Matrix(joined.address, rows, columns, self.device.element.format)
 
 
-@pytest.fixture(params=CASES, ids=lambda case: f"{case[0]}-{case[1].name}")
+@pytest.fixture(params=CASES, ids=lambda case: "-".join([case[0], *(kept.name for kept in case[1:])]))
 def bench(device: Device, request: pytest.FixtureRequest) -> PackedBench:
     if not device.hopper:
         pytest.skip("these kernels run on Hopper only")
@@ -49,8 +62,9 @@ def bench(device: Device, request: pytest.FixtureRequest) -> PackedBench:
 @BOTH_ELEMENTS
 def test_queries_keys_and_values_in_one_launch(bench: PackedBench) -> None:
     device, attention, width, layer = bench.device, bench.attention, bench.spec.width, bench.layer
-    assert PackedQkv.suits(attention, bench.kept, device.kv, hopper=True)
-    fused = PackedQkv(device, attention, bench.kept, bench.rotation.table)
+    formats = bench.packed.qkv.formats
+    assert PackedQkv.suits(attention, formats, device.kv, hopper=True)
+    fused = PackedQkv(device, attention, formats, bench.rotation.table)
     assert fused.tiles
     for tokens in (1, 15, 63, 130, 300):
         padded, pages = padded_rows(tokens), -(-tokens // PAGE) + 2

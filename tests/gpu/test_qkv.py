@@ -43,9 +43,7 @@ def products(device: Device) -> Iterator[Products]:
 
 def either_way(bench: Bench, products: Products) -> Qkv:
     """In two launches where nothing else was tuned."""
-    return Qkv(
-        bench.device, bench.attention, bench.spec.width, bench.device.element.format, products, bench.rotation
-    )
+    return Qkv(bench.device, bench.attention, bench.layer.qkv, products, bench.rotation)
 
 
 @ELEMENTS_AND_KV

@@ -20,7 +20,7 @@ __all__ = ["Room", "expected_rate", "room_of"]
 LENGTHS = (1024, 4096)  # tokens of sequences, for which it is said how many fit
 
 _BYTES_SHARE, _FLOPS_SHARE = 0.75, 0.55  # of the peaks, in whole steps
-_PACKED_A_SECOND = 19e9  # weights that a multiprocessor turns into elements: Q4_K and Q8_0, 1 to 64 rows
+_PACKED_A_SECOND = 22e9  # weights that a multiprocessor turns into elements: Q4_K and Q8_0, 1 to 64 rows
 _PACKED_BYTES = 1.5  # a weight, over which most are elements in the file, too
 _PACKED_FLOPS_SHARE = 0.8  # of the rate without: 256 rows
 _FP8_WIDTH = 560  # at which FP8 gains nothing: prompts of a 0.5B and a 7B, 1.23 and 1.73 times as fast as F16

@@ -159,7 +159,7 @@ def test_weights_as_in_the_file_launch_kernels_for_their_type(driver: RecordedDr
     assert driver.launches.keys() >= {"repack_Q8_0", "embed_Q8_0"} | others
     kinds = {"product", "swiglu", "residual", "float"} if driver.capability == HOPPER else set()
     few_rows = {name.partition("_")[0] for name in driver.launches if re.fullmatch(r"[a-z]+(_\d+){3}", name)}
-    tiles = {name.partition("_")[0] for name in driver.launches if re.fullmatch(r"[a-z]+(_\d+){8}", name)}
+    tiles = {name.partition("_")[0] for name in driver.launches if re.fullmatch(r"[a-z]+(_\d+){9}", name)}
     assert few_rows - {"dequantize"} == kinds
     assert tiles == kinds - {"float"}
 

@@ -142,7 +142,7 @@ def bind_layers(
         decode, prefill = attentions.of(attention)
         few = FewRows.suits(layer, width, own.formats, hopper=device.hopper)
         return LayerKernels(
-            qkv=Qkv(device, attention, width, own.qkv.format, products, rotation),
+            qkv=Qkv(device, attention, own.qkv, products, rotation),
             decode=decode,
             prefill=prefill,
             output=products.of(kinds.output, width, attention.queries, own.attn_output.format),

@@ -7,7 +7,9 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["ABSENT", "BYTE", "ELEMENT", "FLOAT", "FP8", "INT", "Buffer", "PANEL_ROWS", "Format", "Matrix"]
+__all__ = [
+    "ABSENT", "BYTE", "ELEMENT", "FLOAT", "FP8", "GROUP", "INT", "PANEL_ROWS", "Buffer", "Format", "Matrix",
+]  # fmt: skip
 
 FLOAT, INT, BYTE = np.dtype(np.float32), np.dtype(np.int32), np.dtype(np.uint8)
 ELEMENT = np.dtype("V2")
@@ -17,31 +19,34 @@ FP8 = np.dtype("V1")
 
 PANEL_ROWS = 8
 """Rows of a matrix that packed formats keep together."""
+GROUP = 32
+"""Numbers of a row whose scale kernels find together."""
 
 
 class Format(Enum):
     """How a matrix keeps its numbers: its name, rows of a panel, numbers of a row in a packet, bytes of that.
 
-    One that is not quantised has the format of the element, each number by itself. Quantised ones are
-    packed as `cuda/common/packed.cuh` says, under GGUF's names.
+    Last, bytes of what kernels compute of the scale of a GROUP, where that is quantised itself. One that is
+    not quantised has the format of the element, each number by itself. Quantised ones are packed as
+    `cuda/common/packed.cuh` says, under GGUF's names.
     """
 
-    F16 = ("f16", 1, 1, 2)
-    BF16 = ("bf16", 1, 1, 2)
-    FP8 = ("fp8", 1, 1, 1)
+    F16 = ("f16", 1, 1, 2, 0)
+    BF16 = ("bf16", 1, 1, 2, 0)
+    FP8 = ("fp8", 1, 1, 1, 0)
     """E4M3, with a float for each row, which its numbers are multiplied by."""
-    Q8_0 = ("Q8_0", PANEL_ROWS, 64, 544)
-    Q6_K = ("Q6_K", PANEL_ROWS, 256, 1680)
-    Q5_K = ("Q5_K", PANEL_ROWS, 256, 1408)
-    Q4_K = ("Q4_K", PANEL_ROWS, 256, 1152)
-    Q3_K = ("Q3_K", PANEL_ROWS, 256, 880)
-    Q2_K = ("Q2_K", PANEL_ROWS, 256, 672)
-    Q5_1 = ("Q5_1", PANEL_ROWS, 64, 384)
-    Q5_0 = ("Q5_0", PANEL_ROWS, 64, 352)
-    Q4_1 = ("Q4_1", PANEL_ROWS, 64, 320)
-    Q4_0 = ("Q4_0", PANEL_ROWS, 64, 288)
-    IQ4_NL = ("IQ4_NL", PANEL_ROWS, 64, 288)
-    MIXED = ("mixed", 0, 0, 0)
+    Q8_0 = ("Q8_0", PANEL_ROWS, 64, 544, 0)
+    Q6_K = ("Q6_K", PANEL_ROWS, 256, 1680, 8)
+    Q5_K = ("Q5_K", PANEL_ROWS, 256, 1408, 8)
+    Q4_K = ("Q4_K", PANEL_ROWS, 256, 1152, 8)
+    Q3_K = ("Q3_K", PANEL_ROWS, 256, 880, 8)
+    Q2_K = ("Q2_K", PANEL_ROWS, 256, 672, 16)
+    Q5_1 = ("Q5_1", PANEL_ROWS, 64, 384, 0)
+    Q5_0 = ("Q5_0", PANEL_ROWS, 64, 352, 0)
+    Q4_1 = ("Q4_1", PANEL_ROWS, 64, 320, 0)
+    Q4_0 = ("Q4_0", PANEL_ROWS, 64, 288, 0)
+    IQ4_NL = ("IQ4_NL", PANEL_ROWS, 64, 288, 0)
+    MIXED = ("mixed", 0, 0, 0, 0)
     """Of a stack of matrices in different packed formats (`Matrix.parts`)."""
 
     @property
@@ -64,9 +69,14 @@ class Format(Enum):
         """Bytes of a packet."""
         return self.value[3]
 
+    @property
+    def computed(self) -> int:
+        """Bytes of what kernels compute of the scale of a GROUP; 0 where it is used as it is."""
+        return self.value[4]
+
     def bytes(self, rows: int, columns: int) -> int:
         """Of a matrix, without scales that are kept apart; whole panels and packets."""
-        _, panel, step, packet = self.value
+        _, panel, step, packet, _ = self.value
         return -(-rows // panel) * -(-columns // step) * packet
 
     def scale_bytes(self, rows: int) -> int:
@@ -88,6 +98,11 @@ class Matrix:
     format: Format = Format.F16
     scales: int = 0
     parts: tuple["Matrix", ...] = ()
+
+    @property
+    def formats(self) -> tuple[Format, ...]:
+        """Its own, or those of its parts."""
+        return tuple(part.format for part in self.parts) or (self.format,)
 
     @property
     def bytes(self) -> int:

@@ -5,12 +5,20 @@ They have the sums of other products, and so the bits of one over the dequantise
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 
 from nightmill.worker.model.spec import ModelSpec
 from nightmill.worker.runners.gpu.device.device import Device
 from nightmill.worker.runners.gpu.device.functions import Function, Module
-from nightmill.worker.runners.gpu.device.operands import ELEMENT, FLOAT, PANEL_ROWS, Buffer, Format, Matrix
+from nightmill.worker.runners.gpu.device.operands import (
+    ELEMENT,
+    FLOAT,
+    GROUP,
+    PANEL_ROWS,
+    Buffer,
+    Format,
+    Matrix,
+)
 from nightmill.worker.runners.gpu.device.sources import Source, instances, source_of
 from nightmill.worker.runners.gpu.numbers import Numbers
 from nightmill.worker.runners.gpu.products.packed_tiles import PackedProduct, packed_products
@@ -28,7 +36,6 @@ _MOST_STAGES = 16
 _MOST_WARPS = 20
 _ROWS = 8  # of a tile
 _MOST_TILES = 2
-_HANDED = {Format.Q2_K: 16}  # bytes of a computed scale, of formats in steps of a chunk: 8 elsewhere
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +156,7 @@ def _kernels(kind: Kind) -> list[_Few]:
     return [_Few(panels, t, s) for s in ((1, 2) if kind in SUMMED else (1,)) for t in tiles]
 
 
+@cache
 def _launch(
     few: _Few, kind: Kind, kept: Format, rows: int, outputs: int, inputs: int, multiprocessors: int
 ) -> _Launch:
@@ -158,7 +166,7 @@ def _launch(
     each_round = -(-each // rounds)
     warps = -(-each_round // few.sums) * few.sums
     stage = few.panels * (_CHUNK // kept.step) * kept.packet
-    scales = 2 * few.panels * _CHUNK // 4 * _HANDED.get(kept, 8) if kept.step == _CHUNK else 0
+    scales = 2 * few.panels * PANEL_ROWS * _CHUNK // GROUP * kept.computed
     beside = _ZEROS + 2 * _BARRIER + warps * scales
     stages = max(2, min(_MOST_STAGES, _IN_FLIGHT // (warps * stage)))
     whole = -(-inputs // _CHUNK) * _CHUNK

@@ -10,59 +10,69 @@ from nightmill.worker.runners.gpu.kv_cache import LayerCache
 from nightmill.worker.runners.gpu.numbers import Numbers
 from nightmill.worker.runners.gpu.products.packed_tiles import PackedTile
 from nightmill.worker.runners.gpu.products.shapes import padded_rows
-from nightmill.worker.runners.gpu.weights.layout import LayerWeights, formats_in
+from nightmill.worker.runners.gpu.weights.layout import LayerWeights, runs_of
 from nightmill.worker.runners.kv_format import KvFormat
 
-__all__ = ["PACKED_QKV_TILES", "PackedQkv"]
+__all__ = ["PACKED_QKV_TILES", "PackedQkv", "shares"]
 
 _HEADS = (64, 128)  # sizes of theirs
 _SIDES = 2  # halves of a head in a tile
+_MOST_FORMATS = 2  # of a layer's matrix
+_ARGUMENTS = "128s128s128sPPPPiPPPiiiiii"
 
 PACKED_QKV_TILES = (
-    PackedTile(4, 8, 4, relay=True),
+    PackedTile(4, 8, 4, relay=2),
     PackedTile(1, 16, 2, 1, 2),
+    PackedTile(3, 32, 4, relay=2),
     PackedTile(1, 32, 2, 1, 2),
+    PackedTile(3, 64, 4, relay=2),
     PackedTile(1, 64, 1, 1, 2),
     PackedTile(1, 128, 1, 2),
     PackedTile(1, 256, 1, 2),
 )
 
+_Formats = tuple[Format, ...]
+"""Of the first heads, and of the last ones where that is another."""
+
 
 class PackedQkv:
-    """Launches `packed_qkv.cu` for layers of one kind of attention, with weights in one packed format.
+    """Launches `packed_qkv.cu` for layers of one kind of attention, with weights in one packed format or two.
 
-    angles  the rotation table of such layers
+    formats  of a matrix (`Matrix.formats`)
+    angles   the rotation table of such layers
     """
 
-    def __init__(self, device: Device, attention: Attention, kept: Format, angles: Buffer) -> None:
+    def __init__(self, device: Device, attention: Attention, formats: _Formats, angles: Buffer) -> None:
         self._attention = attention
+        self._formats = formats
         self._angles = angles
         self._maps = TensorMaps(device)
-        module = Module.of(device, _source(attention, kept))
-        self._kernels = {}
-        for tile in _tiles(attention, kept):
-            name, shared = _name(tile, kept), tile.shared(kept, _SIDES)
-            function = module.function(name, "128s128sPPPPiPPPiiii", shared=shared, dependent=True)
-            self._kernels[tile] = (
-                function,
-                function.blocks_at_once(tile.threads, shared) * device.multiprocessors,
-            )
+        module = Module.of(device, _source(attention, formats))
+        self._kernels = {
+            tile: tile.loaded(module, device, _name(tile, formats), _ARGUMENTS, self._shared(tile))
+            for tile in _tiles(attention, formats)
+        }
 
     @staticmethod
-    def suits(attention: Attention, kept: Format, kv: KvFormat, *, hopper: bool) -> bool:
+    def suits(attention: Attention, formats: _Formats, kv: KvFormat, *, hopper: bool) -> bool:
         """Whether the kernels take a layer: heads of 64 or 128 that are only rotated and kept as elements."""
         only_rotated = attention.qk_norm is None and attention.temperature is None
         plain = attention.head_dim in _HEADS and kv is KvFormat.ELEMENT
-        return hopper and kept.packed and only_rotated and plain
+        known = len(formats) <= _MOST_FORMATS and all(kept.packed for kept in formats)
+        return hopper and known and only_rotated and plain
 
     @classmethod
     def sources(cls, spec: ModelSpec, numbers: Numbers, *, hopper: bool) -> list[Source]:
         """What they are compiled from."""
+        layers: dict[tuple[Attention, _Formats], None] = {}
+        for index, layer in enumerate(spec.layers):
+            weight = spec.layer_weights(index)[Role.QKV]
+            runs = runs_of(spec, Role.QKV, weight, numbers)
+            layers[layer.attention, tuple(run.format for run in runs)] = None
         return [
-            _source(attention, kept)
-            for attention in spec.attentions
-            for kept in sorted(formats_in(spec, numbers, Role.QKV), key=str)
-            if cls.suits(attention, kept, numbers.kv, hopper=hopper)
+            _source(attention, formats)
+            for attention, formats in layers
+            if cls.suits(attention, formats, numbers.kv, hopper=hopper)
         ]
 
     @property
@@ -80,29 +90,51 @@ class PackedQkv:
         """
         function, at_once = self._kernels[tile]
         attention, weight, angles, maps = self._attention, layer.qkv, self._angles, self._maps
-        padded, kept, width = padded_rows(rows), weight.format, weight.columns
-        panels = tile.outputs(_SIDES) // PANEL_ROWS
+        padded, width, panels = padded_rows(rows), weight.columns, tile.outputs(_SIDES) // PANEL_ROWS
+        parts = weight.parts or (weight,)
+        needed = [tile.needed(rows, part.rows // _SIDES, _SIDES) for part in parts]
+        blocks = shares(needed, at_once, tile.cluster)
+        last_heads = parts[-1].rows // attention.head_dim if len(parts) > 1 else 0
+        packed = [maps.of_packed(part.address, part.rows, width, part.format, panels) for part in parts]
         function(
-            (tile.grid(rows, weight.rows // _SIDES, _SIDES, at_once), 1), (tile.threads, 1, 1),
-            maps(x.address, padded, width, tile.box),
-            maps.of_packed(weight.address, weight.rows, width, kept, panels), layer.qkv_bias.address,
-            positions, cache_rows, angles.address, angles.shape[0], qkv.address, cache.keys.address,
-            cache.values.address, rows, attention.heads, attention.kv_heads, width,
-            shared=tile.shared(kept, _SIDES),
+            (sum(blocks), 1), (tile.threads, 1, 1), maps(x.address, padded, width, tile.box), packed[0],
+            packed[-1], layer.qkv_bias.address, positions, cache_rows, angles.address, angles.shape[0],
+            qkv.address, cache.keys.address, cache.values.address, rows, attention.heads, attention.kv_heads,
+            width, last_heads, blocks[-1] if last_heads else 0, shared=self._shared(tile),
         )  # fmt: skip
 
+    def _shared(self, tile: PackedTile) -> int:
+        return max(tile.shared(kept, _SIDES) for kept in self._formats)
 
-def _tiles(attention: Attention, kept: Format) -> list[PackedTile]:
+
+def shares(needed: list[int], at_once: int, cluster: int) -> list[int]:
+    """How many blocks the parts of a launch have: what they need, or else so many that both end together."""
+    if sum(needed) <= at_once:
+        return needed
+    if len(needed) == 1:
+        return [at_once]
+    rest = range(cluster, at_once, cluster)
+    last = min(rest, key=lambda last: max(-(-needed[0] // (at_once - last)), -(-needed[1] // last)))
+    return [at_once - last, last]
+
+
+def _tiles(attention: Attention, formats: _Formats) -> list[PackedTile]:
     """Those of PACKED_QKV_TILES that have parts of one head."""
     whole = (tile for tile in PACKED_QKV_TILES if attention.head_dim // 2 % tile.outputs(_SIDES) == 0)
-    return [tile for tile in whole if tile.fits(kept, _SIDES)]
+    return [tile for tile in whole if all(tile.fits(kept, _SIDES) for kept in formats)]
 
 
-def _name(tile: PackedTile, kept: Format) -> str:
-    return "_".join(map(str, ("qkv", *tile.arguments(kept, _SIDES))))
+def _name(tile: PackedTile, formats: _Formats) -> str:
+    return "_".join(map(str, ("qkv", *_arguments(tile, formats))))
 
 
-def _source(attention: Attention, kept: Format) -> Source:
-    arguments = (tile.arguments(kept, _SIDES) for tile in _tiles(attention, kept))
-    kernels = instances("PACKED_QKV_KERNEL", arguments)
-    return source_of("packed_qkv", *rotated(attention), f"-DFORMAT={kept.name}", kernels)
+def _arguments(tile: PackedTile, formats: _Formats) -> tuple[int, ...]:
+    """Of the kernel template: those of the tile with the first format, then stages with the last."""
+    return *tile.arguments(formats[0], _SIDES), *tile.stages(formats[-1], _SIDES)
+
+
+def _source(attention: Attention, formats: _Formats) -> Source:
+    kernels = (_arguments(tile, formats) for tile in _tiles(attention, formats))
+    names = ("FORMAT", "LAST_FORMAT")
+    kept = (f"-D{name}={one.name}" for name, one in zip(names, formats, strict=False))
+    return source_of("packed_qkv", *rotated(attention), *kept, instances("PACKED_QKV_KERNEL", kernels))

@@ -10,7 +10,7 @@ from functools import partial
 from nightmill.worker.model.spec import ModelSpec, Role
 from nightmill.worker.runners.gpu.device.device import Device
 from nightmill.worker.runners.gpu.device.functions import Function, Module
-from nightmill.worker.runners.gpu.device.operands import ELEMENT, PANEL_ROWS, Buffer, Format, Matrix
+from nightmill.worker.runners.gpu.device.operands import ELEMENT, GROUP, PANEL_ROWS, Buffer, Format, Matrix
 from nightmill.worker.runners.gpu.device.sources import Source, instances, source_of
 from nightmill.worker.runners.gpu.device.tensor_maps import TensorMaps
 from nightmill.worker.runners.gpu.numbers import Numbers
@@ -28,11 +28,11 @@ _IN_FLIGHT = 56 << 10
 """Bytes of packets that a multiprocessor asks for ahead: its share of what memory takes to answer."""
 _MOST_STAGES = 16
 _CHUNK = 256  # inputs in a stage of packets
-_SCALES = 2 << 10  # bytes of scales that a warp keeps, at most
-_SUMS = 256  # bytes of sums that are handed on, for each row of a tile
+_SUMS = 128  # bytes of sums that are handed on, for each row of a tile and panel of a warp
 _MANY_RESULTS = 128  # rows of a tile, from which a warpgroup copies, and gives its registers away
 _MANY_GROUPS = 4  # warpgroups, from more of which on too
 _SHARED_ROWS = 32  # of a tile, from which four of them may make the same elements, side by side
+_SMALL = 16  # rows of a tile, up to which memory is not scarce
 _PAIR = 128  # inputs that a first sum must be a multiple of
 
 PackedProduct = tuple[Kind, Format]
@@ -40,13 +40,14 @@ PackedProduct = tuple[Kind, Format]
 
 @dataclass(frozen=True, slots=True)
 class PackedTile:
-    """A tile of 64 `groups` outputs by `rows` rows of x, or of 64 outputs if it is a relay.
+    """A tile of 64 `groups` outputs by `rows` rows of x; if it is a relay, of 32 `relay` outputs.
 
     groups   warpgroups
     boxes    x comes in so many times 64 inputs
     cluster  blocks that fetch x together
     blocks   that a multiprocessor is to hold, whose memory they share
-    relay    the warpgroups take turns along the inputs
+    relay    panels of each warp, 1 or 2, where the warpgroups take turns along the inputs; else 0
+    turn     times 256 inputs that a turn takes
     """
 
     groups: int
@@ -54,22 +55,25 @@ class PackedTile:
     boxes: int = 1
     cluster: int = 1
     blocks: int = 1
-    relay: bool = False
+    relay: int = 0
+    turn: int = 1
 
     @property
     def threads(self) -> int:
-        shares = self.rows >= _MANY_RESULTS or self.relay or self.groups > _MANY_GROUPS
+        shares = self.rows >= _MANY_RESULTS or self.relay > 0 or self.groups > _MANY_GROUPS
         return 128 * self.groups + (128 if shares else 64)
 
     def outputs(self, sides: int) -> int:
         """Of the result, where each has so many rows of the weight."""
-        return 64 * (1 if self.relay else self.groups) // sides
+        return (32 * self.relay or 64 * self.groups) // sides
 
     def arguments(self, kept: Format, sides: int) -> tuple[int, ...]:
         """Of the kernel template, and in the names of kernels."""
-        stages, packets = self._stages(kept, sides)
-        relay = int(self.relay)
-        return self.groups, self.rows, self.boxes, stages, packets, self.cluster, self.blocks, relay
+        stages, packets = self.stages(kept, sides)
+        return (
+            self.groups, self.rows, self.boxes, stages, packets, self.cluster, self.blocks, self.relay,
+            self.turn,
+        )  # fmt: skip
 
     @property
     def name(self) -> str:
@@ -79,12 +83,13 @@ class PackedTile:
 
     def shared(self, kept: Format, sides: int) -> int:
         """Bytes of dynamic shared memory."""
-        stages, packets = self._stages(kept, sides)
-        return stages * self._stage + packets * self._raw_stage(kept, sides) + self._beside
+        stages, packets = self.stages(kept, sides)
+        return stages * self._stage + packets * self._raw_stage(kept, sides) + self._beside(kept)
 
     def fits(self, kept: Format, sides: int) -> bool:
-        """Whether there is memory for two stages at least."""
-        return self._stages(kept, sides)[0] > 1
+        """Whether there is memory for two stages at least, or for a round of turns."""
+        least = self._in_chunk * self.groups * self.turn if self.relay else 2
+        return self.stages(kept, sides)[0] >= least
 
     def suits(self, shape: Shape) -> bool:
         """Whether it computes a shape."""
@@ -96,11 +101,18 @@ class PackedTile:
         most = self.rows * (4 if self.rows >= _SHARED_ROWS else 1)
         return self.rows < 2 * max(rows, 8) and (rows <= most or self.rows >= _MANY_RESULTS)
 
-    def grid(self, rows: int, outputs: int, sides: int, at_once: int) -> int:
-        """Blocks of a launch, of which so many run at once."""
+    def needed(self, rows: int, outputs: int, sides: int) -> int:
+        """Blocks of a launch in which each has one tile."""
         columns = self.outputs(sides) * self.cluster
-        clusters = min(-(-rows // self.rows) * -(-outputs // columns), max(1, at_once // self.cluster))
-        return clusters * self.cluster
+        return -(-rows // self.rows) * -(-outputs // columns) * self.cluster
+
+    def loaded(
+        self, module: Module, device: Device, name: str, arguments: str, shared: int
+    ) -> tuple[Function, int]:
+        """A kernel, and how many of its blocks run at once, whole clusters."""
+        function = module.function(name, arguments, shared=shared, dependent=True)
+        at_once = function.blocks_at_once(self.threads, shared) * device.multiprocessors
+        return function, max(1, at_once // self.cluster) * self.cluster
 
     @property
     def box(self) -> int:
@@ -112,42 +124,56 @@ class PackedTile:
         """Bytes of x in a stage."""
         return self.boxes * self.rows * DEPTH * ELEMENT.itemsize
 
-    @property
-    def _beside(self) -> int:
+    def _beside(self, kept: Format) -> int:
         """Bytes for sums that are handed on, for scales, and lost to alignment."""
-        sums = self.groups * self.rows * _SUMS if self.relay else 0
-        return sums + 4 * self.groups * _SCALES + _ALIGNMENT
+        sums = self.rows * self.relay * _SUMS
+        panels = 4 * self.groups * (self.relay or 2)
+        return sums + panels * PANEL_ROWS * _CHUNK // GROUP * kept.computed + _ALIGNMENT
 
     def _raw_stage(self, kept: Format, sides: int) -> int:
         """Bytes of a stage of packets."""
         side = self.outputs(sides) // PANEL_ROWS * kept.packet
         return _CHUNK // kept.step * sides * -(-side // _SIDE_ALIGNMENT) * _SIDE_ALIGNMENT
 
-    def _stages(self, kept: Format, sides: int) -> tuple[int, int]:
+    def stages(self, kept: Format, sides: int) -> tuple[int, int]:
         """Stages of x, and of packets."""
-        room, raw = _SHARED // self.blocks - _DECLARED - self._beside, self._raw_stage(kept, sides)
+        room, raw = _SHARED // self.blocks - _DECLARED - self._beside(kept), self._raw_stage(kept, sides)
         packets = max(2, min(_MOST_STAGES, _IN_FLIGHT // self.blocks // raw))
-        while packets > 2 and room - packets * raw < 4 * self._stage:
+        while packets > 2 and room - packets * raw < self._least * self._stage:
             packets -= 1
         if self.relay:
-            packets = max(self.groups, packets // self.groups * self.groups)
-        stages = min(_MOST_STAGES, (room - packets * raw) // self._stage)
-        return stages // self._rounds * self._rounds, packets
+            turns = self.groups * self.turn
+            packets = max(turns, packets // turns * turns)
+        stages, rounds = min(_MOST_STAGES, (room - packets * raw) // self._stage), self._rounds
+        return stages // rounds * rounds, packets
+
+    @property
+    def _least(self) -> int:
+        """Stages of x that there are to be."""
+        return 2 * self._in_chunk if self.relay else 4
 
     @property
     def _rounds(self) -> int:
-        """Stages of x are a multiple of this: in a relay, a stage is always one group's."""
-        return self.groups * (_CHUNK // DEPTH // self.boxes) if self.relay else 1
+        """Stages of x are a multiple of this: in a relay a stage is always one group's, if x is small."""
+        if not self.relay:
+            return 1
+        return self._in_chunk * (1 if self.rows > _SMALL else self.groups * self.turn)
+
+    @property
+    def _in_chunk(self) -> int:
+        return _CHUNK // DEPTH // self.boxes
 
 
 _PLAIN = (
-    PackedTile(4, 8, 4, relay=True),
+    PackedTile(3, 8, 4, relay=1, turn=2),
     PackedTile(1, 8, 2, 1, 2),
-    PackedTile(4, 16, 4, relay=True),
+    PackedTile(4, 16, 4, relay=1),
     PackedTile(1, 16, 2, 1, 2),
-    PackedTile(3, 32, 4, relay=True),
+    PackedTile(2, 32, 4, relay=1, turn=2),
+    PackedTile(3, 32, 4, relay=2),
     PackedTile(1, 32, 2, 1, 2),
-    PackedTile(3, 64, 4, relay=True),
+    PackedTile(2, 64, 4, relay=1, turn=2),
+    PackedTile(3, 64, 4, relay=2),
     PackedTile(1, 64, 1, 1, 2),
     PackedTile(1, 128, 1, 2),
     PackedTile(3, 128),
@@ -245,7 +271,7 @@ class PackedTiles:
         panels = tile.outputs(sides) // PANEL_ROWS
         first = inputs if kind is Kind.FLOAT else first_sum(outputs, inputs)
         function(
-            (tile.grid(rows, outputs, sides, at_once), 1), (tile.threads, 1, 1),
+            (min(tile.needed(rows, outputs, sides), at_once), 1), (tile.threads, 1, 1),
             maps(x.address, rows, inputs, tile.box),
             maps.of_packed(weight.address, weight.rows, inputs, kept, panels), y, rows, outputs, inputs,
             first, pitch, shared=tile.shared(kept, sides),
@@ -265,12 +291,8 @@ def _load(module: Module, device: Device, kind: Kind, kept: Format) -> dict[Pack
     """The kernels of tiles, and how many blocks of each the device holds."""
     found, sides = {}, _sides(kind)
     for tile in _tiles(kind, kept):
-        shared, name = (
-            tile.shared(kept, sides),
-            "_".join(map(str, (kind.value, *tile.arguments(kept, sides)))),
-        )
-        function = module.function(name, "128s128sPiiiii", shared=shared, dependent=True)
-        found[tile] = function, function.blocks_at_once(tile.threads, shared) * device.multiprocessors
+        name = "_".join(map(str, (kind.value, *tile.arguments(kept, sides))))
+        found[tile] = tile.loaded(module, device, name, "128s128sPiiiii", tile.shared(kept, sides))
     return found
 
 

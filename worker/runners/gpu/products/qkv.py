@@ -6,7 +6,7 @@ from functools import partial
 
 from nightmill.worker.model.spec import Attention
 from nightmill.worker.runners.gpu.device.device import Device
-from nightmill.worker.runners.gpu.device.operands import Buffer, Format
+from nightmill.worker.runners.gpu.device.operands import Buffer, Matrix
 from nightmill.worker.runners.gpu.kv_cache import LayerCache
 from nightmill.worker.runners.gpu.products.chooser import Products
 from nightmill.worker.runners.gpu.products.clock import Choices
@@ -36,21 +36,23 @@ class _Choice:
 
 
 class Qkv:
-    """Queries in place, keys and values to the pages, of layers of one kind; all ways give the same bits."""
+    """Queries in place, keys and values to the pages, of layers of one kind; all ways give the same bits.
+
+    weight  of one of them
+    """
 
     def __init__(
-        self, device: Device, attention: Attention, width: int, kept: Format, products: Products,
-        rotation: Rotation,
-    ) -> None:  # fmt: skip
+        self, device: Device, attention: Attention, weight: Matrix, products: Products, rotation: Rotation
+    ) -> None:
         self._device = device
-        self._product = products.of(Kind.PLAIN, attention.qkv, width, kept)
+        self._product = products.of(Kind.PLAIN, attention.qkv, weight.columns, weight.format)
         self._rotation = rotation
         self._every = [_Choice(self._apart)]
-        if HopperQkv.suits(attention, kept, hopper=device.hopper):
+        if HopperQkv.suits(attention, weight.format, hopper=device.hopper):
             fused = HopperQkv(device, attention, rotation.table)
             self._every += [_Choice(partial(fused.run, tile)) for tile in fused.tiles]
-        if PackedQkv.suits(attention, kept, device.kv, hopper=device.hopper):
-            packed = PackedQkv(device, attention, kept, rotation.table)
+        if PackedQkv.suits(attention, weight.formats, device.kv, hopper=device.hopper):
+            packed = PackedQkv(device, attention, weight.formats, rotation.table)
             self._every += [_Choice(partial(packed.run, tile), tile.worthwhile) for tile in packed.tiles]
         self._choices: Choices[_Choice] = Choices(
             products.clock,

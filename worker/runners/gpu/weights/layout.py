@@ -54,8 +54,9 @@ class LayerWeights:
 
     @property
     def formats(self) -> tuple[Format, ...]:
-        """Of its matrices, in the order of their use."""
-        return tuple(matrix.format for matrix in (self.qkv, self.attn_output, self.gate_up, self.ffn_down))
+        """Of its matrices and their parts, in the order of their use."""
+        matrices = (self.qkv, self.attn_output, self.gate_up, self.ffn_down)
+        return tuple(kept for matrix in matrices for kept in matrix.formats)
 
 
 @dataclass(frozen=True, slots=True)
