@@ -20,7 +20,8 @@
 //   hand(Handed[COUNT], packet, row, first)    what of scales is computed, since they are quantised themselves (STEP 256): of
 //                                              COUNT groups, 1, 2 or 4, from a multiple of it on
 //   Scale scale(packet, row, group, handed)    the scale, for all chunks of the group
-//   Element8 eight(packet, row, chunk, scale)  the four pairs of a chunk; its group is chunk / 4
+//   Raw raw(packet, row, chunk)                the numbers of a chunk, as they are read; its group is chunk / 4
+//   Element8 eight(raw, scale)                 its four pairs
 //
 // Packets are in shared or global memory, aligned to 16 bytes. Lanes l with row l / 4 and chunk l % 4 of a group read without
 // bank conflicts.
@@ -28,128 +29,22 @@
 // Elements have the bits of `weights/dequantize.cu`, but for the sign of some zeros: what that rounds to float and then to an
 // element, so does this. Types without a minimum have products that are exact in float; with a half scale alone, one
 // multiplication of halves rounds them. Of those with a minimum the product is exact, and the sum is rounded once by an fma.
-// Small whole numbers become halves without a conversion: as denormal ones, or behind the bits of 1024, which is then taken
-// away; or floats, behind the bits of 128, which an fma takes away with the multiplication. Instructions a
-// pair of elements, of which products with many rows are made: 3 (Q4_0) to 7 (Q5_K).
+// How whole numbers become elements: `packed_numbers.cuh`.
 #pragma once
 
-#include "common/common.cuh"
-#include <cuda_fp16.h>
+#include "common/packed_numbers.cuh"
 
 namespace packed {
 
 static constexpr int ROWS = 8;  // of a panel
 
-template <typename Value>
-static __device__ __forceinline__ Value value_at(const unsigned char* place) {
-    return *reinterpret_cast<const Value*>(place);
-}
-
-static __device__ __forceinline__ __half2 halves(uint32_t word) { return *reinterpret_cast<const __half2*>(&word); }
-
-static __device__ __forceinline__ float2 float_pair(uint32_t word) { return __half22float2(halves(word)); }
-
-static __device__ __forceinline__ uint32_t as_word(__half2 pair) { return *reinterpret_cast<const uint32_t*>(&pair); }
-
-// Whole numbers of a chunk, no more than 10 bits with their place: elements 2 i and 2 i + 1 in the lanes of pair[i], those of
-// pairs 1 and 3 times 16.
-struct Numbers {
-    uint32_t pair[4];
-};
-
-// The bits `mask` of each of a word's 4-bit places.
-static __device__ __forceinline__ Numbers split(uint32_t word, uint32_t mask) {
-    const uint32_t even = mask * 0x00010001u, odd = mask * 0x00100010u, upper = word >> 8;
-    return {{word & even, word & odd, upper & even, upper & odd}};
-}
-
-// A fifth bit, of a word whose bits are where those of `split` are.
-static __device__ __forceinline__ void join(Numbers& numbers, uint32_t fifth) {
-    const uint32_t lower = fifth << 4, upper = fifth >> 4;
-    numbers.pair[0] |= lower & 0x00100010u;
-    numbers.pair[1] |= lower & 0x01000100u;
-    numbers.pair[2] |= upper & 0x00100010u;
-    numbers.pair[3] |= upper & 0x01000100u;
-}
-
-// Those of a chunk in the planes of pairs and bits.
+// What planes of pairs and of nibbles have of a chunk, and of others above it.
 static __device__ __forceinline__ uint32_t two_bits(const unsigned char* plane, int row, int chunk) {
     return value_at<uint32_t>(plane + (chunk / 2 * ROWS + row) * 4) >> 2 * (chunk % 2);
 }
 static __device__ __forceinline__ uint32_t nibbles(const unsigned char* plane, int row, int chunk) {
     return value_at<uint32_t>(plane + (chunk * ROWS + row) * 4);
 }
-
-// A pair of a chunk's numbers less OFFSET, exactly.
-template <int OFFSET>
-static __device__ __forceinline__ __half2 centred(const Numbers& numbers, int pair) {
-    constexpr uint32_t EVEN = 0xe400u + OFFSET, ODD = 0xd400u + OFFSET * 16;  // -(1024 + OFFSET), -(64 + OFFSET)
-    static_assert(OFFSET < 64, "an exact half");
-    const __half2 raised = halves(numbers.pair[pair] | 0x64006400u);  // 1024 more
-    if (pair % 2 == 0) return __hadd2(raised, halves(EVEN * 0x00010001u));
-    return __hfma2(raised, halves(0x2c002c00u), halves(ODD * 0x00010001u));  // a sixteenth of it
-}
-
-// What becomes of whole numbers by a scale that is a half in the file.
-#ifdef ELEMENT_BF16
-using Factor = float;
-static __device__ __forceinline__ Factor factor_at(const unsigned char* place) { return __half2float(value_at<__half>(place)); }
-static __device__ __forceinline__ uint32_t scaled(__half2 numbers, Factor d) {
-    const float2 pair = __half22float2(numbers);
-    return pack(__fmul_rn(pair.x, d), __fmul_rn(pair.y, d));
-}
-#else
-using Factor = __half2;
-static __device__ __forceinline__ Factor factor_at(const unsigned char* place) {
-    return halves(value_at<uint16_t>(place) * 0x00010001u);
-}
-static __device__ __forceinline__ uint32_t scaled(__half2 numbers, Factor d) { return as_word(__hmul2(numbers, d)); }
-#endif
-
-template <int OFFSET>
-static __device__ __forceinline__ Element8 scaled(const Numbers& numbers, Factor d) {
-    Element8 out;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) out.word[i] = scaled(centred<OFFSET>(numbers, i), d);
-    return out;
-}
-
-// Whole numbers of a chunk, no more than 6 bits, a byte each: elements 0, 4, 1 and 5, and 2, 6, 3 and 7.
-struct Bytes {
-    uint32_t even, odd;
-};
-
-// What becomes of these, less OFFSET, by scales that are products of 18 bits, for 16 elements each. As third byte of a float,
-// behind 0x43, a byte is 128 more than its number; what that is too much, the fma takes away, exactly. Zeros are +0, where
-// `dequantize.cu` gives them the sign of the scale.
-template <int OFFSET>
-static __device__ __forceinline__ Element8 scaled(const Bytes& bytes, const float (&d)[2]) {
-    const float more[2] = {__fmul_rn(d[0], -128.0f - OFFSET), __fmul_rn(d[1], -128.0f - OFFSET)};
-    const auto one = [&](uint32_t four, int byte, int half) {
-        return __fmaf_rn(__uint_as_float(__byte_perm(four, 0x43000000u, 0x7044 | byte << 8)), d[half], more[half]);
-    };
-    return {pack(one(bytes.even, 0, 0), one(bytes.even, 2, 0)), pack(one(bytes.odd, 0, 0), one(bytes.odd, 2, 0)),
-            pack(one(bytes.even, 1, 1), one(bytes.even, 3, 1)), pack(one(bytes.odd, 1, 1), one(bytes.odd, 3, 1))};
-}
-
-// d q + m: as denormal halves, numbers are 2^-24 of what they are, so scales are as much larger; `handed` has that and m.
-struct Line {
-    float even, odd, m;
-
-    Line() = default;
-    __device__ __forceinline__ explicit Line(float2 handed) : even(handed.x), odd(__fmul_rn(handed.x, 0x1p-4f)), m(handed.y) {}
-
-    static __device__ __forceinline__ float2 handed(float d, float m) { return make_float2(__fmul_rn(d, 0x1p24f), m); }
-
-    __device__ __forceinline__ uint32_t pair(const Numbers& numbers, int i) const {
-        const float2 q = float_pair(numbers.pair[i]);
-        const float d = i % 2 ? odd : even;
-        return pack(__fmaf_rn(q.x, d, m), __fmaf_rn(q.y, d, m));
-    }
-    __device__ __forceinline__ Element8 of(const Numbers& numbers) const {
-        return {pair(numbers, 0), pair(numbers, 1), pair(numbers, 2), pair(numbers, 3)};
-    }
-};
 
 // Of types whose scales are as they are used.
 struct Nothing {};
@@ -159,15 +54,35 @@ struct AtOnce {
     static __device__ __forceinline__ void hand(Handed (&)[COUNT], const unsigned char*, int, int) {}
 };
 
+// Of types whose numbers are a plane of nibbles; and of those with fifth bits in another, which come with the scale.
+struct Nibbles {
+    using Raw = uint32_t;
+    static __device__ __forceinline__ Raw raw(const unsigned char* packet, int row, int chunk) {
+        return nibbles(packet, row, chunk);
+    }
+};
+struct NibblesAndBits {
+    struct Raw {
+        uint32_t word;
+        int chunk;
+    };
+    static __device__ __forceinline__ Raw raw(const unsigned char* packet, int row, int chunk) {
+        return {nibbles(packet, row, chunk), chunk};
+    }
+};
+
 struct Q8_0 : AtOnce {  // bytes; half d of two groups
     static constexpr int STEP = 64, PACKET = 544;
     using Scale = Factor;
+    using Raw = uint2;
 
     static __device__ __forceinline__ Scale scale(const unsigned char* packet, int row, int group, Handed) {
         return factor_at(packet + 512 + row * 4 + group * 2);
     }
-    static __device__ __forceinline__ Element8 eight(const unsigned char* packet, int row, int chunk, const Scale& d) {
-        const uint2 words = value_at<uint2>(packet + (chunk * ROWS + row) * 8);
+    static __device__ __forceinline__ Raw raw(const unsigned char* packet, int row, int chunk) {
+        return value_at<uint2>(packet + (chunk * ROWS + row) * 8);
+    }
+    static __device__ __forceinline__ Element8 eight(const Raw& words, const Scale& d) {
         Element8 out;
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
@@ -178,19 +93,17 @@ struct Q8_0 : AtOnce {  // bytes; half d of two groups
     }
 };
 
-struct Q4_0 : AtOnce {  // nibbles, 8 more than the number; half d of two groups
+struct Q4_0 : AtOnce, Nibbles {  // nibbles, 8 more than the number; half d of two groups
     static constexpr int STEP = 64, PACKET = 288;
     using Scale = Factor;
 
     static __device__ __forceinline__ Scale scale(const unsigned char* packet, int row, int group, Handed) {
         return factor_at(packet + 256 + row * 4 + group * 2);
     }
-    static __device__ __forceinline__ Element8 eight(const unsigned char* packet, int row, int chunk, const Scale& d) {
-        return scaled<8>(split(nibbles(packet, row, chunk), 15), d);
-    }
+    static __device__ __forceinline__ Element8 eight(Raw word, const Scale& d) { return scaled<8>(split(word, 15), d); }
 };
 
-struct Q4_1 : AtOnce {  // nibbles; half d and m of two groups
+struct Q4_1 : AtOnce, Nibbles {  // nibbles; half d and m of two groups
     static constexpr int STEP = 64, PACKET = 320;
     using Scale = Line;
 
@@ -198,12 +111,10 @@ struct Q4_1 : AtOnce {  // nibbles; half d and m of two groups
         const float2 line = float_pair(value_at<uint32_t>(packet + 256 + row * 8 + group * 4));
         return Line(Line::handed(line.x, line.y));
     }
-    static __device__ __forceinline__ Element8 eight(const unsigned char* packet, int row, int chunk, const Scale& line) {
-        return line.of(split(nibbles(packet, row, chunk), 15));
-    }
+    static __device__ __forceinline__ Element8 eight(Raw word, const Scale& line) { return line.of(split(word, 15)); }
 };
 
-struct Q5_0 : AtOnce {  // nibbles, bits; half d of two groups
+struct Q5_0 : AtOnce, NibblesAndBits {  // nibbles, bits; half d of two groups
     static constexpr int STEP = 64, PACKET = 352;
     struct Scale {
         Factor d;
@@ -213,14 +124,14 @@ struct Q5_0 : AtOnce {  // nibbles, bits; half d of two groups
     static __device__ __forceinline__ Scale scale(const unsigned char* packet, int row, int group, Handed) {
         return {factor_at(packet + 320 + row * 4 + group * 2), value_at<uint32_t>(packet + 256 + (group * ROWS + row) * 4)};
     }
-    static __device__ __forceinline__ Element8 eight(const unsigned char* packet, int row, int chunk, const Scale& scale) {
-        Numbers numbers = split(nibbles(packet, row, chunk), 15);
-        join(numbers, scale.fifth >> chunk % 4);
+    static __device__ __forceinline__ Element8 eight(const Raw& raw, const Scale& scale) {
+        Numbers numbers = split(raw.word, 15);
+        join(numbers, scale.fifth >> raw.chunk % 4);
         return scaled<16>(numbers, scale.d);
     }
 };
 
-struct Q5_1 : AtOnce {  // nibbles, bits; half d and m of two groups
+struct Q5_1 : AtOnce, NibblesAndBits {  // nibbles, bits; half d and m of two groups
     static constexpr int STEP = 64, PACKET = 384;
     struct Scale {
         Line line;
@@ -231,22 +142,21 @@ struct Q5_1 : AtOnce {  // nibbles, bits; half d and m of two groups
         const float2 line = float_pair(value_at<uint32_t>(packet + 320 + row * 8 + group * 4));
         return {Line(Line::handed(line.x, line.y)), value_at<uint32_t>(packet + 256 + (group * ROWS + row) * 4)};
     }
-    static __device__ __forceinline__ Element8 eight(const unsigned char* packet, int row, int chunk, const Scale& scale) {
-        Numbers numbers = split(nibbles(packet, row, chunk), 15);
-        join(numbers, scale.fifth >> chunk % 4);
+    static __device__ __forceinline__ Element8 eight(const Raw& raw, const Scale& scale) {
+        Numbers numbers = split(raw.word, 15);
+        join(numbers, scale.fifth >> raw.chunk % 4);
         return scale.line.of(numbers);
     }
 };
 
-struct IQ4_NL : AtOnce {  // nibbles, which index a table; half d of two groups
+struct IQ4_NL : AtOnce, Nibbles {  // nibbles, which index a table; half d of two groups
     static constexpr int STEP = 64, PACKET = 288;
     using Scale = Factor;
 
     static __device__ __forceinline__ Scale scale(const unsigned char* packet, int row, int group, Handed) {
         return Q4_0::scale(packet, row, group, {});
     }
-    static __device__ __forceinline__ Element8 eight(const unsigned char* packet, int row, int chunk, const Scale& d) {
-        const uint32_t word = nibbles(packet, row, chunk);
+    static __device__ __forceinline__ Element8 eight(Raw word, const Scale& d) {
         const uint32_t even = found(word), odd = found(word >> 16);
         Element8 out;
 #pragma unroll
@@ -283,7 +193,7 @@ static __device__ __forceinline__ void lines_of_k(float2 (&lines)[COUNT], const 
     }
 }
 
-struct Q4_K {  // nibbles; 16 bytes of scales
+struct Q4_K : Nibbles {  // nibbles; 16 bytes of scales
     static constexpr int STEP = 256, PACKET = 1152;
     using Scale = Line;
     using Handed = float2;
@@ -295,12 +205,10 @@ struct Q4_K {  // nibbles; 16 bytes of scales
     static __device__ __forceinline__ Scale scale(const unsigned char* packet, int row, int group, Handed line) {
         return Line(line);
     }
-    static __device__ __forceinline__ Element8 eight(const unsigned char* packet, int row, int chunk, const Scale& line) {
-        return line.of(split(nibbles(packet, row, chunk), 15));
-    }
+    static __device__ __forceinline__ Element8 eight(Raw word, const Scale& line) { return line.of(split(word, 15)); }
 };
 
-struct Q5_K {  // nibbles, bits; 16 bytes of scales
+struct Q5_K : NibblesAndBits {  // nibbles, bits; 16 bytes of scales
     static constexpr int STEP = 256, PACKET = 1408;
     struct Scale {
         Line line;
@@ -316,9 +224,9 @@ struct Q5_K {  // nibbles, bits; 16 bytes of scales
     static __device__ __forceinline__ Scale scale(const unsigned char* packet, int row, int group, Handed line) {
         return {Line(line), value_at<uint32_t>(packet + 1024 + (group * ROWS + row) * 4)};
     }
-    static __device__ __forceinline__ Element8 eight(const unsigned char* packet, int row, int chunk, const Scale& scale) {
-        Numbers numbers = split(nibbles(packet, row, chunk), 15);
-        join(numbers, scale.fifth >> chunk % 4);
+    static __device__ __forceinline__ Element8 eight(const Raw& raw, const Scale& scale) {
+        Numbers numbers = split(raw.word, 15);
+        join(numbers, scale.fifth >> raw.chunk % 4);
         return scale.line.of(numbers);
     }
 };
@@ -328,6 +236,7 @@ struct Q6_K {  // nibbles, pairs; 16 signed bytes of scales, then half d of all 
     struct Scale {
         float d[2];
     };
+    using Raw = uint2;
     using Handed = float2;
 
     template <int COUNT>
@@ -343,8 +252,11 @@ struct Q6_K {  // nibbles, pairs; 16 signed bytes of scales, then half d of all 
     static __device__ __forceinline__ Scale scale(const unsigned char* packet, int row, int group, Handed d) {
         return {{d.x, d.y}};
     }
-    static __device__ __forceinline__ Element8 eight(const unsigned char* packet, int row, int chunk, const Scale& scale) {
-        const uint32_t low = nibbles(packet, row, chunk), high = two_bits(packet + 1024, row, chunk);
+    static __device__ __forceinline__ Raw raw(const unsigned char* packet, int row, int chunk) {
+        return {nibbles(packet, row, chunk), two_bits(packet + 1024, row, chunk)};
+    }
+    static __device__ __forceinline__ Element8 eight(const Raw& raw, const Scale& scale) {
+        const uint32_t low = raw.x, high = raw.y;
         const Bytes bytes{low & 0x0f0f0f0fu | high << 4 & 0x30303030u, low >> 4 & 0x0f0f0f0fu | high & 0x30303030u};
         return scaled<32>(bytes, scale.d);
     }
@@ -355,6 +267,10 @@ struct Q3_K {  // pairs, bits; 12 bytes of scales, four lower bits each of 16, t
     struct Scale {
         float d[2];
         uint32_t third;
+    };
+    struct Raw {
+        uint32_t low;
+        int chunk;
     };
 
     using Handed = float2;
@@ -374,8 +290,11 @@ struct Q3_K {  // pairs, bits; 12 bytes of scales, four lower bits each of 16, t
     static __device__ __forceinline__ Scale scale(const unsigned char* packet, int row, int group, Handed d) {
         return {{d.x, d.y}, value_at<uint32_t>(packet + 512 + (group * ROWS + row) * 4)};
     }
-    static __device__ __forceinline__ Element8 eight(const unsigned char* packet, int row, int chunk, const Scale& scale) {
-        const uint32_t low = two_bits(packet, row, chunk), high = scale.third >> chunk % 4;
+    static __device__ __forceinline__ Raw raw(const unsigned char* packet, int row, int chunk) {
+        return {two_bits(packet, row, chunk), chunk};
+    }
+    static __device__ __forceinline__ Element8 eight(const Raw& raw, const Scale& scale) {
+        const uint32_t low = raw.low, high = scale.third >> raw.chunk % 4;
         const Bytes bytes{low & 0x03030303u | high << 2 & 0x04040404u, low >> 4 & 0x03030303u | high >> 2 & 0x04040404u};
         return scaled<4>(bytes, scale.d);
     }
@@ -386,6 +305,7 @@ struct Q2_K {  // pairs; 16 bytes of scales, four bits of scale and of minimum e
     struct Scale {
         Line of[2];  // 16 elements each
     };
+    using Raw = uint32_t;
 
     using Handed = float4;
 
@@ -406,8 +326,11 @@ struct Q2_K {  // pairs; 16 bytes of scales, four bits of scale and of minimum e
     static __device__ __forceinline__ Scale scale(const unsigned char* packet, int row, int group, Handed lines) {
         return {{Line(make_float2(lines.x, lines.y)), Line(make_float2(lines.z, lines.w))}};
     }
-    static __device__ __forceinline__ Element8 eight(const unsigned char* packet, int row, int chunk, const Scale& scale) {
-        const Numbers numbers = split(two_bits(packet, row, chunk), 3);
+    static __device__ __forceinline__ Raw raw(const unsigned char* packet, int row, int chunk) {
+        return two_bits(packet, row, chunk);
+    }
+    static __device__ __forceinline__ Element8 eight(Raw word, const Scale& scale) {
+        const Numbers numbers = split(word, 3);
         return {scale.of[0].pair(numbers, 0), scale.of[0].pair(numbers, 1), scale.of[1].pair(numbers, 2),
                 scale.of[1].pair(numbers, 3)};
     }
@@ -427,7 +350,8 @@ static __device__ __forceinline__ Element8 chunk_of(const unsigned char* matrix,
     constexpr int CHUNKS = Format::STEP / 8;
     const int steps = (inputs + Format::STEP - 1) / Format::STEP, place = static_cast<int>(row % ROWS);
     const unsigned char* packet = matrix + (row / ROWS * steps + chunk / CHUNKS) * Format::PACKET;
-    return Format::eight(packet, place, chunk % CHUNKS, scale_of<Format>(packet, place, chunk % CHUNKS / 4));
+    const auto scale = scale_of<Format>(packet, place, chunk % CHUNKS / 4);
+    return Format::eight(Format::raw(packet, place, chunk % CHUNKS), scale);
 }
 
 // Elements 8 index .. 8 index + 7 of a row, of which the four chunks of their group have two each.

@@ -141,7 +141,7 @@ struct PackedFew {
                 const auto* handed = reinterpret_cast<const typename Packed::Handed*>(scales + scaled * SCALES) + p * 8 + row;
                 const auto scale = Packed::scale(packet, row, group % IN_PACKET,
                                                  HANDED ? handed[group * PANELS * 8] : typename Packed::Handed());
-                made[p] = Packed::eight(packet, row, group % IN_PACKET * 4 + t, scale);
+                made[p] = Packed::eight(Packed::raw(packet, row, group % IN_PACKET * 4 + t), scale);
             }
         };
         const auto multiply = [&](const Element8 (&made)[PANELS], const uint32_t (&b)[TILES][4], int half) {

@@ -45,7 +45,7 @@ struct PackedMaker {
                 const auto* handed = reinterpret_cast<const typename Packed::Handed*>(scales) + p * 8 + row;
                 const auto scale = Packed::scale(packet, row, group + i,
                                                  HANDED ? handed[(group + i) * 8 * PANELS] : typename Packed::Handed());
-                const Element8 chunk = Packed::eight(packet, row, (group + i) * 4 + t, scale);
+                const Element8 chunk = Packed::eight(Packed::raw(packet, row, (group + i) * 4 + t), scale);
 #pragma unroll
                 for (int word = 0; word < 4; ++word) a[8 * i + 2 * word + p] = chunk.word[word];
             }

@@ -76,7 +76,7 @@ static __device__ __forceinline__ void multiply(float (&c)[TILES][4], const Elem
             constexpr int GROUPS = Packed::STEP / 32;
             const unsigned char* place = packet + group / GROUPS * Packed::PACKET;
             const auto scale = packed::scale_of<Packed>(place, lane / 4, group % GROUPS);
-            const Element8 b = Packed::eight(place, lane / 4, group % GROUPS * 4 + lane % 4, scale);
+            const Element8 b = Packed::eight(Packed::raw(place, lane / 4, group % GROUPS * 4 + lane % 4), scale);
 #pragma unroll
             for (int half = 0; half < 2; ++half)
 #pragma unroll
