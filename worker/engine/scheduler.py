@@ -158,6 +158,8 @@ class Scheduler:
         urgent = self._make_way(preempted)
         admitted = self._admit(self._token_budget - len(self._running), interactive=True)
         self._grow(decodes, grown, preempted, urgent)
+        # A better one may have taken an admitted one's pages.
+        admitted = [one for one in admitted if one.state is SequenceState.RUNNING]
         budget = self._prompt_budget(self._token_budget - len(decodes))
         if not preempted:
             admitted += self._admit(budget)

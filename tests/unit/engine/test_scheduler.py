@@ -223,3 +223,16 @@ def test_who_ranks_last_gives_way_to_an_interactive_sequence_and_nobody_takes_it
     carry_out(made, plan)
     made.check_integrity()
     assert made.preemptions == 1
+
+
+def test_an_interactive_sequence_whose_pages_a_better_one_takes_in_the_same_step_is_not_admitted() -> None:
+    first, second = interactive(1, 8), interactive(2, 8)
+    made = scheduler(first, pages=4)
+    step(made)
+    made.add(second)  # there are two pages for it, of which the first one now needs one
+    plan = made.plan()
+    assert (plan.admitted, plan.preempted, shape(plan)) == ([], [second], [("i1", 8, 1)])
+    carry_out(made, plan)
+    made.check_integrity()
+    made.finish(first)
+    assert step(made) == [("i2", 0, 8)]
