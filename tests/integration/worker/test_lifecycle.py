@@ -54,7 +54,7 @@ def test_enqueued_prompts_arrive_as_text_with_reasons(jobs_client: Client, start
 
 @on_postgresql
 def test_killed_worker_loses_no_job_and_repeats_none(jobs_client: Client, start_worker: StartWorker) -> None:
-    # A few at a time take seconds for all: some are running when the signal comes, though the machine let the test wait.
+    # A few at a time take seconds for all: some run at the signal, though the machine let the test wait.
     ids = jobs_client.enqueue_many(["Write a haiku about the sea"] * 16, **LONG)
     with start_worker("doomed", "--max-sequences", "4") as doomed:
         wait_until(lambda: len(in_state(jobs_client, JobState.RUNNING)) >= 4, PATIENCE)

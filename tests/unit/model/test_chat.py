@@ -122,9 +122,11 @@ def test_content_never_adds_a_special_token(tokenizer: Tokenizer, source: str, c
     assert special(tokenizer, template.encode(messages)[skip:]) == special(
         tokenizer, template.encode(user("x") * 2)[skip:]
     )
-    # ... and nothing of it is lost, where composing characters is no loss.
+    # ... and nothing of it is lost, where composing characters is no loss, and SentencePiece's sign for a
+    # space is a space.
     text = tokenizer.decode(template.encode(messages), special=True)
-    read, written = (normalize("NFC", one).replace(" ", "") for one in (text, template.render(messages)))
+    both = (text, template.render(messages))
+    read, written = (normalize("NFC", one).replace(" ", "").replace("\u2581", "") for one in both)
     assert read.removeprefix("<s>") == written
 
 
