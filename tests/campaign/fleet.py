@@ -104,12 +104,13 @@ class Fleet:
         for number in range(len(self._processes)):
             self.terminate(number)
         give_up_at = time.monotonic() + END_SECONDS
-        for process in self._processes:
+        for number, process in enumerate(self._processes):
             if process is None:
                 continue
             try:
                 code = process.wait(max(0.1, give_up_at - time.monotonic()))
-                if code not in (0, -signal.SIGTERM) and process.pid not in self._expected:
+                excused = process.pid in self._expected or self._was_ending(number)
+                if code not in (0, -signal.SIGTERM) and not excused:
                     self._report.violate("exit", f"a worker that was told to end did so with {code}")
             except subprocess.TimeoutExpired:
                 self._report.violate("never-ends", f"a worker still runs {END_SECONDS:.0f} s after SIGTERM")
@@ -138,6 +139,12 @@ class Fleet:
     @property
     def logs(self) -> list[Path]:
         return sorted(self._world.home.glob("worker-*.log"))
+
+    def _was_ending(self, worker: int) -> bool:
+        """Whether a poison row had killed its engine before it was told to end."""
+        log = self._world.home / f"worker-{worker}.log"
+        last_start = log.read_text(errors="replace").rpartition("ready: ")[2]
+        return "the engine failed: its process ended" in last_start.partition("Warm shutdown")[0]
 
     # -- supervision -------------------------------------------------------------------------------
 
