@@ -94,7 +94,15 @@ class PackedTile:
     def suits(self, shape: Shape) -> bool:
         """Whether it computes a shape."""
         sums = first_sum(shape.outputs, shape.inputs) if shape.kind is not Kind.FLOAT else shape.inputs
-        return sums == shape.inputs or (sums % _PAIR == 0 and not self.relay)
+        return self.takes(shape.inputs) and (sums == shape.inputs or (sums % _PAIR == 0 and not self.relay))
+
+    def takes(self, inputs: int) -> bool:
+        """Whether it goes through so many inputs.
+
+        A relay has several turns at them: only by the sums that turns hand on does one know that what those
+        before it read had come, and so which phase of a barrier it waits for.
+        """
+        return not self.relay or inputs > _CHUNK * self.turn
 
     def worthwhile(self, rows: int) -> bool:
         """Whether it may be the fastest for so many rows."""

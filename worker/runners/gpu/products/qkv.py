@@ -53,7 +53,8 @@ class Qkv:
             self._every += [_Choice(partial(fused.run, tile)) for tile in fused.tiles]
         if PackedQkv.suits(attention, weight.formats, device.kv, hopper=device.hopper):
             packed = PackedQkv(device, attention, weight.formats, rotation.table)
-            self._every += [_Choice(partial(packed.run, tile), tile.worthwhile) for tile in packed.tiles]
+            tiles = (tile for tile in packed.tiles if tile.takes(weight.columns))
+            self._every += [_Choice(partial(packed.run, tile), tile.worthwhile) for tile in tiles]
         self._choices: Choices[_Choice] = Choices(
             products.clock,
             lambda rows: [one for one in self._every if one.suits(rows)],
