@@ -101,6 +101,7 @@ class Fleet:
         self._closing.set()
         self._thread.join()
         self.thaw(-1)
+        ending = {number for number in range(len(self._processes)) if self._is_ending(number)}
         for number in range(len(self._processes)):
             self.terminate(number)
         give_up_at = time.monotonic() + END_SECONDS
@@ -109,8 +110,9 @@ class Fleet:
                 continue
             try:
                 code = process.wait(max(0.1, give_up_at - time.monotonic()))
-                excused = process.pid in self._expected or self._was_ending(number)
-                if code not in (0, -signal.SIGTERM) and not excused:
+                if number in ending:
+                    self._report.count("worker ends")
+                elif code not in (0, -signal.SIGTERM) and process.pid not in self._expected:
                     self._report.violate("exit", f"a worker that was told to end did so with {code}")
             except subprocess.TimeoutExpired:
                 self._report.violate("never-ends", f"a worker still runs {END_SECONDS:.0f} s after SIGTERM")
@@ -140,11 +142,11 @@ class Fleet:
     def logs(self) -> list[Path]:
         return sorted(self._world.home.glob("worker-*.log"))
 
-    def _was_ending(self, worker: int) -> bool:
-        """Whether a poison row had killed its engine before it was told to end."""
+    def _is_ending(self, worker: int) -> bool:
+        """Whether its engine was killed, so that it ends by itself: an end that a fault must explain."""
         log = self._world.home / f"worker-{worker}.log"
-        last_start = log.read_text(errors="replace").rpartition("ready: ")[2]
-        return "the engine failed: its process ended" in last_start.partition("Warm shutdown")[0]
+        since_start = log.read_text(errors="replace").rpartition("ready: ")[2]
+        return "the engine failed: its process ended" in since_start
 
     # -- supervision -------------------------------------------------------------------------------
 
