@@ -54,10 +54,10 @@ def test_enqueued_prompts_arrive_as_text_with_reasons(jobs_client: Client, start
 
 @on_postgresql
 def test_killed_worker_loses_no_job_and_repeats_none(jobs_client: Client, start_worker: StartWorker) -> None:
-    # A few at a time take seconds for all: some run at the signal, though the machine let the test wait.
-    ids = jobs_client.enqueue_many(["Write a haiku about the sea"] * 16, **LONG)
-    with start_worker("doomed", "--max-sequences", "4") as doomed:
-        wait_until(lambda: len(in_state(jobs_client, JobState.RUNNING)) >= 4, PATIENCE)
+    # Eight at a time take seconds for all: some run at the signal, though the machine let the test wait.
+    ids = jobs_client.enqueue_many(["Write a haiku about the sea"] * 32, **LONG)
+    with start_worker("doomed", "--max-sequences", "8") as doomed:
+        wait_until(lambda: len(in_state(jobs_client, JobState.RUNNING)) >= 8, PATIENCE)
         doomed.send_signal(signal.SIGKILL)
         doomed.wait()
         struck = {job.id for job in in_state(jobs_client, JobState.RUNNING)}
@@ -96,9 +96,9 @@ def test_sigterm_hands_unfinished_jobs_back_with_no_attempt_lost(
     jobs_client: Client, start_worker: StartWorker
 ) -> None:
     short = jobs_client.enqueue("Write a haiku about snow", max_tokens=2, temperature=0)
-    # Two at a time take seconds for all, as above.
-    ids = jobs_client.enqueue_many(["Write a haiku about snow"] * 10, **LONG)
-    with start_worker("leaving", "--max-sequences", "2", drain_seconds=0.3) as leaving:
+    # Eight at a time take seconds for all, as above.
+    ids = jobs_client.enqueue_many(["Write a haiku about snow"] * 32, **LONG)
+    with start_worker("leaving", "--max-sequences", "8", drain_seconds=0.3) as leaving:
         wait_until(lambda: jobs_client.get(short).state.final, PATIENCE)
         wait_until(lambda: in_state(jobs_client, JobState.RUNNING), PATIENCE)
         leaving.send_signal(signal.SIGTERM)

@@ -19,26 +19,22 @@ from nightmill.jobs.server.desk import Limits
 from nightmill.jobs.server.keys import Keys
 from nightmill.jobs.settings import Settings
 from tests.servers import free_port, wait_until
-from tests.unit.engine.scripted import expected, make_request
-from tests.unit.worker.bench import PROMPT, Bench, Pausing, stop
+from tests.unit.engine.scripted import ScriptedRunner, expected, make_request
+from tests.unit.worker.bench import PROMPT, Bench, stop
 
 ALICE, BOB, EVE, OPS = "alice-has-a-long-key", "bob-has-a-long-key", "eve-reads-all-jobs", "ops-does-anything"
 KEYS = f"alice={ALICE}, bob={BOB}, eve:read={EVE}, ops:admin={OPS}"
 
 
-class Slow(Pausing):
-    """Takes its time for each step, as a GPU does, and stops where a test says."""
+class Slow(ScriptedRunner):
+    """Takes its time for each step, as a GPU does, and stops before the launch that a test names."""
 
     seconds = 0.002
     pause_at = 1 << 30
 
-    def pause_after(self, launches: int) -> None:
-        """So many more launches, then none until `gate` is set."""
-        self.gate.clear()
-        self.pause_at = len(self.batches) + launches
-
     def launch(self, batch: Any) -> None:
         time.sleep(self.seconds)
+        wait_until(lambda: len(self.batches) < self.pause_at, 60.0, "the end of a pause")
         super().launch(batch)
 
 
