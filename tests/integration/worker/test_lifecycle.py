@@ -96,8 +96,7 @@ def test_sigterm_hands_unfinished_jobs_back_with_no_attempt_lost(
     jobs_client: Client, start_worker: StartWorker
 ) -> None:
     short = jobs_client.enqueue("Write a haiku about snow", max_tokens=2, temperature=0)
-    # Eight at a time take seconds for all, as above.
-    ids = jobs_client.enqueue_many(["Write a haiku about snow"] * 32, **LONG)
+    ids = jobs_client.enqueue_many(["Write a haiku about snow"] * 12, **ENDLESS)  # for the worker that leaves
     with start_worker("leaving", "--max-sequences", "8", drain_seconds=0.3) as leaving:
         wait_until(lambda: jobs_client.get(short).state.final, PATIENCE)
         wait_until(lambda: in_state(jobs_client, JobState.RUNNING), PATIENCE)
