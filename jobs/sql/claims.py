@@ -8,13 +8,13 @@ counts none.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import datetime, timedelta
 from itertools import starmap
 from typing import Any
 
 from sqlalchemy import Connection, Text, bindparam, cast, or_, select, update
 
-from nightmill.jobs.contract import JobState, Markup, StopReason
+from nightmill.jobs.contract import JobState, Markup, StopReason, WorkerState
 from nightmill.jobs.job import Answer
 from nightmill.jobs.sql import answers, logprobs, partials, suspects
 from nightmill.jobs.sql.claimed import Claim, read_claim
@@ -22,7 +22,7 @@ from nightmill.jobs.sql.jobs import chunked, mark_unsent
 from nightmill.jobs.sql.locks import lock_ids, lock_jobs
 from nightmill.jobs.sql.partials import SavedTokens
 from nightmill.jobs.sql.retrying import retried
-from nightmill.jobs.sql.tables import QUEUED, RUNNING, JobRow, UtcDateTime
+from nightmill.jobs.sql.tables import QUEUED, RUNNING, JobRow, UtcDateTime, WorkerRow
 from nightmill.jobs.sql.workers import RegisteredWorker
 
 __all__ = ["Claim", "Claims", "Outcome", "hand_back"]
@@ -87,6 +87,29 @@ class Claims(RegisteredWorker):
         now = self.database.now()
         with self.database.read() as connection:
             return suspects.next_group(connection, models, now) is not None
+
+    def is_to_drain(self, models: Sequence[str | None]) -> bool:
+        """Whether it is this worker that interrupts its work for the next group of suspects.
+
+        One worker is enough: of those that live and serve every model of the group, the one with the lowest
+        id. Two that see the table at different times may both think that they are: then one of them finds the
+        group gone.
+        """
+        now = self.database.now()
+        stale = timedelta(seconds=self.database.settings.stale_seconds)
+        with self.database.read() as connection:
+            group = suspects.next_group(connection, models, now)
+            if group is None:
+                return False
+            named = select(JobRow.model).where(JobRow.suspects == group, JobRow.model.is_not(None), QUEUED)
+            model = connection.execute(named.limit(1)).scalar_one_or_none()
+            before = select(WorkerRow.id).where(
+                WorkerRow.id < self.worker_id,
+                WorkerRow.state == WorkerState.READY,
+                WorkerRow.heartbeat_at > self.database.clock_time(ago=stale),
+                *([] if model is None else [WorkerRow.model == model]),
+            )
+            return connection.execute(before.limit(1)).one_or_none() is None
 
     @retried
     def claim_suspects(self, models: Sequence[str | None], limit: int) -> list[Claim]:

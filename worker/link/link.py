@@ -146,6 +146,11 @@ class EngineLink:
         return self._arithmetic
 
     @property
+    def hang_seconds(self) -> float:
+        """Silence after which the engine counts as hung, and is killed."""
+        return self._hang_seconds
+
+    @property
     def alive(self) -> bool:
         """False once the engine has failed or was stopped."""
         return not self._over and self._host.is_alive()
@@ -161,9 +166,12 @@ class EngineLink:
         """Stop a request at the next step; it completes with what it has. False where it was not told."""
         return self._send(Cancel(job_id), patience=self._patience)
 
-    def abandon(self) -> list[Progress]:
-        """Drop all work, without completions; returns the tokens that each request had."""
-        return self._ask(Abandon)
+    def abandon(self, patience: float | None = None) -> list[Progress] | None:
+        """Drop all work, without completions; returns the tokens that each request had.
+
+        None if it has failed, or not answered within `patience` seconds: then it may drop its work later.
+        """
+        return self._ask(Abandon, patience)
 
     def follow(self, job_ids: Sequence[str]) -> bool:
         """Have `on_growths` told the texts of these jobs, and of no others. False where it was not told.
@@ -174,7 +182,7 @@ class EngineLink:
 
     def progress(self, job_ids: list[str], at_least: int) -> list[Progress]:
         """The tokens of those of these jobs that have `at_least` so many more than when last asked."""
-        return self._ask(lambda number: Ask(number, job_ids, at_least))
+        return self._ask(lambda number: Ask(number, job_ids, at_least)) or []
 
     def stop(self) -> None:
         """End the engine and close its runner; unfinished work is dropped. Safe to call twice.
@@ -222,11 +230,14 @@ class EngineLink:
         poll.register(self._connection.fileno(), select.POLLOUT)
         return bool(poll.poll(max(0.0, patience) * 1000))
 
-    def _ask(self, question: Callable[[int], Command]) -> list[Progress]:
-        """Have the engine answer between two steps; nothing where it has failed or takes too long."""
+    def _ask(
+        self, question: Callable[[int], Command], patience: float | None = None
+    ) -> list[Progress] | None:
+        """Have the engine answer between two steps; None where it has failed or takes too long."""
         with self._asking:
             self._question += 1
-            patience = min(self._patience, _LESS_PATIENCE_SECONDS) if self._unanswered else self._patience
+            if patience is None:
+                patience = min(self._patience, _LESS_PATIENCE_SECONDS) if self._unanswered else self._patience
             give_up_at = time.monotonic() + patience
             asked = self._send(question(self._question), patience=patience)
             while asked and self.alive and time.monotonic() < give_up_at:
@@ -238,8 +249,8 @@ class EngineLink:
                     return told.progress
             if self.alive and not self._unanswered:
                 self._unanswered = True
-                log.warning("the engine has not answered for %.0f s", self._patience)
-        return []
+                log.warning("the engine has not answered for %.0f s", patience)
+        return None
 
     def _first_answer(self, while_loading: Callable[[str | None], None]) -> Answer:
         silence = Silence(_SLOW_LOAD_SECONDS, 10 * _LOOK_SECONDS)

@@ -6,6 +6,7 @@ wait for a place, later answers let others go first: a job with many answers doe
 """
 
 import threading
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -113,6 +114,15 @@ class Answering:
         with self._lock:
             self._rows.pop(key, None)
 
+    def dropped(self, reports: Sequence[Progress]) -> dict[JobKey, int]:
+        """Forget the jobs of these answers, which the engine has dropped; returns the tokens of each."""
+        tokens: Counter[JobKey] = Counter()
+        for report in reports:
+            tokens[key_of(report)] += len(report.token_ids)
+        for key in tokens:
+            self.drop(key)
+        return dict(tokens)
+
     def names(self, keys: Sequence[JobKey]) -> list[str]:
         """What the engine calls the answers of these jobs."""
         with self._lock:
@@ -157,6 +167,11 @@ class Answering:
                     gathered.append(Progress(job_id, attempt, pack(row.drawn)))
                 row.grown = False
         return gathered
+
+
+def key_of(answer: Request | Progress) -> JobKey:
+    """The job of an answer."""
+    return split_answer_id(answer.job_id)[0], answer.attempt
 
 
 def pack(drawn: Sequence[Tokens]) -> Tokens:

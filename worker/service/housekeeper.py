@@ -61,7 +61,7 @@ class Housekeeper:
         }
         self._last_shard_at = service.last_shard_at
         self._suspects = SuspectsTurn(
-            claims, service.in_flight, service.begin, (None, model), settings.stale_seconds
+            claims, service, (None, model), settings.stale_seconds, self._announce_unsent
         )
         probe = probe or GpuProbe(None)
         self._load = Load(service, probe)
@@ -126,7 +126,7 @@ class Housekeeper:
         if expired:
             log.info("%d queued jobs passed their deadline", expired)
         try:
-            self._announce(lambda: self._sweep.unsent(SWEEP_LIMIT))
+            self._announce_unsent()
             self._look_into_queues()
         except BrokerError:  # nobody hears anything from a broker that is away
             for silence in self._hearing.values():
@@ -167,6 +167,9 @@ class Housekeeper:
             stats.free_pages,
             stats.pages,
         )
+
+    def _announce_unsent(self) -> None:
+        self._announce(lambda: self._sweep.unsent(SWEEP_LIMIT))
 
     def _announce(self, take: Callable[[], list[Announcement]]) -> None:
         """Send messages for what `take` takes, until that is all."""

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable, Sequence
+from enum import Enum
 
 from nightmill.jobs.contract import Markup
 from nightmill.jobs.sql.claims import Claim
@@ -9,7 +10,15 @@ from nightmill.jobs.sql.claims import Claim
 JobKey = tuple[str, int]  # job id, attempt
 
 
-class _Countdown:
+class Admission(Enum):
+    """Which jobs a worker claims at the moment."""
+
+    ALL = "all"
+    INTERACTIVE = "interactive"
+    NONE = "none"
+
+
+class Countdown:
     """Lets one thread sleep until it was released so many times; releases are under one lock."""
 
     def __init__(self, left: int) -> None:
@@ -23,8 +32,9 @@ class _Countdown:
         if not self._left:
             self._over.set()
 
-    def wait(self) -> None:
-        self._over.wait()
+    def wait(self, seconds: float | None = None) -> bool:
+        """Return True once all are released; False after so many seconds."""
+        return self._over.wait(seconds)
 
 
 class InFlight:
@@ -55,10 +65,10 @@ class InFlight:
         self._jobs: dict[JobKey, str] = {}  # with the fingerprint of its prompt, once that is known
         self._markups: dict[JobKey, Markup] = {}  # of those whose texts hold more than answers
         self._further: dict[JobKey, int] = {}  # places beyond the first, of jobs with several answers
-        self._awaited: dict[JobKey, list[_Countdown]] = {}
+        self._awaited: dict[JobKey, list[Countdown]] = {}
         self._closed = False
         self._ended = False
-        self._paused = False
+        self._admission = Admission.ALL
 
     def reserve(self, wanted: int, *, interactive: bool = False) -> int:
         """Wait for room and take up to `wanted` places; 0 once closed."""
@@ -172,39 +182,69 @@ class InFlight:
             self._changed.notify_all()
 
     def wait_for_end(self, keys: Sequence[JobKey]) -> None:
-        """Return when none of `keys` is in flight.
+        """Return when none of `keys` is in flight."""
+        self.ending(keys).wait()
+
+    def ending(self, keys: Sequence[JobKey]) -> Countdown:
+        """What to wait on for the end of these jobs.
 
         One shard's thread wakes for its own jobs only: `_changed` would wake dozens of them at every result.
         """
         with self._changed:
             left = self._jobs.keys() & keys
-            ended = _Countdown(len(left))
+            ended = Countdown(len(left))
             for key in left:
                 self._awaited.setdefault(key, []).append(ended)
-        ended.wait()
+        return ended
 
-    def pause(self, *, even_if_busy: bool = True) -> bool:
-        """Let nobody `reserve` until `resume`. Unless `even_if_busy`: False, if jobs are in flight."""
+    def pause(self, *, interactive: bool = False) -> None:
+        """Let nobody `reserve` until `resume`; `interactive`: nobody but for interactive jobs."""
         with self._changed:
-            if not even_if_busy and not self.idle:
+            self._admission = Admission.INTERACTIVE if interactive else Admission.NONE
+            self._changed.notify_all()
+
+    def pause_if_idle(self) -> bool:
+        """As `pause`, if nothing is in flight; else False, and nothing changes."""
+        with self._changed:
+            if not self.idle:
                 return False
-            self._paused = True
+            self._admission = Admission.NONE
             return True
 
     def resume(self) -> None:
         """The end of a pause, if there is one."""
         with self._changed:
-            self._paused = False
+            self._admission = Admission.ALL
             self._changed.notify_all()
 
+    def wait_until_quiet(self, seconds: float) -> bool:
+        """Return True once nothing is in flight and no interactive job waits, or nobody may reserve any more.
+
+        False after so many seconds.
+        """
+        with self._changed:
+            return self._changed.wait_for(lambda: self._closed or (self.idle and not self._urgent), seconds)
+
     def reserve_all(self, timeout: float) -> int:
-        """In a pause, take every place once nothing is in flight; 0 after `timeout`, or once closed."""
+        """Pause, and take every place, once nothing is in flight; 0 after `timeout`, or once closed."""
         with self._changed:
             self._changed.wait_for(lambda: self._closed or self.idle, timeout)
             if self._closed or not self.idle:
                 return 0
+            self._admission = Admission.NONE
             self._reserved[False] = self.capacity
             return self.capacity
+
+    @property
+    def urgent(self) -> bool:
+        """Whether interactive jobs wait for a place on this worker."""
+        return self._urgent
+
+    @property
+    def interactive_alone(self) -> bool:
+        """True if whatever is in flight, or is being claimed, is interactive."""
+        with self._changed:
+            return not self._reserved[False] and self._interactive.issuperset(self._jobs)
 
     @property
     def closed(self) -> bool:
@@ -247,7 +287,9 @@ class InFlight:
 
     def room_for(self, interactive: bool) -> int:
         """As `room`, for interactive jobs or for others."""
-        if self._paused:
+        if self._admission is Admission.NONE or (
+            self._admission is Admission.INTERACTIVE and not interactive
+        ):
             return 0
         in_lane = self._reserved[True] + len(self._interactive)
         in_lane += sum(self._further.get(key, 0) for key in self._interactive)

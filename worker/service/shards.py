@@ -13,7 +13,6 @@ from contextlib import nullcontext
 from dataclasses import replace
 from datetime import timedelta
 
-from nightmill.jobs.answers import split_answer_id
 from nightmill.jobs.contract import StopReason
 from nightmill.jobs.errors import (
     DatabaseError,
@@ -29,7 +28,7 @@ from nightmill.jobs.sql.jobs import chunked
 from nightmill.jobs.sql.partials import SavedTokens
 from nightmill.worker.engine.request import Completion, Progress, Request
 from nightmill.worker.link.link import EngineLink
-from nightmill.worker.service.answering import Answering
+from nightmill.worker.service.answering import Answering, key_of
 from nightmill.worker.service.in_flight import InFlight, JobKey
 from nightmill.worker.service.publishing import Publisher
 from nightmill.worker.service.requesting import MarkupOf, Requesting, Spell, Tokenize
@@ -218,10 +217,10 @@ class Service:
                 for request in requests:
                     self._submit([request])
             else:
-                self._fail_job(_key_of(requests[0]), _not_submitted(error))
+                self._fail_job(key_of(requests[0]), _not_submitted(error))
             return
         with self._cancelling:  # one that was sent before the engine knew the job had no effect
-            self._cancels_sent.difference_update(map(_key_of, requests))
+            self._cancels_sent.difference_update(map(key_of, requests))
 
     def _fail_job(self, key: JobKey, error: str) -> None:
         self._answering.drop(key)
@@ -329,6 +328,28 @@ class Service:
             log.warning("%d claims that this worker lost sight of are handed back", len(strays))
             self.claims.hand_back(strays)
 
+    def set_aside(self) -> dict[JobKey, int]:
+        """Queue all jobs again that the engine computes, with their tokens; returns how many each had.
+
+        A job that has completed, or not reached the engine yet, stays. `reconcile` repeats what SQL missed.
+        """
+        unfinished = self.engine.abandon(self.engine.hang_seconds)
+        if unfinished is None:
+            if self.engine.alive:  # it may drop the jobs at any time, and would never complete them
+                self.fail("the engine did not answer when its jobs were to be set aside")
+            return {}
+        self._save_last(unfinished)
+        tokens = self._answering.dropped(unfinished)
+        self._hand_back(list(tokens))
+        self.in_flight.remove(list(tokens))
+        return tokens
+
+    def _save_last(self, unfinished: Sequence[Progress]) -> None:
+        try:
+            self._save(unfinished)
+        except DatabaseError as error:
+            log.warning("the tokens of %d texts were not saved: %s", len(unfinished), error)
+
     # -- the end ---------------------------------------------------------------------------------
 
     def begin_drain(self, *, at_once: bool = False) -> None:
@@ -350,15 +371,12 @@ class Service:
         self.in_flight.close()
         while not self.in_flight.idle and self.engine.alive and time.monotonic() < self._drain_until:
             time.sleep(0.02)
-        unfinished = self.engine.abandon()
+        unfinished = self.engine.abandon() or []
         self._writer.close()  # what completed before is written first
         self._publisher.close()
         left = self.in_flight.end()  # a claim that is still under way is handed back by who made it
         if left:
-            try:
-                self._save(unfinished)
-            except DatabaseError as error:
-                log.warning("the tokens of %d jobs were not saved: %s", len(left), error)
+            self._save_last(unfinished)
         self._hand_back(left)
         self.in_flight.remove(left)
         if not self.in_flight.wait_for_claims(_CLAIM_PATIENCE):
@@ -376,10 +394,6 @@ class Service:
     def close(self) -> None:
         """Stop the engine; call `drain` first."""
         self.engine.stop()
-
-
-def _key_of(request: Request) -> JobKey:
-    return split_answer_id(request.job_id)[0], request.attempt
 
 
 def _not_submitted(error: Exception) -> str:

@@ -15,7 +15,7 @@ from hypothesis import settings as hypothesis_settings
 from sqlalchemy import delete, text
 
 from nightmill.jobs.client import Client
-from nightmill.jobs.contract import JobState, StopReason
+from nightmill.jobs.contract import JobState, StopReason, WorkerState
 from nightmill.jobs.settings import Settings
 from nightmill.jobs.sql.claims import Claim, Claims, Outcome
 from nightmill.jobs.sql.sweep import Sweep
@@ -238,6 +238,29 @@ def test_suspects_that_are_raced_for_run_once(server_settings: Settings, clock: 
         with ThreadPoolExecutor(4) as pool:
             won = [job for one in pool.map(race, range(4)) for job in one]
         assert sorted(won) == ids
+
+
+def test_one_of_the_workers_that_serve_a_group_interrupts_its_work_for_it(
+    client: Client, clock: Clock
+) -> None:
+    a, b, c = (Claims(client.database, letter * 32) for letter in "abc")
+    for worker, model in ((a, "model"), (b, "model"), (c, "other")):
+        worker.register("host", 1, model, None)
+        worker.beat(WorkerState.READY)
+
+    def elected(*asked: str) -> str:
+        """Those of these workers that are to interrupt their work."""
+        workers = {"a": (a, "model"), "b": (b, "model"), "c": (c, "other")}
+        return "".join(name for name in asked if workers[name][0].is_to_drain((None, workers[name][1])))
+
+    assert elected("a", "b", "c") == ""  # no group waits
+    die_with(client, 2, model="model")
+    assert elected("a", "b", "c") == "a"
+    a.beat(WorkerState.DRAINING)  # it is about to stop
+    assert elected("b", "c") == "b"
+    a.beat(WorkerState.READY)
+    die_with(client, 2, model="other")  # which neither a nor b serves
+    assert elected("a", "b", "c") == "ac"
 
 
 def die_with(client: Client, count: int, **options: object) -> tuple[list[str], Claims]:

@@ -9,6 +9,7 @@ from nightmill.jobs.errors import ChatTemplateError, NightmillError, RunnerError
 from nightmill.jobs.messages.streams import Followers
 from nightmill.jobs.sql.claims import Claim, Claims
 from nightmill.jobs.sql.jobs import Selection
+from nightmill.jobs.sql.sweep import Sweep
 from nightmill.worker.engine.engine import Engine
 from nightmill.worker.runners.base import StepBatch
 from nightmill.worker.service.shards import Service
@@ -91,9 +92,14 @@ class Bench:
             followers=Followers(client.broker),
             on_fatal=self.fatal.append,
         )
+        self.sweep = Sweep(client.database)
         self.suspects = SuspectsTurn(
-            self.claims, self.service.in_flight, self.service.begin, (None, "model"), patience=0.0
+            self.claims, self.service, (None, "model"), patience=0.0, announce=self.announce
         )
+
+    def announce(self) -> None:
+        for item in self.sweep.unsent(100):
+            self.client.broker.announce(item.job_ids, item.model, item.priority)
 
     def tokenize(self, claims: Sequence[Claim]) -> list[tuple[int, ...] | NightmillError]:
         return [self.encode(claim) for claim in claims]

@@ -1,14 +1,21 @@
 """Workers and suspects: groups run with nothing beside them, until the guilty job is alone."""
 
 import threading
+import time
 from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
 
 from nightmill.jobs.client import Client
 from nightmill.jobs.contract import JobState
 from nightmill.jobs.errors import RunnerError
-from nightmill.jobs.sql.claims import Claims
+from nightmill.jobs.parameters import GenerationParams
+from nightmill.jobs.sql.claims import Claim, Claims
+from nightmill.jobs.sql.partials import SavedTokens
 from nightmill.worker.runners.base import StepBatch
-from nightmill.worker.service.suspects import SuspectsTurn
+from nightmill.worker.service.in_flight import InFlight
+from nightmill.worker.service.suspects import SuspectsTurn, _gained
 from tests.servers import wait_until
 from tests.unit.engine.scripted import ScriptedRunner
 from tests.unit.worker.bench import Bench, Gated, enqueue
@@ -75,7 +82,6 @@ def test_a_group_runs_with_nothing_beside_it(build: Callable[..., Bench]) -> Non
         return begin(claims)  # type: ignore[arg-type]
 
     bench.service.begin = noted  # type: ignore[method-assign]
-    bench.suspects._begin = noted
     turn = threading.Thread(target=bench.suspects.look, daemon=True)
     turn.start()
     wait_until(lambda: seen)
@@ -93,7 +99,7 @@ def test_a_busy_worker_leaves_suspects_to_others_at_first(build: Callable[..., B
     running = bench.run(enqueue(bench.client, 3, max_tokens=3))
     wait_until(lambda: len(bench.service.in_flight.keys()) == 3)
     suspects = make_suspects(bench.client, 2)
-    patient = SuspectsTurn(bench.claims, bench.service.in_flight, bench.service.begin, (None,), FOREVER)
+    patient = SuspectsTurn(bench.claims, bench.service, (None,), FOREVER, bench.announce)
     patient.look()
     assert bench.service.in_flight.room == 5
     assert {bench.client.get(job_id).state for job_id in suspects} == {JobState.QUEUED}
@@ -144,3 +150,66 @@ def test_a_stopping_worker_hands_suspects_back_as_suspects(build: Callable[..., 
     other = Claims(bench.client.database, "e" * 32)
     assert left and other.claim(left) == []
     assert other.claim_suspects((None,), 10) != []
+
+
+@pytest.mark.parametrize(
+    ("kept", "params", "gained"),
+    [
+        ({}, {}, True),  # it has ended
+        ({("j", 2): 0}, {}, False),
+        ({("j", 2): 5}, {}, False),  # as many as it came with
+        ({("j", 2): 6}, {}, True),
+        ({("j", 2): 6}, {"logprobs": 0}, False),  # they are drawn anew
+        ({("j", 2): 6}, {"score": ("a", "b")}, False),
+    ],
+)
+def test_a_turn_has_gained_what_the_next_attempt_goes_on_from(
+    kept: dict[tuple[str, int], int], params: dict[str, Any], gained: bool
+) -> None:
+    claim = Claim(
+        "j", 2, "p", None, GenerationParams(**params), 0, None, saved=SavedTokens("j", 1, "", (1,) * 5)
+    )
+    assert _gained([claim], kept) is gained
+
+
+class Stuck:
+    """A service whose jobs never end and never gain a token, while an interactive job waits."""
+
+    def __init__(self) -> None:
+        self.in_flight = InFlight(4)
+        self.turns: list[float] = []
+        self.begun = 0.0
+
+    def begin(self, claims: Sequence[Claim]) -> list[tuple[str, int]]:
+        self.in_flight.wait_for_room(0.0, urgent=True)
+        self.begun = time.monotonic()
+        return [(claim.job_id, claim.attempt) for claim in claims]
+
+    def set_aside(self) -> dict[tuple[str, int], int]:
+        keys = self.in_flight.keys()
+        if keys:  # there are none in a recess
+            self.turns.append(time.monotonic() - self.begun)
+        self.in_flight.remove(keys)
+        return dict.fromkeys(keys, 0)
+
+
+class OneGroup:
+    """Claims that give the same suspect so many times."""
+
+    def __init__(self, times: int) -> None:
+        self.left = times
+
+    def suspects_wait(self, models: object) -> bool:
+        return self.left > 0
+
+    def claim_suspects(self, models: object, limit: int) -> list[Claim]:
+        self.left -= 1
+        return [Claim("j", 9 - self.left, "p", None, GenerationParams(), 0, None)]
+
+
+def test_turns_that_gain_nothing_grow_until_they_do() -> None:
+    service = Stuck()
+    claims: Any = OneGroup(4)
+    SuspectsTurn(claims, service, (None,), 0.0, lambda: None, turn_seconds=0.25, recess_seconds=0.0).look()
+    least = (0.25, 0.5, 1.0, 2.0)
+    assert all(turn >= seconds for turn, seconds in zip(service.turns, least, strict=True))
