@@ -35,6 +35,10 @@ log = logging.getLogger("nightmill.server")
 RETRY_SECONDS = 2
 """What Retry-After says where nothing better is known."""
 _LONGEST_PATH = 200  # characters that are shown
+_PASSING = (429, 503)
+"""What is over after a while. OpenAI's clients repeat 408, 409, 429 and all from 500 on, unless the header
+x-should-retry says otherwise: but a conflict stays one, and what came too late, was cancelled or broke the
+workers would be computed all over again, as a new job each time."""
 _TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -60,8 +64,11 @@ class HttpError(Exception):
         self.param = param
         self.code = code
         self.headers = dict(headers or {})
-        if status in (429, 503):
+        if status in _PASSING:
             self.headers.setdefault("Retry-After", str(RETRY_SECONDS))
+            self.headers.setdefault("x-should-retry", "true")
+        elif status == 409 or status >= 500:
+            self.headers.setdefault("x-should-retry", "false")
 
     @property
     def body(self) -> JsonObject:
