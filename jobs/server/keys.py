@@ -1,7 +1,9 @@
 """Who may do what: keys with names and rights, compared as hashes.
 
 `NIGHTMILL_API_KEYS` has NAME=KEY or NAME:RIGHT=KEY, separated by commas; a key may be given as sha256:DIGEST,
-so that nobody can read it there. Without any key everybody may do everything: that is for loopback alone.
+so that nobody can read it there. Entries with one name share what they own, each with its own right: an old
+and a new key of a program, say, or one more that may only read. Without any key everybody may do everything:
+that is for loopback alone.
 """
 
 import hashlib
@@ -48,7 +50,7 @@ class Caller:
 
     def may_change(self, owner: str | None) -> bool:
         """Whether it may change a job, a batch or a file of this owner."""
-        return self.right is Right.ADMIN or owner == self.name
+        return self.right is Right.ADMIN or (self.right is not Right.READ and owner == self.name)
 
     def need_to_change(self, owner: str | None) -> None:
         """Raise HttpError unless it may change a job or a file of this owner."""

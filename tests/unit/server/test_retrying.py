@@ -6,6 +6,7 @@ from typing import Any
 
 import openai
 import pytest
+from sqlalchemy import update
 
 from nightmill.jobs.contract import StopReason
 from nightmill.jobs.errors import DatabaseUnreachableError
@@ -36,10 +37,15 @@ def test_a_call_whose_job_somebody_cancels_makes_one_job(server: Server) -> None
     server.bench.runner.seconds = 0.05  # type: ignore[attr-defined]
 
     with ThreadPoolExecutor(1) as pool:
-        call = pool.submit(server.openai(max_retries=2).completions.create, **LONG)
+        call = pool.submit(lambda: server.openai(max_retries=2).completions.create(**LONG))
         (job,) = wait_until(server.client.list_jobs)
         server.client.cancel(job.id)
-        wait_until(lambda: server.bench.service.poll_cancellations() or call.done())
+
+        def over() -> bool:
+            server.bench.service.poll_cancellations()
+            return call.done()
+
+        wait_until(over)
         with pytest.raises(openai.ConflictError, match="cancelled"):
             call.result()
     assert [one.id for one in server.client.list_jobs()] == [job.id]
@@ -52,7 +58,7 @@ def test_a_job_that_killed_its_workers_is_not_handed_in_again(
     job_id = server.client.enqueue("prompt")
     with server.client.database.write() as connection:
         connection.execute(
-            JobRow.__table__.update().values(
+            update(JobRow).values(
                 state="failed", stop_reason=StopReason.ERROR, failures=failures, error="all 3 attempts failed"
             )
         )
