@@ -2,8 +2,12 @@
 
 A server with keys lets a browser in after one of them was typed. The cookie that it gets names the key's
 holder and a time, under a seal that only who has the key, or its digest, can make: a key that is taken away
-takes its sessions with it, any server knows the cookie of another, and nobody keeps a list. A page's forms
-carry what another cookie holds, which other sites can neither read nor, with SameSite=Strict, send.
+takes its sessions with it, any server knows the cookie of another, and nobody keeps a list.
+
+A form of these pages carries a token that is made of the session, so nobody has it who does not have the
+session's cookie, whatever other cookies a page on another port or subdomain may set. Where there is no
+session (signing in, or a server without keys) the token is what another cookie holds. And a form is taken
+only from a page of this host, as far as the browser says where it comes from.
 """
 
 import hashlib
@@ -11,6 +15,7 @@ import hmac
 import secrets
 import time
 from collections.abc import Mapping
+from urllib.parse import urlsplit
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -47,7 +52,7 @@ class Sessions:
         ends, _, seal = rest.partition("|")
         if ends.isascii() and ends.isdigit() and int(ends) > time.time():
             for digest, caller in self._keys.holders():
-                if caller.name == name and hmac.compare_digest(_seal(digest, name, ends), seal):
+                if caller.name == name and _same(_seal(digest, name, ends), seal):
                     return caller
         raise SignInNeeded
 
@@ -68,7 +73,9 @@ class Sessions:
 
 
 def form_token(request: Request) -> str:
-    """What the forms of a page carry; `keep_token` has the browser keep it."""
+    """What the forms of a page carry. Without a session, `keep_token` has the browser keep it."""
+    if session := request.cookies.get(SESSION, ""):
+        return _token_of(session)
     known = request.cookies.get(FORM, "")
     if len(known) == 43 and known.isascii():
         return known
@@ -84,10 +91,44 @@ def keep_token(request: Request, response: Response) -> None:
 
 
 def check_token(request: Request, form: Mapping[str, str]) -> None:
-    """Raise HttpError unless a form is one of our own pages'."""
-    kept, sent = request.cookies.get(FORM, ""), form.get(TOKEN, "")
-    if not kept or not hmac.compare_digest(kept.encode(), sent.encode()):
+    """Raise HttpError unless a form is one of our own pages', made for this session."""
+    session = request.cookies.get(SESSION, "")
+    wanted = _token_of(session) if session else request.cookies.get(FORM, "")
+    if not wanted or not _same(wanted, form.get(TOKEN, "")):
         raise HttpError(403, "this form is too old, or not of this page: go back, and try again", code="form")
+
+
+def check_origin(request: Request) -> None:
+    """Raise HttpError for a form that a page of another host sends, as far as the browser tells.
+
+    Browsers send Origin with every POST, Sec-Fetch-Site over TLS and to this machine; pages can set neither.
+    """
+    origin, site = request.headers.get("origin"), request.headers.get("sec-fetch-site", "same-origin")
+    try:
+        there = "" if origin is None else urlsplit(origin).netloc.lower()
+    except ValueError:  # as for an IPv6 address without its end
+        there = "?"
+    host = request.headers.get("host", "").lower()
+    if site not in ("same-origin", "none") or (origin is not None and there != host):
+        raise HttpError(
+            403,
+            "this form was sent by a page of another host: open the page here, and try again; if a proxy "
+            "stands before this server, it must pass on the header Host as the browser sent it",
+            code="foreign_origin",
+        )
+
+
+def _token_of(session: str) -> str:
+    return hmac.new(_bytes(session), b"form", hashlib.sha256).hexdigest()
+
+
+def _same(one: str, other: str) -> bool:
+    """As `==`, in a time that says nothing; whatever bytes a stranger sent."""
+    return hmac.compare_digest(_bytes(one), _bytes(other))
+
+
+def _bytes(text: str) -> bytes:
+    return text.encode("utf-8", "surrogatepass")
 
 
 def _keep(response: Response, name: str, value: str, *, secure: bool, seconds: int | None = None) -> None:

@@ -28,7 +28,7 @@ from nightmill.jobs.server.keys import Caller
 from nightmill.jobs.server.pages.checking import check
 from nightmill.jobs.server.pages.night import Shown, Watch, open_batch
 from nightmill.jobs.server.pages.rendering import Pages
-from nightmill.jobs.server.pages.session import Sessions, SignInNeeded
+from nightmill.jobs.server.pages.session import Sessions, SignInNeeded, check_origin
 from nightmill.jobs.sql.looking import Filter
 
 Answer = Callable[[Request], Awaitable[Response]]
@@ -56,6 +56,8 @@ class Views:
         @wraps(answer)
         async def answered(request: Request) -> Response:
             try:
+                if request.method == "POST":
+                    check_origin(request)
                 return await answer(request)
             except SignInNeeded:
                 asked = request.url.path + (f"?{request.url.query}" if request.url.query else "")

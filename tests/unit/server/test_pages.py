@@ -88,7 +88,13 @@ def test_a_session_is_of_its_key_and_of_nobody_else(start: Start) -> None:
         cookie = browser.http.cookies["nightmill_session"].strip('"')
         name, ends, seal = cookie.split("|")
         assert name == "alice"
-        for forged in (f"ops|{ends}|{seal}", f"alice|{int(ends) + 1}|{seal}", "alice|9|x", "|||", ""):
+        for forged in (
+            f"ops|{ends}|{seal}",
+            f"alice|{int(ends) + 1}|{seal}",
+            "alice|9|x",
+            "|||",
+            "",
+        ):
             browser.http.cookies.clear()
             browser.http.cookies.set("nightmill_session", forged)
             assert "Sign in" in browser.get("/").text, forged
@@ -105,6 +111,47 @@ def test_forms_of_other_pages_do_nothing(alone: Server) -> None:
     other = httpx2.Client(base_url=alone.url, headers={"Origin": "http://evil.example"})
     assert other.post("/job/cancel", data={"id": job_id}).status_code == 403
     assert alone.client.get(job_id).state is JobState.QUEUED
+
+
+def test_a_form_is_of_its_session_whatever_other_cookies_say(start: Start) -> None:
+    """A page on another port or subdomain of the same site can set cookies here, and has the session sent."""
+    with start(worker=False) as server:
+        alice, bob = Browser(server, ALICE), Browser(server, BOB)
+        tossed = "x" * 43
+        alice.http.cookies.set("nightmill_form", tossed)
+        for token in (tossed, bob.token("/try"), ""):
+            said = alice.http.post("/try", data={"form_token": token, "kind": "plain", "prompt": "x"})
+            assert said.status_code == 403, token
+        assert server.client.list_jobs() == []
+        assert alice.send("/try", "/try", kind="plain", prompt="x").status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"Origin": "HERE"}, 303),
+        ({"Origin": "HERE", "Sec-Fetch-Site": "same-origin"}, 303),
+        ({"Sec-Fetch-Site": "none"}, 303),
+        ({}, 303),
+        ({"Origin": "http://evil.example:3000", "Sec-Fetch-Site": "same-site"}, 403),
+        ({"Origin": "http://evil.example:3000"}, 403),
+        ({"Origin": "HERE", "Sec-Fetch-Site": "same-site"}, 403),
+        ({"Sec-Fetch-Site": "cross-site"}, 403),
+        ({"Origin": "null"}, 403),
+        ({"Origin": "http://[::1"}, 403),
+    ],
+)
+@pytest.mark.parametrize("keys", [None, f"alice={ALICE}"])
+def test_forms_of_pages_of_other_hosts_are_refused(
+    start: Start, headers: dict[str, str], status: int, keys: str | None
+) -> None:
+    with start(keys=keys, worker=False) as server:
+        browser = Browser(server, ALICE if keys else None)
+        form = {"form_token": browser.token("/try"), "kind": "plain", "prompt": "x"}
+        said = {name: value.replace("HERE", server.url) for name, value in headers.items()}
+        answer = browser.http.post("/try", data=form, headers=said, follow_redirects=False)
+        assert answer.status_code == status, answer.text
+        assert len(server.client.list_jobs()) == (status == 303)
 
 
 def test_what_strangers_wrote_is_text_and_pages_run_no_script_of_theirs(alone: Server) -> None:
