@@ -24,7 +24,7 @@ from sqlalchemy.types import TypeDecorator
 
 from nightmill.jobs.contract import MAX_ERROR_LENGTH, JobState, JsonObject, storable
 
-SCHEMA_REVISION = "0018"
+SCHEMA_REVISION = "0019"
 """The migration that these declarations match."""
 
 
@@ -348,6 +348,16 @@ class WebhookRow(Base):
         UniqueConstraint("batch", "url", name="uq_webhooks_batch_url"),
         _partial("ix_webhooks_next", "next_at", where="next_at IS NOT NULL"),
     )
+
+
+class ServerSecretRow(Base):
+    """A random secret that all servers share."""
+
+    __tablename__ = "server_secrets"
+
+    name: Mapped[str] = mapped_column(String(32), primary_key=True)
+    value: Mapped[bytes] = mapped_column(LargeBinary)
+    created_at: Mapped[datetime]
 
 
 def in_state(state: JobState) -> ColumnElement[bool]:

@@ -11,11 +11,12 @@ from nightmill.jobs.server.pages.night import Watch
 from nightmill.jobs.server.pages.rendering import Pages
 from nightmill.jobs.server.pages.session import Sessions
 from nightmill.jobs.server.pages.views import Views
+from nightmill.jobs.sql.server_secrets import ServerSecrets
 
 
 def page_routes(desk: Desk, handing_in: HandingIn, files: Files, folder: Folder) -> list[Route]:
     """All pages and their forms."""
-    pages, sessions = Pages(), Sessions(desk.keys)
+    pages, sessions = Pages(), Sessions(desk.keys, ServerSecrets(desk.client.database))
     views = Views(desk, Watch(desk, handing_in.store), files, folder, pages, sessions)
     actions = Actions(views, handing_in, files)
     read = {

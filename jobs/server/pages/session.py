@@ -1,8 +1,10 @@
 """Who looks at a page: a cookie made of an API key, and tokens that forms of these pages alone have.
 
 A server with keys lets a browser in after one of them was typed. The cookie that it gets names the key's
-holder and a time, under a seal that only who has the key, or its digest, can make: a key that is taken away
-takes its sessions with it, any server knows the cookie of another, and nobody keeps a list.
+holder and a time, under a seal made with a random secret that the servers of a database share in SQL. The
+digest of a key, which stands in settings, is therefore not enough to make one. The digest goes into the seal
+as well: a key that is taken away takes its sessions with it. Any server knows the cookie of another, nobody
+keeps a list, and who deletes the secret ends all sessions.
 
 A form of these pages carries a token that is made of the session, so nobody has it who does not have the
 session's cookie, whatever other cookies a page on another port or subdomain may set. Where there is no
@@ -12,9 +14,11 @@ only from a page of this host, as far as the browser says where it comes from.
 
 import hashlib
 import hmac
+import math
+import re
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from urllib.parse import urlsplit
 
 from starlette.requests import Request
@@ -22,10 +26,16 @@ from starlette.responses import Response
 
 from nightmill.jobs.server.errors import HttpError
 from nightmill.jobs.server.keys import ANYBODY, Caller, Keys
+from nightmill.jobs.sql.server_secrets import SESSIONS, ServerSecrets
+
+Run = Callable[[Callable[[str], bytes], str], Awaitable[bytes]]
 
 SESSION, FORM = "nightmill_session", "nightmill_form"
 TOKEN = "form_token"  # noqa: S105 - the name of a field
+SECRET_SECONDS = 60.0  # after which a server looks whether the secret is still the same
 _SESSION_SECONDS = 12 * 3600
+_CLOCKS_DIFFER_SECONDS = 60  # of two servers
+_TIME = re.compile(r"[0-9]{1,12}")
 _LONGEST_COOKIE = 300
 
 
@@ -34,15 +44,27 @@ class SignInNeeded(Exception):  # noqa: N818 - nothing went wrong
 
 
 class Sessions:
-    """Lets browsers in by the keys of a server."""
+    """Lets browsers in by the keys of a server. `load` before anything else, for every request."""
 
-    def __init__(self, keys: Keys) -> None:
+    def __init__(self, keys: Keys, secrets: ServerSecrets) -> None:
         self._keys = keys
+        self._secrets = secrets
+        self._secret = b""
+        self._loaded_at = -math.inf
 
     @property
     def needed(self) -> bool:
         """Whether one has to sign in at all."""
         return bool(self._keys)
+
+    async def load(self, run: Run) -> None:
+        """Have the secret of all servers, as it was at most SECRET_SECONDS ago. Raises DatabaseError.
+
+        run  calls a function on a thread for statements
+        """
+        if self._keys and time.monotonic() - self._loaded_at >= SECRET_SECONDS:
+            self._secret = await run(self._secrets.get, SESSIONS)
+            self._loaded_at = time.monotonic()
 
     def caller(self, request: Request) -> Caller:
         """Who looks; raises SignInNeeded."""
@@ -50,9 +72,10 @@ class Sessions:
             return ANYBODY
         name, _, rest = request.cookies.get(SESSION, "")[:_LONGEST_COOKIE].partition("|")
         ends, _, seal = rest.partition("|")
-        if ends.isascii() and ends.isdigit() and int(ends) > time.time():
+        now = time.time()
+        if _TIME.fullmatch(ends) and now < int(ends) <= now + _SESSION_SECONDS + _CLOCKS_DIFFER_SECONDS:
             for digest, caller in self._keys.holders():
-                if caller.name == name and _same(_seal(digest, name, ends), seal):
+                if caller.name == name and _same(self._seal(digest, name, ends), seal):
                     return caller
         raise SignInNeeded
 
@@ -63,9 +86,14 @@ class Sessions:
             return None
         digest, caller = found
         ends = str(int(time.time()) + _SESSION_SECONDS)
-        value = f"{caller.name}|{ends}|{_seal(digest, caller.name or '', ends)}"
+        value = f"{caller.name}|{ends}|{self._seal(digest, caller.name or '', ends)}"
         _keep(response, SESSION, value, secure=secure, seconds=_SESSION_SECONDS)
         return caller
+
+    def _seal(self, digest: bytes, name: str, ends: str) -> str:
+        assert self._secret, "the secret was not loaded"
+        sealed = f"session|{name}|{ends}|{digest.hex()}"
+        return hmac.new(self._secret, _bytes(sealed), hashlib.sha256).hexdigest()
 
     def sign_out(self, response: Response) -> None:
         """Forget who it was."""
@@ -135,7 +163,3 @@ def _keep(response: Response, name: str, value: str, *, secure: bool, seconds: i
     response.set_cookie(
         name, value, max_age=seconds, httponly=True, samesite="strict", secure=secure, path="/"
     )
-
-
-def _seal(digest: bytes, name: str, ends: str) -> str:
-    return hmac.new(digest, f"session|{name}|{ends}".encode(), hashlib.sha256).hexdigest()

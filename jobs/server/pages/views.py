@@ -58,6 +58,7 @@ class Views:
             try:
                 if request.method == "POST":
                     check_origin(request)
+                await self.sessions.load(self.desk.run)
                 return await answer(request)
             except SignInNeeded:
                 asked = request.url.path + (f"?{request.url.query}" if request.url.query else "")

@@ -1,7 +1,10 @@
 """Pages: who may see and do what, what is escaped, and where forms lead. What moves is in `tests/browser`."""
 
+import hashlib
+import hmac
 import json
 import re
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from datetime import datetime, timedelta
@@ -10,21 +13,21 @@ from urllib.parse import parse_qs, urlsplit
 
 import httpx2
 import pytest
-from sqlalchemy import update
+from sqlalchemy import delete, update
 
 from nightmill.jobs.client import Client
 from nightmill.jobs.contract import JobState
 from nightmill.jobs.job import Job
 from nightmill.jobs.parameters import GenerationParams
-from nightmill.jobs.server.pages import night
+from nightmill.jobs.server.pages import night, session
 from nightmill.jobs.server.pages.actions import _again
 from nightmill.jobs.server.pages.plot import HEIGHT, draw
 from nightmill.jobs.spec import JobSpec
 from nightmill.jobs.sql import looking
 from nightmill.jobs.sql.looking import Filter, Looking, Minute
-from nightmill.jobs.sql.tables import JobRow
+from nightmill.jobs.sql.tables import JobRow, ServerSecretRow
 from tests.servers import Clock, wait_until
-from tests.unit.server.conftest import ALICE, BOB, EVE, OPS, Server
+from tests.unit.server.conftest import ALICE, BOB, EVE, KEYS, OPS, Server, listening
 
 Start = Callable[..., AbstractContextManager[Server]]
 HOSTILE = "<script>alert('x')</script>\x1b[2J"
@@ -100,6 +103,45 @@ def test_a_session_is_of_its_key_and_of_nobody_else(start: Start) -> None:
             assert "Sign in" in browser.get("/").text, forged
         outside = Browser(server).send("/sign-in", "/sign-in", key=ALICE, next="//evil.example/")
         assert str(outside.url) == f"{server.url}/"
+
+
+def test_the_digest_of_a_key_is_not_enough_for_a_session(start: Start) -> None:
+    """It stands in settings, where others may read it."""
+    digest = hashlib.sha256(ALICE.encode()).digest()
+    with start(worker=False) as server:
+        browser = Browser(server)
+        for hours in (1, 11, 24 * 365):
+            ends = str(int(time.time()) + hours * 3600)
+            for key in (digest, digest.hex().encode(), ALICE.encode()):
+                for sealed in (f"session|alice|{ends}", f"session|alice|{ends}|{digest.hex()}"):
+                    seal = hmac.new(key, sealed.encode(), hashlib.sha256).hexdigest()
+                    browser.http.cookies.clear()
+                    browser.http.cookies.set("nightmill_session", f"alice|{ends}|{seal}")
+                    assert "Sign in" in browser.get("/").text
+
+
+def test_a_session_is_known_to_all_servers_until_the_secret_is_deleted_or_its_time_is_over(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with start(worker=False) as server, listening(server.client, KEYS, None) as port:
+        other = f"http://127.0.0.1:{port}"
+        browser = Browser(server, ALICE)
+        sealed = browser.http.cookies["nightmill_session"].strip('"')
+        signed_in = {"Cookie": f"nightmill_session={sealed}"}
+        anonymous = httpx2.Client(timeout=60, headers=signed_in)
+
+        def known(url: str) -> bool:
+            return anonymous.get(url).status_code == 200
+
+        assert known(server.url) and known(other)
+        monkeypatch.setattr(session, "_SESSION_SECONDS", 3600)  # beyond what a server gives
+        assert not known(server.url)
+        monkeypatch.undo()
+        with server.client.database.write() as connection:
+            connection.execute(delete(ServerSecretRow))
+        assert known(server.url)  # for a minute
+        monkeypatch.setattr(session, "SECRET_SECONDS", 0.0)
+        assert not known(server.url) and not known(other)
 
 
 def test_forms_of_other_pages_do_nothing(alone: Server) -> None:
