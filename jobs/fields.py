@@ -18,6 +18,7 @@ from nightmill.jobs.constrained import FORMS
 from nightmill.jobs.errors import InvalidParameterError, RowCode
 from nightmill.jobs.parameters import DEFAULTS, GenerationParams, TokenId
 from nightmill.jobs.tools import TOOL_KEYS
+from nightmill.jobs.when import on_calendar
 
 HIGHEST_PRIORITY = 9
 INTERACTIVE = 10
@@ -204,10 +205,11 @@ def moment(name: str, value: datetime | timedelta | None, now: datetime) -> date
     if value is None:
         return None
     try:
-        return (now + value if isinstance(value, timedelta) else value).astimezone(UTC)
-    except OverflowError:
+        wanted = (now + value if isinstance(value, timedelta) else value).astimezone(UTC)
+    except (OverflowError, ValueError):  # the latter of a naive one at the beginning of the calendar
         said = f"{name}: lies beyond the calendar (got {str(value)!r})"
         raise InvalidParameterError(said, field=name) from None
+    return on_calendar(name, wanted)
 
 
 def deadline_moment(value: datetime | timedelta | None, now: datetime) -> datetime | None:

@@ -1,12 +1,13 @@
 """Times as people write them on a command line: 06:00, 2026-03-01T06:00+01:00, or 8h from now."""
 
 import re
-from datetime import datetime, time, timedelta
+from datetime import UTC, datetime, time, timedelta
 
 from nightmill.jobs.errors import InvalidParameterError
 
 _CLOCK = re.compile(r"\d{1,2}:\d{2}(:\d{2})?")
 _SPAN = re.compile(r"\+?(\d+(?:\.\d+)?)\s*([smhdw])")
+_FIRST, _LAST = datetime(2, 1, 1, tzinfo=UTC), datetime(9999, 1, 1, tzinfo=UTC)
 _UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
 
 
@@ -27,17 +28,28 @@ def parse_moment(name: str, text: str, now: datetime) -> datetime:
             tomorrow = datetime.combine(local.date() + timedelta(days=1), wanted).astimezone()
             return today if today > local else tomorrow
         if _SPAN.fullmatch(text):
-            return (local + _span(text)).astimezone()
-        moment = datetime.fromisoformat(text)
+            return on_calendar(name, (local + _span(text)).astimezone())
+        # Given its zone in here: at the ends of the calendar that fails.
+        moment = None if _is_date(text) else datetime.fromisoformat(text).astimezone()
     except (ValueError, OverflowError):
         moment = None
-    if moment is None or _is_date(text):
+    if moment is None:
         raise InvalidParameterError(
             f"{name}: {text!r} is not a time; write 06:00 (the next one), 2026-03-01T06:00+01:00, or 8h for "
             "8 hours from now",
             field=name,
         )
-    return moment.astimezone()
+    return on_calendar(name, moment)
+
+
+def on_calendar(name: str, moment: datetime) -> datetime:
+    """`moment`, if it can be shown in every zone and a day be added to it; else InvalidParameterError."""
+    if not _FIRST <= moment <= _LAST:
+        raise InvalidParameterError(
+            f"{name}: {moment.isoformat()!r} lies beyond the calendar; name a time of the years 2 to 9998",
+            field=name,
+        )
+    return moment
 
 
 def parse_span(name: str, text: str) -> timedelta:

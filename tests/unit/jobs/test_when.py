@@ -7,6 +7,7 @@ from datetime import UTC, datetime, timedelta
 import pytest
 
 from nightmill.jobs.errors import InvalidParameterError
+from nightmill.jobs.fields import moment
 from nightmill.jobs.when import describe_moment, parse_moment, parse_span
 
 EVENING = datetime(2026, 3, 28, 21, 0, tzinfo=UTC)  # 22:00 in Berlin, where clocks go forward that night
@@ -23,7 +24,7 @@ def berlin(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.parametrize(
-    ("text", "moment"),
+    ("text", "wanted"),
     [
         ("23:00", datetime(2026, 3, 28, 22, 0, tzinfo=UTC)),
         ("22:00", datetime(2026, 3, 29, 20, 0, tzinfo=UTC)),  # now is not the next one
@@ -40,9 +41,9 @@ def berlin(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         ("2026-03-30T06:00-05:00", datetime(2026, 3, 30, 11, 0, tzinfo=UTC)),
     ],
 )
-def test_a_time_is_the_next_one_and_has_a_zone(text: str, moment: datetime) -> None:
+def test_a_time_is_the_next_one_and_has_a_zone(text: str, wanted: datetime) -> None:
     found = parse_moment("deadline", text, EVENING)
-    assert found == moment
+    assert found == wanted
     assert found.tzinfo is not None
 
 
@@ -52,6 +53,23 @@ def test_a_time_is_the_next_one_and_has_a_zone(text: str, moment: datetime) -> N
 def test_what_is_not_a_time_is_refused_by_name(text: str) -> None:
     with pytest.raises(InvalidParameterError, match=r"^deadline: .* is not a time; write 06:00"):
         parse_moment("deadline", text, EVENING)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("9999-12-31T23:59:58-12:00", "9999-12-31T23:59:58Z", "9999-12-31T23:59", "9999-06-01T00:00Z"),
+        *("0001-01-01T00:00:00+14:00", "0001-01-01T00:00:00Z", "0001-01-01T00:00", "2912000d"),
+    ],
+)
+def test_the_ends_of_the_calendar_are_refused_by_name(text: str) -> None:
+    """Such a time could not be shown in every zone, nor a deadline be counted from it."""
+    with pytest.raises(InvalidParameterError, match=r"^scheduled_at: "):
+        parse_moment("scheduled_at", text, EVENING)
+    with pytest.raises(InvalidParameterError, match=r"^scheduled_at: .* beyond the calendar"):
+        moment("scheduled_at", datetime.max.replace(tzinfo=UTC), EVENING)
+    with pytest.raises(InvalidParameterError, match=r"^scheduled_at: .* beyond the calendar"):
+        moment("scheduled_at", datetime.min, EVENING)
 
 
 def test_a_span_is_a_number_with_a_unit() -> None:
