@@ -17,6 +17,14 @@ from nightmill.jobs.targets import Target
 
 SECONDS = 15.0
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
+# What IANA's registries of special addresses hold and Python 3.11 takes for addresses of the internet: relays
+# of 6to4, protocol assignments, local NAT64, dummies, segment routing and documentation.
+_SPECIAL = tuple(
+    map(
+        ipaddress.ip_network,
+        ("192.88.99.0/24", "192.0.0.0/24", "64:ff9b:1::/48", "100:0:0:1::/64", "5f00::/16", "3fff::/20"),
+    )
+)
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
@@ -67,6 +75,8 @@ def is_public(address: Address) -> bool:
             return is_public(inner)
         if address.is_site_local:
             return False
+    if any(address in network for network in _SPECIAL if network.version == address.version):
+        return False
     return address.is_global and not address.is_multicast and not address.is_reserved
 
 

@@ -41,6 +41,36 @@ def test_a_signature_is_that_of_the_specifications_example() -> None:
         "https://hooks.example/night/../admin",
         "https://hooks.example/night/%2e%2E/admin",
         "https://hooks.example/night/..%2Fadmin",
+        *(
+            f"https://hooks.example/night/{segment}/admin"
+            for segment in (
+                *(
+                    "..;",
+                    "..;x=y",
+                    "%2e%2e;",
+                    "..%3B",
+                    "...",
+                    "%2E.",
+                    ".;x",
+                    "%252e%252e",
+                    "a%25",
+                    "%5c..%5c",
+                    "a%2Fb",
+                ),
+                *(
+                    "%ef%bc%8e%ef%bc%8e",
+                    "%e2%80%a5",
+                    "%c0%ae%c0%ae",
+                    "%u002e",
+                    "%00",
+                    "a%0d%0a",
+                    "",
+                    "%2e%2e%20",
+                ),
+            )
+        ),
+        "https://hooks.example//night/x",
+        "https://hooks.example/night//",
         "https://hooks.example:99999/",
         "https://hooks.example/a b",
         "https://hooks.example/\r\nHost: evil",
@@ -63,6 +93,7 @@ def test_a_list_allows_its_urls_and_what_is_below_them() -> None:
     for url in (
         "https://hooks.example/night",
         "https://hooks.example:443/night/a?b=c",
+        "https://hooks.example/night/a;v=1/.well-known/%C3%A9%20x/?back=%252e%252e//..",
         "http://[::1]:8080/x",
     ):
         assert allowed(url), url
@@ -93,6 +124,8 @@ def test_a_list_allows_its_urls_and_what_is_below_them() -> None:
         # What stands for an address of the fourth version: mapped, NAT64, 6to4, Teredo.
         *((one, False) for one in ("::ffff:127.0.0.1", "64:ff9b::a9fe:a9fe", "2002:7f00:1::")),
         ("2001:0:4136:e378:8000:63bf:80ff:fffe", False),
+        *((one, False) for one in ("192.88.99.1", "192.0.0.200", "3fff::1", "3fff:fff::1", "5f00::1")),
+        *((one, False) for one in ("64:ff9b:1::1", "100:0:0:1::1", "2001:db8::1", "198.51.100.1")),
     ],
 )  # fmt: skip
 def test_only_addresses_of_the_internet_are_public(address: str, public: bool) -> None:
