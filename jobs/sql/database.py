@@ -54,7 +54,10 @@ Clock = Callable[[], datetime]
 _READ_ONLY = "nightmill_read_only"
 _CLOCK_TRUST_SECONDS = 300.0
 # Deadlock, serialization failure, lock timeout: PostgreSQL has rolled back, and the next try may succeed.
-_LOST_TO_OTHERS = ("40P01", "40001", "55P03")
+_LOCK_NOT_AVAILABLE = "55P03"
+_LOST_TO_OTHERS = ("40P01", "40001", _LOCK_NOT_AVAILABLE)
+MIGRATION_LOCK_SECONDS = 10
+"""A migration waits so long for a table that other sessions use; on SQLite 30 s for the file's lock."""
 _MIGRATION_LOCK = 0x6E69676874  # PostgreSQL advisory lock: "night"
 
 
@@ -171,6 +174,9 @@ class Database(Forkable):
         with self._mapped_errors(), self._users.passing(), self.engine.begin() as connection:
             if not self.is_sqlite:
                 connection.execute(select(func.pg_advisory_xact_lock(_MIGRATION_LOCK)))
+                # Who waits for a table's lock has all who come later wait behind it. After the lock above,
+                # since another migration may take as long as it takes.
+                connection.execute(text(f"SET LOCAL lock_timeout = '{MIGRATION_LOCK_SECONDS}s'"))
             config.attributes["connection"] = connection
             try:
                 command.upgrade(config, "head")
@@ -179,6 +185,14 @@ class Database(Forkable):
                 raise SchemaError(
                     f"the database at {self.settings.safe_database_url} cannot be migrated: {said}. It "
                     "seems to belong to a newer version of Nightmill: install the one that others use"
+                ) from error
+            except DBAPIError as error:
+                if _sqlstate(error) != _LOCK_NOT_AVAILABLE:
+                    raise
+                raise DatabaseBusyError(
+                    f"the database at {self.settings.safe_database_url} was not migrated, and is as it was: "
+                    f"other sessions held locks on its tables for {MIGRATION_LOCK_SECONDS} s. Stop workers, "
+                    "servers and programs, look for open transactions in pg_stat_activity, and try again"
                 ) from error
 
     def close(self) -> None:

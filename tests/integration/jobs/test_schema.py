@@ -17,10 +17,11 @@ from sqlalchemy import inspect, text
 
 from nightmill.jobs.client import Client
 from nightmill.jobs.contract import StopReason
-from nightmill.jobs.errors import DatabaseError, SchemaError
+from nightmill.jobs.errors import DatabaseBusyError, DatabaseError, SchemaError
 from nightmill.jobs.job import Answer
 from nightmill.jobs.logprobs import TokenLogprob, pack
 from nightmill.jobs.settings import Settings
+from nightmill.jobs.sql import database as database_module
 from nightmill.jobs.sql.claims import Claims, Outcome
 from nightmill.jobs.sql.database import Database, migrations_dir
 from nightmill.jobs.sql.files import FileStore, StoredFile
@@ -105,6 +106,23 @@ def test_migrating_twice_changes_nothing(empty_database: Database) -> None:
     with empty_database.read() as connection:
         assert connection.execute(text("SELECT name FROM batches")).scalars().all() == ["b"]
     assert empty_database.revision() == SCHEMA_REVISION
+
+
+def test_a_migration_does_not_wait_for_ever_behind_an_open_transaction(
+    empty_postgres_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever came later would wait behind it."""
+    monkeypatch.setattr(database_module, "MIGRATION_LOCK_SECONDS", 1)
+    database = Database(Settings(database_url=empty_postgres_url))
+    _old_rows(database, "0014", {})
+    with database.engine.begin() as reader:
+        reader.execute(text("SELECT id FROM jobs")).all()
+        with pytest.raises(DatabaseBusyError, match=r"not migrated, and is as it was: .* Stop workers"):
+            database.migrate()
+    assert database.revision() == "0014"
+    database.migrate()
+    assert database.revision() == SCHEMA_REVISION
+    database.close()
 
 
 def _old_rows(database: Database, revision: str, *rows: dict[str, object]) -> Config:
