@@ -102,7 +102,7 @@ class HandingIn:
         """
         batch = await self.find(caller, name)
         caller.need_to_change(batch.owner)
-        nothing_ran = batch.status is HttpStatus.FAILED and not batch.total
+        nothing_ran = batch.status is HttpStatus.FAILED and not (batch.broken and batch.total)
         ends = batch.status is HttpStatus.CANCELLING or (
             batch.status is HttpStatus.FINALIZING and batch.broken  # rows that were queued are cancelled
         )

@@ -64,6 +64,7 @@ class Keeper:
         self._sliced: dict[str, float] = {}  # when the time of a batch was up that is not through
         self._served: dict[str | None, float] = {}  # when an owner's time was up
         self._not_before: dict[str, float] = {}
+        self._died: dict[str, int] = {}  # attempts at a batch that servers did not survive, as counted last
         self._sweep_at = self._forget_at = 0.0
         self._thread = threading.Thread(target=self._run, name="batches", daemon=True)
 
@@ -197,7 +198,7 @@ class Keeper:
         if batch.status is not HttpStatus.VALIDATING:
             claimed = self._store.claim(batch, self._name, self._silence)
             work = Work(batch, self._finisher.steps(batch)) if claimed else None
-        elif (died := self._store.attempt(batch, self._name, self._silence)) is not None:
+        elif (died := self._attempt(batch)) is not None:
             if died >= _MOST_DEATHS:
                 self._validator.give_up(batch, died)
                 self.wake()
@@ -207,9 +208,17 @@ class Keeper:
             self._works[batch.id] = work
         return work
 
+    def _attempt(self, batch: HttpBatch) -> int | None:
+        """Count an attempt to read its file; returns how many before it a server did not survive."""
+        died = self._store.attempt(batch, self._name, self._silence, self._died.get(batch.id, 0))
+        if died is not None:
+            self._died[batch.id] = died
+        return died
+
     def _put_aside(self, work: Work, died: int) -> None:
         """Its time is up: keep it for the next round, or close it if there is no place for it."""
-        batch, work.died = work.batch, died
+        batch = work.batch
+        work.died = self._died[batch.id] = died
         counted = {"attempts": died} if work.reads else {}
         self._sliced[batch.id] = time.monotonic()
         if not self._may_keep(batch):
@@ -221,6 +230,7 @@ class Keeper:
     def _postpone(self, work: Work, attempts: int | None = None, note: str | None = None) -> None:
         batch = work.batch
         self._drop(batch.id)
+        self._sliced[batch.id] = time.monotonic()  # others of its owner go first
         self._not_before[batch.id] = time.monotonic() + _AGAIN_SECONDS
         counted = {"attempts": work.died if attempts is None else attempts} if work.reads else {}
         self._store.release(batch, self._name, note=note, **counted)
@@ -249,10 +259,13 @@ class Keeper:
     def _forget_ended(self, batches: Iterable[HttpBatch]) -> None:
         """Forget what this server knew of batches that have ended meanwhile."""
         going = {batch.id for batch in batches}
-        for batch_id in self._works.keys() | self._sliced.keys() | self._not_before.keys():
+        for batch_id in (
+            self._works.keys() | self._sliced.keys() | self._not_before.keys() | self._died.keys()
+        ):
             if batch_id not in going:
                 self._drop(batch_id)
                 self._not_before.pop(batch_id, None)
+                self._died.pop(batch_id, None)
 
     def _end_what_nobody_ends(self, batches: Iterable[HttpBatch]) -> None:
         """Batches end in time and when they are cancelled, also if no worker lives that would see to it."""

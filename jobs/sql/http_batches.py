@@ -223,16 +223,15 @@ class HttpBatchStore:
         values = {"keeper": keeper, "kept_until": now + duration}
         return self._change(batch.id, (batch.status,), values, _free(keeper, now))
 
-    def attempt(self, batch: HttpBatch, keeper: str, duration: timedelta) -> int | None:
+    def attempt(self, batch: HttpBatch, keeper: str, duration: timedelta, known: int = 0) -> int | None:
         """Claim a batch to read its file, and count that before it begins; None if it cannot be claimed.
 
         Returns how many attempts before this one have not come to their end: those of servers that died.
+        That is `known` if this server still has the claim, whatever it could not take back.
         """
         now = self.database.now()
-        # What this server has counted and could not take back was survived.
-        counted = case(
-            (HttpBatchRow.keeper == keeper, HttpBatchRow.attempts), else_=HttpBatchRow.attempts + 1
-        )
+        mine = HttpBatchRow.keeper == keeper
+        counted = case((mine, literal(known + 1)), else_=HttpBatchRow.attempts + 1)
         values = {"keeper": keeper, "kept_until": now + duration, "attempts": counted}
         return self._attempt(batch, values, _free(keeper, now))
 

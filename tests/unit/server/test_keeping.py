@@ -50,7 +50,7 @@ class World:
     def keeper(self) -> Keeper:
         return Keeper(self.client, self.folder)
 
-    def hand_in(self, count: int = COUNT, bad: int = 1) -> HttpBatch:
+    def hand_in(self, count: int = COUNT, bad: int = 1, owner: str | None = None) -> HttpBatch:
         content = "".join(
             json.dumps(
                 {
@@ -65,11 +65,11 @@ class World:
         )
         file_id, now = IDS.draw(), self.clock()
         self.folder.coming(file_id).write_text(content)
-        assert self.files.add(StoredFile(file_id, None, "batch", "x", len(content), now), 1 << 30)
+        assert self.files.add(StoredFile(file_id, owner, "batch", "x", len(content), now), 1 << 30)
         self.folder.settle(file_id)
         made = HttpBatch(
             IDS.draw(),
-            None,
+            owner,
             file_id,
             now,
             endpoint="/v1/completions",
