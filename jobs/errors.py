@@ -115,6 +115,10 @@ class BatchFileError(NightmillError):
     """The batch file cannot be read or written; what is wrong with a single row is that row's error."""
 
 
+class BatchFileUnavailableError(BatchFileError):
+    """The batch file could not be read just now, whatever it holds: its disk or shared folder failed."""
+
+
 class JobNotFoundError(NightmillError, LookupError):
     """There is no job with this id."""
 

@@ -10,7 +10,7 @@ import hashlib
 import json
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -240,6 +240,31 @@ class Batches:
         `on_entered` is told its name once it is there, before its rows are. `outputs` are refused, before
         anything is entered, if they hold anything but rows of this batch.
         """
+        steps = self.submitting(
+            source, settings, name=name, check_model=check_model, outputs=outputs, on_entered=on_entered
+        )
+        committed = 0
+        while True:
+            try:
+                now = next(steps)
+            except StopIteration as end:
+                batch: Batch = end.value
+                return batch
+            if on_rows is not None and now > committed:
+                on_rows(now)
+            committed = now
+
+    def submitting(
+        self,
+        source: BatchSource,
+        settings: Mapping[str, Any],
+        *,
+        name: str | None,
+        check_model: Callable[[str], None],
+        outputs: Sequence[Destination] = (),
+        on_entered: Callable[[str], object] = lambda name: None,
+    ) -> Generator[int, None, Batch]:
+        """As `submit`, in small steps; yields how many rows of those that were read are committed."""
         if isinstance(source, str | Path):
             source = InputFile(source)
         elif not isinstance(source, InputFile):
@@ -247,7 +272,10 @@ class Batches:
         defaults = JobSpec.defaults(settings, OF_A_BATCH).updated({"batch": name})
         if defaults.model is not None:
             check_model(defaults.model)
-        record = self._record(source, defaults, settings)
+        fingerprint: str | None = None
+        if isinstance(source, InputFile):
+            fingerprint = yield from _hashed(source)
+        record = self._record(source, defaults, settings, fingerprint)
         self._check_times(record)
         for output in outputs:
             vet(output, self.store, record.name, record.fingerprint)
@@ -260,12 +288,16 @@ class Batches:
             submission = Submission(
                 known, defaults, max_attempts=self._settings.max_attempts, check_model=check_model
             )
-            submission.run(source, self.store, self._announcer, on_rows)
+            yield from submission.steps(source, self.store, self._announcer)
             batch.record = self.store.get(known.name)
         return batch
 
     def _record(
-        self, source: InputFile | Iterator[Any], defaults: JobSpec, settings: Mapping[str, Any]
+        self,
+        source: InputFile | Iterator[Any],
+        defaults: JobSpec,
+        settings: Mapping[str, Any],
+        fingerprint: str | None,
     ) -> BatchRecord:
         now = self.store.database.now()
         said = {name for name, value in settings.items() if value is not None}
@@ -276,11 +308,10 @@ class Batches:
         if defaults.tools is not None:
             kept["tools"] = defaults.tools.values()
         if isinstance(source, InputFile):
-            fingerprint: str | None = source.fingerprint()
             name = defaults.batch or _file_name(source, str(fingerprint), defaults.model, kept)
             format, path = source.format, source.label
         else:
-            fingerprint, path = None, ""
+            path = ""
             name = defaults.batch or f"batch-{IdSource().draw()}"
             format = FileFormat.JSONL
         return BatchRecord(
@@ -311,6 +342,18 @@ class Batches:
                 self.store.get(record.name)
                 return
             raise
+
+
+def _hashed(source: InputFile) -> Generator[int, None, str]:
+    """The fingerprint of a file, of which no row is committed meanwhile."""
+    hashing = source.hashing()
+    while True:
+        try:
+            next(hashing)
+        except StopIteration as end:
+            fingerprint: str = end.value
+            return fingerprint
+        yield 0
 
 
 def _file_name(file: InputFile, fingerprint: str, model: str | None, settings: Mapping[str, Any]) -> str:

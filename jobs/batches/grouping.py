@@ -1,7 +1,7 @@
 """Rows in groups of so many, or so much text: what is held at once and written at once has a bound."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 ROWS_PER_TRANSACTION = 1024
 CHARACTERS_PER_TRANSACTION = 8 * 2**20
@@ -11,18 +11,29 @@ _CHARACTERS_OF_A_NUMBER = 6
 T = TypeVar("T")
 
 
+class Group(Generic[T]):
+    """Rows that are to be written at once. It is full with the row that reaches one of the bounds."""
+
+    def __init__(self) -> None:
+        self.rows: list[T] = []
+        self._size = 0
+
+    def add(self, row: T, size: int) -> bool:
+        """Take a row of `size` characters in; returns whether the group is full."""
+        self.rows.append(row)
+        self._size += size
+        return len(self.rows) >= ROWS_PER_TRANSACTION or self._size >= CHARACTERS_PER_TRANSACTION
+
+
 def grouped(rows: Iterable[T], size_of: Callable[[T], int]) -> Iterator[list[T]]:
     """Lists of rows: each ends with the row that reaches one of the bounds. `size_of` gives characters."""
-    group: list[T] = []
-    size = 0
+    group: Group[T] = Group()
     for row in rows:
-        group.append(row)
-        size += size_of(row)
-        if len(group) >= ROWS_PER_TRANSACTION or size >= CHARACTERS_PER_TRANSACTION:
-            yield group
-            group, size = [], 0
-    if group:
-        yield group
+        if group.add(row, size_of(row)):
+            yield group.rows
+            group = Group()
+    if group.rows:
+        yield group.rows
 
 
 def characters(value: object, depth: int = _DEPTH) -> int:

@@ -4,15 +4,15 @@ Rows are entered in the order of the file. Submitting the file again skips those
 two who submit it at once share the work, and no row is entered twice.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Generator, Iterable
 from dataclasses import replace
 from datetime import datetime
 from typing import Any
 
 from nightmill.jobs.batch_status import BatchRecord
-from nightmill.jobs.batches.grouping import characters, grouped
+from nightmill.jobs.batches.grouping import Group, characters
 from nightmill.jobs.contract import JobState, StopReason
-from nightmill.jobs.errors import BatchFileError, InvalidRequestError
+from nightmill.jobs.errors import BatchFileError, BatchFileUnavailableError, InvalidRequestError
 from nightmill.jobs.formats import InputFile, InputRow, RowError, rows_from
 from nightmill.jobs.ids import IdSource
 from nightmill.jobs.messages.announcing import Announcer
@@ -22,6 +22,8 @@ from nightmill.jobs.sql.jobs import by_queue
 
 OnRows = Callable[[int], None]
 """Called after each group with the number of rows read so far."""
+Steps = Generator[int, None, int]
+"""Yields after each row how many of those that were read are committed; returns how many the file has."""
 
 
 class Submission:
@@ -47,23 +49,20 @@ class Submission:
         self._check_model = check_model
         self._models: dict[str, RowError | None] = {}
         self._ids = IdSource()
+        self._announcing = True
 
-    def run(
-        self,
-        source: InputFile | Iterable[Any],
-        store: BatchStore,
-        announcer: Announcer,
-        on_rows: OnRows | None = None,
-    ) -> int:
+    def steps(self, source: InputFile | Iterable[Any], store: BatchStore, announcer: Announcer) -> Steps:
         """Enter all rows that are not there yet, announce them, and mark the batch as complete.
 
-        Returns the number of rows of the file. Raises BatchFileError if it cannot be read, or changes
-        meanwhile: then the batch is not complete, and all rows in it are of the file as it was at first.
+        Raises BatchFileError if the file cannot be read, or changes meanwhile: then the batch is not
+        complete, and all rows in it are of the file as it was at first.
         """
         if not isinstance(source, InputFile):
-            return self._enter(rows_from(source, self._defaults), store, announcer, on_rows)
+            return (yield from self._enter(rows_from(source, self._defaults), store, announcer))
         try:
-            return self._enter(source.rows(self._defaults), store, announcer, on_rows, source)
+            return (yield from self._enter(source.rows(self._defaults), store, announcer, source))
+        except BatchFileUnavailableError:  # which says nothing of what it holds
+            raise
         except BatchFileError as error:
             if source.changed():  # which explains whatever was wrong with it
                 raise self._changed(source) from error
@@ -74,30 +73,38 @@ class Submission:
         rows: Iterable[InputRow],
         store: BatchStore,
         announcer: Announcer,
-        on_rows: OnRows | None,
         source: InputFile | None = None,
-    ) -> int:
+    ) -> Steps:
         name = self._record.name
         last = store.last_row(name)
-        read = 0
-        announcing = True
-        for group in grouped(rows, lambda row: characters(row.prompt)):
-            read += len(group)
+        committed = 0
+        group: Group[InputRow] = Group()
+
+        def commit() -> None:
+            nonlocal committed, group
             if source is not None and source.changed():
                 raise self._changed(source)  # these rows may be of the new file
             now = store.database.now()
-            jobs = [self._job(row, now, announcing) for row in group if row.number > last]
+            jobs = [self._job(row, now) for row in group.rows if row.number > last]
             if jobs and store.insert_rows(name, jobs):
                 # A broker that is away is asked once; workers find the rest in the table.
-                announcing = announcing and announcer.announce(
+                self._announcing = self._announcing and announcer.announce(
                     by_queue(job for job in jobs if job["sent_at"])
                 )
-            if on_rows is not None:
-                on_rows(read)
+            committed += len(group.rows)
+            group = Group()
+
+        for row in rows:
+            if group.add(row, characters(row.prompt)):
+                commit()
+            yield committed
+        if group.rows:
+            commit()
+            yield committed
         if source is not None and source.changed(self._record.fingerprint):
             raise self._changed(source)
-        store.complete(name, read)
-        return read
+        store.complete(name, committed)
+        return committed
 
     def _changed(self, source: InputFile) -> BatchFileError:
         name = self._record.name
@@ -107,7 +114,7 @@ class Submission:
             f"(nightmill batch cancel {name}, nightmill batch delete {name}) and submit the file as it is now"
         )
 
-    def _job(self, row: InputRow, now: datetime, announcing: bool) -> dict[str, Any]:
+    def _job(self, row: InputRow, now: datetime) -> dict[str, Any]:
         """The row of `jobs`. All have the same keys, so that they go into one statement."""
         spec, error = row.spec or self._defaults, row.error
         if self._defaults.model is not None and spec.model != self._defaults.model:
@@ -123,7 +130,7 @@ class Submission:
             "finished_at": None,
             "cancel_requested_at": None,
         }
-        if not announcing:
+        if not self._announcing:
             job["sent_at"] = None
         return job if error is None else job | _failed(row, error, now)
 

@@ -11,9 +11,11 @@ from nightmill.jobs.client import Client
 from nightmill.jobs.commands.job_options import AT, BATCH_OPTIONS, given, job_options
 from nightmill.jobs.commands.on_end import on_end_options, run_on_end, words_of
 from nightmill.jobs.commands.options import Group, json_option
+from nightmill.jobs.commands.over_http import describe_http, http_batch, http_values
 from nightmill.jobs.commands.printing import counted, describe_status, say_if_nobody_serves
 from nightmill.jobs.commands.progress import BatchProgress
 from nightmill.jobs.commands.terminal import Line, LiveLine, confirm, echo, echo_err, echo_json, table
+from nightmill.jobs.errors import BatchNotFoundError
 from nightmill.jobs.formats import FileFormat, InputFile
 from nightmill.jobs.formats.places import STANDARD, brought_to, taken_from
 from nightmill.jobs.printable import printable
@@ -174,8 +176,20 @@ def list_command(limit: int, as_json: bool) -> None:
 def status(name: str, as_json: bool) -> None:
     """Show where a batch stands: rows by state and stop reason, errors, speed, when it will end."""
     with Client() as client:
-        found = client.get_batch(name).status()
-    echo_json(status_values(found)) if as_json else echo(describe_status(found))
+        http = http_batch(client, name)
+        try:
+            found = client.get_batch(name).status()
+        except BatchNotFoundError:  # its rows need not be there yet
+            if http is None:
+                raise
+            found = None
+    if as_json:
+        values = {"name": name, "state": None} if found is None else status_values(found)
+        echo_json(values if http is None else values | {"http": http_values(http)})
+        return
+    echo(f"{printable(name)}: no row is entered yet" if found is None else describe_status(found))
+    if http is not None:
+        echo(describe_http(http))
 
 
 @batch.command()

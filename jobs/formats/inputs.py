@@ -5,14 +5,14 @@ import hashlib
 import io
 import os
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from nightmill.jobs.contract import JsonObject, Prompt
-from nightmill.jobs.errors import BatchFileError, RowCode
+from nightmill.jobs.errors import BatchFileError, BatchFileUnavailableError, RowCode
 from nightmill.jobs.formats.csvfile import read_csv
 from nightmill.jobs.formats.jsonlines import read_objects
 from nightmill.jobs.formats.openai import openai_job
@@ -21,11 +21,13 @@ from nightmill.jobs.formats.plain import plain_job
 from nightmill.jobs.formats.rows import FileFormat, InputRow, RowError, bad_row, printable, read_row
 from nightmill.jobs.formats.seen import SeenIds
 from nightmill.jobs.spec import JobSpec
+from nightmill.jobs.stepping import exhaust
 
 _JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
 _CSV_SUFFIXES = (".csv", ".tsv")
 _PARQUET_SUFFIXES = (".parquet", ".pq")
 _ROWS_TO_LOOK_AT = 100  # for the first that is whole, to tell the two JSON formats apart
+_HASHED_AT_ONCE = 1 << 20  # bytes
 _NAME_IT = "name it .jsonl, .csv, .tsv or .parquet, or say which it has (--format)"
 _OPENAI_KEYS = frozenset({"method", "url", "body"})
 
@@ -39,8 +41,12 @@ class InputFile:
 
     The format is found from the name's ending (`.gz` before it is undone; not for Parquet) and the first
     rows, unless it is given. `label` is its name for people, if that is not its path. Raises BatchFileError
-    if there is no such file or its format is not known, MissingExtraError for Parquet without pyarrow.
+    if there is no such file or its format is not known, BatchFileUnavailableError if it cannot be read,
+    MissingExtraError for Parquet without pyarrow.
     """
+
+    immutable = False
+    """Whether nobody can change the content, so that nobody need look whether somebody did."""
 
     def __init__(
         self, path: str | Path, format: FileFormat | None = None, *, label: str | None = None
@@ -49,10 +55,13 @@ class InputFile:
         self.label = str(path) if label is None else label
         self._stream: BinaryIO | None = None
         self._position = 0
-        self._stamp: tuple[int, ...] | None = None  # when the fingerprint was taken
+        self._stamp: _Stamp | None = None  # when the fingerprint was taken
+        self._fingerprint: str | None = None
         with self._errors():
             if not self.path.is_file():
-                raise BatchFileError(f"{self.label}: is not a file" if self.path.exists() else self._absent())
+                if not self.path.exists():
+                    raise BatchFileUnavailableError(f"{self.label}: there is no such file")
+                raise BatchFileError(f"{self.label}: is not a file")
             if not self.size:
                 raise BatchFileError(f"{self.label}: is empty; write one row on each line")
             self.format = format or self._find_format()
@@ -78,22 +87,39 @@ class InputFile:
 
     def fingerprint(self) -> str:
         """The SHA-256 of the file's bytes, as hexadecimal digits."""
+        return exhaust(self.hashing())
+
+    def hashing(self) -> Generator[None, None, str]:
+        """Take the fingerprint in small steps; yields between two of them."""
         with self._errors(), self.path.open("rb") as file:
-            self._stamp = _stamp(os.fstat(file.fileno()))
-            return hashlib.file_digest(file, "sha256").hexdigest()
+            stamp, digest = _stamp(os.fstat(file.fileno())), hashlib.sha256()
+            while piece := file.read(_HASHED_AT_ONCE):
+                digest.update(piece)
+                yield
+        self._stamp, self._fingerprint = stamp, digest.hexdigest()
+        return self._fingerprint
 
     def changed(self, fingerprint: str | None = None) -> bool:
-        """Whether it is another file, size or time of change than when its fingerprint was taken.
+        """Whether it is another file, size or time of writing than when its fingerprint was taken.
 
-        With `fingerprint`: or other bytes, which takes reading it.
+        With `fingerprint`: or other bytes, which takes reading it. It is read as well if only the time of
+        the inode's last change differs: chmod, chown and hard links set that and leave the content alone,
+        but so does who writes and sets the time of writing back. Raises BatchFileUnavailableError.
         """
-        before = self._stamp
-        try:
-            if _stamp(self.path.stat()) != before:
+        if self.immutable:
+            return False
+        before, taken = self._stamp, self._fingerprint
+        with self._errors():
+            try:
+                now = _stamp(self.path.stat())
+            except FileNotFoundError:
                 return True
-        except OSError:
-            return True
-        return fingerprint is not None and (self.fingerprint() != fingerprint or self._stamp != before)
+            if before is None or now[0] != before[0]:
+                return True
+            if now == before and fingerprint is None:
+                return False
+            again = self.fingerprint()
+        return again != (fingerprint or taken) or self._stamp is None or self._stamp[0] != before[0]
 
     @property
     def size(self) -> int:
@@ -143,7 +169,8 @@ class InputFile:
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
             raise BatchFileError(f"{self.label}: is a broken gzip file: {error}") from error
         except OSError as error:
-            raise BatchFileError(f"{self.label}: cannot be read: {error.strerror or error}") from error
+            said = f"{self.label}: cannot be read: {error.strerror or error}"
+            raise BatchFileUnavailableError(said) from error
 
     def _find_format(self) -> FileFormat:
         name = self.path.name.lower().removesuffix(".gz")
@@ -167,13 +194,13 @@ class InputFile:
             first = next((record for record in objects if isinstance(record, dict)), {})
         return FileFormat.OPENAI if _OPENAI_KEYS & first.keys() else FileFormat.JSONL
 
-    def _absent(self) -> str:
-        return f"{self.label}: there is no such file"
+
+_Stamp = tuple[tuple[int, ...], int]
 
 
-def _stamp(found: os.stat_result) -> tuple[int, ...]:
-    """Another one wherever the file was written to; nobody can set the time of its last change back."""
-    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+def _stamp(found: os.stat_result) -> _Stamp:
+    """What changes when somebody writes to the file, and what changes then and at other times, too."""
+    return (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns), found.st_ctime_ns
 
 
 def rows_from(

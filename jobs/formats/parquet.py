@@ -7,7 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from nightmill.jobs.contract import JsonObject
-from nightmill.jobs.errors import BatchFileError, InvalidRequestError, MissingExtraError, RowCode
+from nightmill.jobs.errors import (
+    BatchFileError,
+    BatchFileUnavailableError,
+    InvalidRequestError,
+    MissingExtraError,
+    RowCode,
+)
 from nightmill.jobs.fields import Kind
 from nightmill.jobs.formats.csvfile import KINDS, check_columns, whole
 from nightmill.jobs.formats.jsonlines import parse_value
@@ -146,4 +152,6 @@ def _errors(arrow: Any, label: str) -> Iterator[None]:
     except (arrow.ArrowException, OSError) as error:
         known = error.errno if isinstance(error, OSError) else None  # a full disk is told with many words
         said = os.strerror(known) if known else str(error).partition("\n")[0]
-        raise BatchFileError(f"{label}: cannot be read or written as Parquet: {said}") from error
+        # pyarrow raises an OSError without a number for contents that it does not understand.
+        kind = BatchFileUnavailableError if known else BatchFileError
+        raise kind(f"{label}: cannot be read or written as Parquet: {said}") from error

@@ -73,6 +73,8 @@ def batch_object(batch: HttpBatch, counts: list[RowCount]) -> JsonObject:
         wrote = sum(count.completion_tokens for count in counts)
     read, wrote = read or 0, wrote or 0
 
+    errors = batch.errors if batch.note is None else [*batch.errors, note_error(batch.note)]
+
     def ended(status: HttpStatus) -> int | None:
         return _seconds(batch.ended_at) if batch.status is status else None
 
@@ -81,7 +83,7 @@ def batch_object(batch: HttpBatch, counts: list[RowCount]) -> JsonObject:
         "object": "batch",
         "endpoint": batch.endpoint or "",
         "model": batch.settings.get("model"),
-        "errors": {"object": "list", "data": batch.errors} if batch.errors else None,
+        "errors": {"object": "list", "data": errors} if errors else None,
         "input_file_id": PREFIX + batch.input_file,
         "completion_window": batch.completion_window or "",
         "status": str(batch.status),
@@ -106,6 +108,11 @@ def batch_object(batch: HttpBatch, counts: list[RowCount]) -> JsonObject:
         },
         "metadata": batch.meta or None,
     }
+
+
+def note_error(note: str) -> JsonObject:
+    """OpenAI's object for what keeps a batch from going on just now; it is gone once that is over."""
+    return {"code": "delayed", "line": None, "message": note, "param": None}
 
 
 def text_of(body: JsonObject, name: str) -> str:

@@ -15,6 +15,7 @@ from starlette.routing import Route
 
 from nightmill.jobs.contract import JsonObject, StopReason
 from nightmill.jobs.errors import (
+    BatchNotFoundError,
     BrokerError,
     DatabaseError,
     DatabaseRefusedError,
@@ -101,6 +102,8 @@ def http_error_of(error: Exception) -> HttpError:
             return HttpError(400, str(error), param=error.field, code=str(error.code))
         case JobNotFoundError():
             return HttpError(404, str(error), code="job_not_found")
+        case BatchNotFoundError():
+            return HttpError(404, "the rows of this batch were deleted", code="batch_not_found")
         case InvalidTransitionError():
             return HttpError(409, str(error), code="invalid_transition")
         case WaitTimeoutError():

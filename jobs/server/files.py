@@ -1,7 +1,9 @@
 """/v1/files, as OpenAI's API reference has it: uploads, their contents, and what servers wrote as results."""
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import PurePosixPath
 from typing import BinaryIO
@@ -10,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from nightmill.jobs.contract import JsonObject
-from nightmill.jobs.errors import InvalidRequestError
+from nightmill.jobs.errors import NightmillError
 from nightmill.jobs.fields import unknown_field
 from nightmill.jobs.ids import IdSource
 from nightmill.jobs.printable import printable
@@ -21,6 +23,8 @@ from nightmill.jobs.server.keys import Caller
 from nightmill.jobs.server.listing import Page, bare_id
 from nightmill.jobs.server.uploads import Uploads, over_quota
 from nightmill.jobs.sql.files import FILE_PREFIX, UPLOADED, FileStore, StoredFile
+
+log = logging.getLogger("nightmill.server")
 
 PREFIX = FILE_PREFIX
 MOST_LISTED = 10_000
@@ -38,6 +42,7 @@ class Files:
         self._folder = folder
         self._uploads = Uploads(folder, desk.limits)
         self._ids = IdSource()
+        self._in_doubt: set[str] = set()  # uploads of which nobody knows whether they have been entered
 
     async def upload(self, request: Request) -> Response:
         """POST /v1/files."""
@@ -52,21 +57,51 @@ class Files:
         """
         desk = self._desk
         caller.need_to_submit()
-        used = await desk.run(self._store.used, caller.name)
+        used = await desk.run(self._used, caller.name)
         file_id = self._ids.draw()
         form, size = await self._uploads.receive(request, file_id, caller.name, used)
         try:
             check(form.texts)
             filename = _checked(form.texts, form.filename, size)
-        except (HttpError, InvalidRequestError):
+        except BaseException:
             self._folder.remove(file_id)
             raise
-        now = await desk.run(desk.client.database.now)
-        file = StoredFile(file_id, caller.name, UPLOADED, filename, size, now)
-        if not await desk.run(self._store.add, file, desk.limits.stored_bytes):
-            self._folder.remove(file_id)
+        # A caller who goes away does not end this: else a content could be left behind without its row.
+        file = await asyncio.shield(desk.run(self._enter, file_id, caller.name, filename, size))
+        if file is None:
             raise over_quota(desk.limits)
-        self._folder.settle(file_id)
+        return file
+
+    def _used(self, owner: str | None) -> int:
+        """Bytes that an owner's files have, once it is known which of the uploads in doubt are there."""
+        while self._in_doubt:
+            file_id = self._in_doubt.pop()
+            try:
+                if self._store.get(file_id) is None:
+                    self._folder.remove(file_id)
+            except BaseException:
+                self._in_doubt.add(file_id)
+                raise
+        return self._store.used(owner)
+
+    def _enter(self, file_id: str, owner: str | None, filename: str, size: int) -> StoredFile | None:
+        """Enter an upload; None if its owner has no room for it. What is not entered is removed."""
+        try:
+            now = self._desk.client.database.now()
+            file = StoredFile(file_id, owner, UPLOADED, filename, size, now)
+            entered = self._store.add(file, self._desk.limits.stored_bytes)
+        except BaseException:
+            self._in_doubt.add(file_id)  # it may be there all the same: the answer of the database is lost
+            with suppress(NightmillError):  # the database is away: the next upload looks again
+                self._used(owner)
+            raise
+        if not entered:
+            self._folder.remove(file_id)
+            return None
+        try:
+            self._folder.settle(file_id)
+        except OSError as error:  # it is found under the name that it has, too
+            log.error("the content of file %s keeps the name of an upload: %s", file_id, error)
         return file
 
     async def listed(self, request: Request) -> Response:
@@ -98,6 +133,10 @@ class Files:
         except FileNotFoundError:
             said = "the content of this file is not in the folder of this server, which servers must share"
             raise HttpError(500, said, code="content_missing") from None
+        except OSError as error:
+            log.error("the content of file %s cannot be read: %s", file.id, error)
+            said = "the content of this file cannot be read just now; try again later"
+            raise HttpError(503, said, code="unavailable") from None
         return StreamingResponse(
             _pieces(content),
             media_type="application/octet-stream",

@@ -102,7 +102,11 @@ class HandingIn:
         """
         batch = await self.find(caller, name)
         caller.need_to_change(batch.owner)
-        if batch.status in (HttpStatus.VALIDATING, HttpStatus.CANCELLING, HttpStatus.FAILED):
+        nothing_ran = batch.status is HttpStatus.FAILED and not (batch.broken and batch.total)
+        ends = batch.status is HttpStatus.CANCELLING or (
+            batch.status is HttpStatus.FINALIZING and batch.broken  # rows that were queued are cancelled
+        )
+        if nothing_ran or ends or batch.status is HttpStatus.VALIDATING:
             said = f"batch {name} is {batch.status}: there is nothing to retry"
             raise HttpError(409, said, code="invalid_transition")
         if batch.status.final:

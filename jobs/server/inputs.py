@@ -13,10 +13,12 @@ from nightmill.jobs.spec import JobSpec
 
 
 class EndpointFile(InputFile):
-    """A file whose rows must all be for one of OpenAI's endpoints; None: a file in any format.
+    """An uploaded file whose rows must all be for one of OpenAI's endpoints; None: a file in any format.
 
     Raises BatchFileError.
     """
+
+    immutable = True  # under its name since its row is there; a backup may change its mode or links, no more
 
     def __init__(self, path: Path, endpoint: str | None) -> None:
         super().__init__(path, FileFormat.OPENAI if endpoint else None)

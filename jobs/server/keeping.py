@@ -3,6 +3,9 @@
 Any server does the next step of any batch. Each step can be done again: rows are entered once however often
 their file is read, and a result file counts from the moment when its row and the end of its batch are
 committed together. So a server that dies loses nothing, and another goes on where its claim has run out.
+
+One thread does all of it, in rounds. In each, every owner of batches has the same short time, whatever they
+have handed in: what takes longer is put aside, with its open file, until the next round.
 """
 
 import logging
@@ -13,24 +16,16 @@ from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 
-from nightmill.jobs.batches.result_files import output_row
 from nightmill.jobs.client import Client
-from nightmill.jobs.contract import JobState, StopReason
-from nightmill.jobs.errors import (
-    BatchFileError,
-    BatchNotFoundError,
-    DatabaseUnreachableError,
-    InvalidRequestError,
-    InvalidTransitionError,
-    NightmillError,
-)
-from nightmill.jobs.formats import FileFormat, ResultFile
+from nightmill.jobs.errors import DatabaseUnreachableError, InvalidTransitionError, NightmillError
 from nightmill.jobs.ids import IdSource
-from nightmill.jobs.job import Job
+from nightmill.jobs.server.finishing import Finisher
 from nightmill.jobs.server.folder import Folder
-from nightmill.jobs.server.inputs import EndpointFile, file_error, row_error
-from nightmill.jobs.sql.files import WRITTEN, FileStore, StoredFile
-from nightmill.jobs.sql.http_batches import HttpBatch, HttpBatchStore, HttpStatus, Outcome
+from nightmill.jobs.server.validating import Validator
+from nightmill.jobs.server.working import OvertakenError, PostponedError, Work
+from nightmill.jobs.sql.files import FileStore
+from nightmill.jobs.sql.http_batches import HttpBatch, HttpBatchStore, HttpStatus
+from nightmill.jobs.sql.jobs import GROUP
 from nightmill.jobs.sql.sweep import Sweep
 from nightmill.jobs.sql.webhooks import WebhookStore
 
@@ -38,16 +33,13 @@ log = logging.getLogger("nightmill.server")
 
 _LOOK_SECONDS = 1.0
 _AGAIN_SECONDS = 15.0  # after a step that failed
+_SLICE_SECONDS = 0.25  # of one owner in each round
+_MOST_KEPT = 8  # files that are read, and as many batches whose results are written, between rounds
+_MOST_DEATHS = 3  # of servers over one file, without a new row
 _SWEEP_SECONDS = 5.0  # as a worker's heartbeat
+_SWEEP_GROUPS = 4  # of jobs that are expired between two rounds
 _FORGET_SECONDS = 3600.0  # between two looks for what need not be kept
 _ORPHANED = timedelta(days=1)  # webhooks of batches that are gone
-_MOST_ERRORS = 100  # rows that are named in a batch; the file of errors has all
-_ROWS_PER_CLAIM = 1024
-_ENDINGS = {FileFormat.CSV: "csv", FileFormat.PARQUET: "parquet"}
-
-
-class OvertakenError(Exception):
-    """The batch is another's now, or was cancelled, or this server ends."""
 
 
 class Keeper:
@@ -61,13 +53,18 @@ class Keeper:
         self._rows = client.batches.store
         self._webhooks = WebhookStore(client.database)
         self._sweep = Sweep(client.database)
-        self._ids = IdSource()
-        self._name = self._ids.draw()
+        self._name = IdSource().draw()
+        self._validator = Validator(client, folder, self._name)
+        self._finisher = Finisher(client, folder, self._name)
         self._keep_files = keep_files
         self._silence = timedelta(seconds=client.settings.stale_seconds)  # as a worker's
         self._over = threading.Event()
         self._bell = threading.Event()
+        self._works: dict[str, Work] = {}  # what was put aside, by the id of the batch
+        self._sliced: dict[str, float] = {}  # when the time of a batch was up that is not through
+        self._served: dict[str | None, float] = {}  # when an owner's time was up
         self._not_before: dict[str, float] = {}
+        self._died: dict[str, int] = {}  # attempts at a batch that servers did not survive, as counted last
         self._sweep_at = self._forget_at = 0.0
         self._thread = threading.Thread(target=self._run, name="batches", daemon=True)
 
@@ -88,26 +85,22 @@ class Keeper:
             self._store.let_go(self._name)
 
     def look(self) -> None:
-        """Do the next step of every batch that needs one, and that nobody else is doing."""
+        """A round: what is quick for every batch that needs it, then some time for each owner."""
         over, batches = self._store.over(), self._store.open()
-        self._not_before = {one.id: self._not_before[one.id] for one in batches if one.id in self._not_before}
+        self._forget_ended(batches)
         self._end_what_nobody_ends(batches)
+        turns: dict[str | None, list[HttpBatch]] = {}
         for batch in batches:
-            if self._over.is_set():
-                return
-            going = batch.status is HttpStatus.IN_PROGRESS and batch.id not in over
-            if going or time.monotonic() < self._not_before.get(batch.id, 0.0):
-                continue
-            try:
-                self._step(batch)
-            except OvertakenError:
-                continue
-            except DatabaseUnreachableError:
-                raise
-            except Exception:
-                # A full disk, or a mistake of ours, which its owner cannot mend: the other batches go on.
-                log.exception("batch %s: a step failed; it is tried again", batch.batch)
-                self._not_before[batch.id] = time.monotonic() + _AGAIN_SECONDS
+            if batch.status is not HttpStatus.IN_PROGRESS:
+                turns.setdefault(batch.owner, []).append(batch)
+            elif batch.id in over and self._store.finalize(batch):  # its rows have ended
+                self.wake()
+        self._served = {owner: self._served.get(owner, 0.0) for owner in turns}
+        for owner in sorted(turns, key=self._served.__getitem__):
+            self._turn(turns[owner])
+            self._served[owner] = time.monotonic()
+        if self._works:
+            self.wake()
 
     def _run(self) -> None:
         while not self._over.is_set():
@@ -124,160 +117,171 @@ class Keeper:
                 log.exception("looking for batches failed; it is tried again")
             self._bell.wait(pause)
             self._bell.clear()
+        for batch_id in list(self._works):
+            self._drop(batch_id)
 
-    def _step(self, batch: HttpBatch) -> None:
-        match batch.status:
-            case HttpStatus.VALIDATING:
-                if self._claim(batch):
-                    self._validate(batch)
-            case HttpStatus.IN_PROGRESS:
-                if self._store.finalize(batch):  # its rows have ended
-                    self.wake()
-            case HttpStatus.CANCELLING:
-                if self._claim(batch):
-                    self._rows.cancel(batch.batch)
-                    if not self._rows.unfinished(batch.batch):
-                        self._finish(batch)
-            case HttpStatus.FINALIZING:
-                if self._claim(batch):
-                    self._finish(batch)
+    # -- the time of one owner -------------------------------------------------------------------
 
-    def _claim(self, batch: HttpBatch) -> bool:
-        return self._store.claim(batch, self._name, self._silence)
+    def _turn(self, batches: Iterable[HttpBatch]) -> None:
+        """Work on the batches of one owner until the time is up, first on what is new."""
+        until = time.monotonic() + _SLICE_SECONDS
+        for batch in sorted(batches, key=self._place):
+            if self._over.is_set():
+                return
+            if not self._may_work_on(batch):
+                continue
+            try:
+                self._work_on(batch, until)
+            except OvertakenError:
+                self._overtaken(batch)
+            if time.monotonic() >= until:
+                self.wake()
+                return
 
-    def _renew(self, batch: HttpBatch) -> None:
-        if self._over.is_set() or not self._claim(batch):
+    def _place(self, batch: HttpBatch) -> tuple[float, bool, str]:
+        return self._sliced.get(batch.id, 0.0), batch.status is HttpStatus.VALIDATING, batch.id
+
+    def _may_work_on(self, batch: HttpBatch) -> bool:
+        """Whether it is time to, and no other batch of its owner has the file open that this one would need.
+
+        Whatever is through in the time of one round needs none.
+        """
+        if (work := self._works.get(batch.id)) is not None and work.batch.status is not batch.status:
+            self._drop(batch.id)  # as when it was cancelled: what comes now is new
+        if time.monotonic() < self._not_before.get(batch.id, 0.0):
+            return False
+        return batch.id in self._works or batch.id not in self._sliced or self._may_keep(batch)
+
+    def _may_keep(self, batch: HttpBatch) -> bool:
+        """Whether the work on a batch may be kept open between rounds."""
+        reads = batch.status is HttpStatus.VALIDATING
+        kept = [work.batch for work in self._works.values() if work.reads is reads]
+        others = [one for one in kept if one.id != batch.id]
+        return len(others) < _MOST_KEPT and all(one.owner != batch.owner for one in others)
+
+    def _work_on(self, batch: HttpBatch, until: float) -> None:
+        """Go on with a batch until it is through or the time is up; raises OvertakenError."""
+        work = self._begin_or_resume(batch)
+        if work is None:
+            return
+        progress = False
+        try:
+            for progress in work.steps:
+                if self._over.is_set() or time.monotonic() >= until:
+                    self._put_aside(work, died=0 if progress else work.died)
+                    return
+        except (OvertakenError, DatabaseUnreachableError):
+            self._drop(batch.id)
+            raise
+        except PostponedError as error:
+            log.error("batch %s: %s", batch.batch, error)
+            self._postpone(work, note=f"{error}; the server tries again every {_AGAIN_SECONDS:.0f} s")
+        except MemoryError:  # an attempt that a server with less memory would not have survived
+            log.exception("batch %s: a step took too much memory", batch.batch)
+            self._postpone(work, attempts=work.died + work.reads)
+        except Exception:  # a mistake of ours, which its owner cannot mend: the other batches go on
+            log.exception("batch %s: a step failed; it is tried again", batch.batch)
+            self._postpone(work)
+        else:
+            self._drop(batch.id)
+            if work.reads:
+                self.wake()  # its rows may have ended already
+
+    def _begin_or_resume(self, batch: HttpBatch) -> Work | None:
+        """The claimed work on a batch; None if another server has it, or nothing is left to do."""
+        work = self._works.get(batch.id)
+        if work is not None:
+            counted = {"attempts": work.died + 1} if work.reads else {}
+            if not self._store.hold(batch, self._name, self._silence, note=None, **counted):
+                raise OvertakenError
+            return work
+        if batch.status is not HttpStatus.VALIDATING:
+            claimed = self._store.claim(batch, self._name, self._silence)
+            work = Work(batch, self._finisher.steps(batch)) if claimed else None
+        elif (died := self._attempt(batch)) is not None:
+            if died >= _MOST_DEATHS:
+                self._validator.give_up(batch, died)
+                self.wake()
+                return None
+            work = Work(batch, self._validator.steps(batch), died)
+        if work is not None:
+            self._works[batch.id] = work
+        return work
+
+    def _attempt(self, batch: HttpBatch) -> int | None:
+        """Count an attempt to read its file; returns how many before it a server did not survive."""
+        died = self._store.attempt(batch, self._name, self._silence, self._died.get(batch.id, 0))
+        if died is not None:
+            self._died[batch.id] = died
+        return died
+
+    def _put_aside(self, work: Work, died: int) -> None:
+        """Its time is up: keep it for the next round, or close it if there is no place for it."""
+        batch = work.batch
+        work.died = self._died[batch.id] = died
+        counted = {"attempts": died} if work.reads else {}
+        self._sliced[batch.id] = time.monotonic()
+        if not self._may_keep(batch):
+            self._close(self._works.pop(batch.id))
+            self._store.release(batch, self._name, **counted)  # another server may have the place
+        elif counted and not self._store.hold(batch, self._name, self._silence, **counted):
             raise OvertakenError
 
-    # -- entering rows ---------------------------------------------------------------------------
+    def _postpone(self, work: Work, attempts: int | None = None, note: str | None = None) -> None:
+        batch = work.batch
+        self._drop(batch.id)
+        self._sliced[batch.id] = time.monotonic()  # others of its owner go first
+        self._not_before[batch.id] = time.monotonic() + _AGAIN_SECONDS
+        counted = {"attempts": work.died if attempts is None else attempts} if work.reads else {}
+        self._store.release(batch, self._name, note=note, **counted)
 
-    def _validate(self, batch: HttpBatch) -> None:
-        path = self._folder.find(batch.input_file)
-        if not path.exists() and not self._is_late(batch):
-            log.error("batch %s: its file is not in the folder of this server: share it", batch.batch)
-            self._not_before[batch.id] = time.monotonic() + _AGAIN_SECONDS
-            self._store.let_go(self._name)  # another server may have it
-            return
-        times = {"scheduled_at": batch.scheduled_at, "deadline": batch.deadline_at}
+    def _drop(self, batch_id: str) -> None:
+        """Nothing of the work on a batch is kept."""
+        self._sliced.pop(batch_id, None)
+        if (work := self._works.pop(batch_id, None)) is not None:
+            self._close(work)
+
+    def _close(self, work: Work) -> None:
         try:
-            self._client.batches.submit(
-                EndpointFile(path, batch.endpoint),
-                batch.settings | times,
-                name=batch.batch,
-                check_model=self._client.check_model,
-                on_rows=lambda rows: self._renew(batch),
-            )
-        except OvertakenError:
-            now = self._store.get(batch.id)
-            if now is not None and now.status.final:  # another has ended it meanwhile, without these rows
-                self._rows.cancel(batch.batch)
-            raise
-        except (BatchFileError, InvalidRequestError) as error:
-            status = HttpStatus.EXPIRED if self._is_late(batch) else HttpStatus.FAILED
-            self._rows.cancel(batch.batch)  # what was entered before the file broke off
-            self._store.fail(batch, status, [file_error(error, path)])
-            return
-        invalid, rows = self._store.bad_rows(batch, _MOST_ERRORS)
-        errors = [row_error(line, error) for line, error in rows]
-        if self._store.begin(batch, self._name, invalid, errors):
-            self.wake()
+            work.steps.close()
+        except OSError as error:  # of a folder that fails: what stays there is swept in a day
+            log.error("batch %s: a file cannot be closed: %s", work.batch.batch, error)
 
-    def _is_late(self, batch: HttpBatch) -> bool:
-        return batch.deadline_at is not None and batch.deadline_at <= self._client.database.now()
-
-    # -- writing results -------------------------------------------------------------------------
-
-    def _finish(self, batch: HttpBatch) -> None:
-        try:
-            format = FileFormat(self._rows.get(batch.batch).format or FileFormat.JSONL)
-        except BatchNotFoundError:
-            format = None
-        if format is None:
-            self._end_without_rows(batch)
-            return
-        written: list[StoredFile | None] = []
-        try:
-            for states in ([JobState.SUCCEEDED], [JobState.FAILED, JobState.CANCELLED]):
-                jobs = self._rows.in_order(batch.batch, states)
-                written.append(self._write(batch, jobs, format, errors=len(written) == 1))
-            status, outcome = self._outcome(batch, *written)
-        except BaseException:  # as where the disk is full: the next try writes both files again
-            self._take_away(written)
-            raise
-        # If this raises, it may have been done all the same: the files stay, or are swept in a day.
-        if not self._store.end(batch, self._name, status, outcome):
-            self._take_away(written)
-            raise OvertakenError
-        for file in filter(None, written):
-            self._folder.settle(file.id)
-
-    def _take_away(self, written: Iterable[StoredFile | None]) -> None:
-        for file in filter(None, written):
-            self._folder.remove(file.id)
-
-    def _write(
-        self, batch: HttpBatch, jobs: Iterable[Job], format: FileFormat, *, errors: bool
-    ) -> StoredFile | None:
-        """Write a file that is to be entered; None if not one row would be in it."""
-        file_id = self._ids.draw()
-        path = self._folder.coming(file_id)
-        written = 0
-        try:
-            with ResultFile(path, format, errors=errors) as file:
-                for written, job in enumerate(jobs, 1):
-                    file.write(output_row(job, format, errors=errors))
-                    if written % _ROWS_PER_CLAIM == 0:
-                        self._renew(batch)
-        except BaseException:  # whatever it is goes on up; half a file is left by none
-            self._folder.remove(file_id)
-            raise
-        if not written:
-            self._folder.remove(file_id)
-            return None
-        name = f"{batch.batch}_{'error' if errors else 'output'}.{_ENDINGS.get(format, 'jsonl')}"
-        now = self._client.database.now()
-        return StoredFile(file_id, batch.owner, WRITTEN, name, path.stat().st_size, now)
-
-    def _outcome(
-        self, batch: HttpBatch, output: StoredFile | None, errors: StoredFile | None
-    ) -> tuple[HttpStatus, Outcome]:
-        counts = self._rows.counts(batch.batch)
-        total = sum(count.rows for count in counts)
-        completed = sum(count.rows for count in counts if count.state is JobState.SUCCEEDED)
-        outcome = Outcome(
-            output,
-            errors,
-            total,
-            completed,
-            total - completed,
-            sum(count.prompt_tokens for count in counts),
-            sum(count.completion_tokens for count in counts),
-        )
-        if batch.status is HttpStatus.CANCELLING:
-            return HttpStatus.CANCELLED, outcome
-        if batch.invalid == total:
-            return HttpStatus.FAILED, outcome
-        late = any(count.stop_reason is StopReason.DEADLINE for count in counts)
-        return HttpStatus.EXPIRED if late else HttpStatus.COMPLETED, outcome
-
-    def _end_without_rows(self, batch: HttpBatch) -> None:
-        """It was cancelled before a row was entered, or somebody has deleted the rows."""
-        if batch.status is HttpStatus.CANCELLING:
-            self._store.fail(batch, HttpStatus.CANCELLED, [])
-            return
-        said = "the rows of this batch were deleted before their results were written"
-        error = {"code": "deleted", "line": None, "message": said, "param": None}
-        self._store.fail(batch, HttpStatus.FAILED, [error])
+    def _overtaken(self, batch: HttpBatch) -> None:
+        self._drop(batch.id)
+        now = self._store.get(batch.id)
+        ended_without = now is not None and now.status.final and now.status is not HttpStatus.COMPLETED
+        if batch.status is HttpStatus.VALIDATING and ended_without:
+            self._rows.cancel(batch.batch)  # those that this server entered after its claim was lost
 
     # -- in order --------------------------------------------------------------------------------
 
+    def _forget_ended(self, batches: Iterable[HttpBatch]) -> None:
+        """Forget what this server knew of batches that have ended meanwhile."""
+        going = {batch.id for batch in batches}
+        for batch_id in (
+            self._works.keys() | self._sliced.keys() | self._not_before.keys() | self._died.keys()
+        ):
+            if batch_id not in going:
+                self._drop(batch_id)
+                self._not_before.pop(batch_id, None)
+                self._died.pop(batch_id, None)
+
     def _end_what_nobody_ends(self, batches: Iterable[HttpBatch]) -> None:
         """Batches end in time and when they are cancelled, also if no worker lives that would see to it."""
-        waiting = any(batch.cancelling_at is not None or self._is_late(batch) for batch in batches)
+        waiting = any(
+            batch.cancelling_at is not None
+            or batch.status is HttpStatus.FINALIZING
+            or self._validator.is_late(batch)
+            for batch in batches
+        )
         if waiting and time.monotonic() >= self._sweep_at:
-            self._sweep_at = time.monotonic() + _SWEEP_SECONDS
             self._sweep.rescue(self._silence)
-            self._sweep.expire()
+            expired = self._sweep.expire(_SWEEP_GROUPS)
+            more = expired >= _SWEEP_GROUPS * GROUP
+            self._sweep_at = time.monotonic() + (0.0 if more else _SWEEP_SECONDS)
+            if more:
+                self.wake()
 
     def forget(self) -> None:
         """Delete files that were kept for long enough, batches that ended so long ago, and lost contents."""

@@ -102,6 +102,7 @@ def night_object(batch: HttpBatch, status: BatchStatus | None) -> JsonObject:
         "tokens_per_second": None,
         "estimated_end": None,
         "bad_rows": batch.errors,
+        "note": batch.note,
         "errors": [],
         "output_file": batch.output_file and PREFIX + batch.output_file,
         "error_file": batch.error_file and PREFIX + batch.error_file,

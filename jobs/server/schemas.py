@@ -219,7 +219,7 @@ _BATCH = _object(
 )
 _NIGHT = _object(
     dict.fromkeys(("id", "file"), TEXT)
-    | dict.fromkeys(("owner", "name", "output_file", "error_file"), _MAYBE_TEXT)
+    | dict.fromkeys(("owner", "name", "note", "output_file", "error_file"), _MAYBE_TEXT)
     | dict.fromkeys(("rows", "succeeded", "unsuccessful", "tokens_in", "tokens_out"), _MAYBE_NUMBER)
     | dict.fromkeys(("created_at", "scheduled_at", "deadline_at", "ended_at", "estimated_end"), _TIME)
     | {

@@ -3,7 +3,7 @@
 What may touch a million rows goes through them in groups, a transaction each, so that it holds nobody up.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime, timedelta
 from typing import Any, cast
@@ -35,6 +35,7 @@ from nightmill.jobs.sql.locks import hold_batches, lock_jobs, refuse_deleting
 from nightmill.jobs.sql.retrying import retried
 from nightmill.jobs.sql.snapshots import read_jobs
 from nightmill.jobs.sql.tables import QUEUED, RUNNING, BatchRow, JobRow
+from nightmill.jobs.stepping import exhaust
 
 BATCHES = cast(Table, BatchRow.__table__)
 RECENT = timedelta(seconds=60)  # what counts as lately, for the pace
@@ -286,6 +287,10 @@ class BatchStore:
         Running rows are asked first, since they cost the most; and again at the end, for those that were
         claimed meanwhile.
         """
+        return exhaust(self.cancelling(name))
+
+    def cancelling(self, name: str) -> Generator[None, None, tuple[int, int]]:
+        """As `cancel`, in small steps; yields between two of them."""
         now = self.database.now()
         self._request_cancel(name, now)
         asked = self._ask_to_stop(name, (RUNNING,), now)
@@ -297,7 +302,9 @@ class BatchStore:
                     cancelled += len(self._change(ids[:CHUNK], (QUEUED,), cancelled_values(now)))
                     asked += self._ask_to_stop(name, (RUNNING, JobRow.cancel_requested_at.is_(None)), now)
                     ids = ids[CHUNK:]
+                    yield
                 cancelled += len(self._change(ids, (QUEUED,), cancelled_values(now)))
+                yield
             asked += self._ask_to_stop(name, (RUNNING, JobRow.cancel_requested_at.is_(None)), now)
             if not self._any(name, QUEUED):
                 return cancelled, asked

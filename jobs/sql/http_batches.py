@@ -10,7 +10,7 @@ from datetime import datetime, timedelta
 from enum import StrEnum
 from typing import Any, cast
 
-from sqlalchemy import Connection, RowMapping, Table, delete, exists, func, literal, or_, select, update
+from sqlalchemy import Connection, RowMapping, Table, case, delete, exists, func, literal, or_, select, update
 
 from nightmill.jobs.contract import JobState, JsonObject
 from nightmill.jobs.sql.database import Database
@@ -33,7 +33,7 @@ class HttpStatus(StrEnum):
     finalizing    all rows have ended, and their results are written
     cancelling    somebody cancelled it; rows that ran may end still, and results are written
     completed     every row has ended
-    failed        there was no row that could have been run
+    failed        there was no row that could have been run, or its file could not be read to the end
     expired       its time ended some rows
     cancelled     what was done until then is written
     """
@@ -88,6 +88,13 @@ class HttpBatch:
     ended_at: datetime | None = None
     keeper: str | None = None
     kept_until: datetime | None = None
+    attempts: int = 0  # to read its file that a server did not survive, or is making
+    note: str | None = None  # why it does not go on just now
+
+    @property
+    def broken(self) -> bool:
+        """Whether its file could not be read to its end: an error of the file as a whole has no line."""
+        return any(isinstance(error, dict) and error.get("line") is None for error in self.errors)
 
     @property
     def batch(self) -> str:
@@ -180,7 +187,10 @@ class HttpBatchStore:
 
         Returns whether that had to be said: not of one that goes on anyway.
         """
-        written = (HttpStatus.FINALIZING, HttpStatus.COMPLETED, HttpStatus.EXPIRED, HttpStatus.CANCELLED)
+        written = (
+            *(HttpStatus.FINALIZING, HttpStatus.COMPLETED),
+            *(HttpStatus.FAILED, HttpStatus.EXPIRED, HttpStatus.CANCELLED),
+        )
         outcome = (
             *("total", "completed", "failed", "prompt_tokens", "completion_tokens"),
             *("output_file", "error_file", "finalizing_at", "cancelling_at", "ended_at", "deadline_at"),
@@ -210,11 +220,42 @@ class HttpBatchStore:
     def claim(self, batch: HttpBatch, keeper: str, duration: timedelta) -> bool:
         """Take a batch in the status that it was seen in, or go on with it; returns whether that worked."""
         now = self.database.now()
-        free = or_(
-            HttpBatchRow.keeper.is_(None), HttpBatchRow.keeper == keeper, HttpBatchRow.kept_until < now
-        )
         values = {"keeper": keeper, "kept_until": now + duration}
-        return self._change(batch.id, (batch.status,), values, free)
+        return self._change(batch.id, (batch.status,), values, _free(keeper, now))
+
+    def attempt(self, batch: HttpBatch, keeper: str, duration: timedelta, known: int = 0) -> int | None:
+        """Claim a batch to read its file, and count that before it begins; None if it cannot be claimed.
+
+        Returns how many attempts before this one have not come to their end: those of servers that died.
+        That is `known` if this server still has the claim, whatever it could not take back.
+        """
+        now = self.database.now()
+        mine = HttpBatchRow.keeper == keeper
+        counted = case((mine, literal(known + 1)), else_=HttpBatchRow.attempts + 1)
+        values = {"keeper": keeper, "kept_until": now + duration, "attempts": counted}
+        return self._attempt(batch, values, _free(keeper, now))
+
+    def hold(self, batch: HttpBatch, keeper: str, duration: timedelta, **values: Any) -> bool:
+        """Keep a claim; False if anybody has had the batch, or changed its status, since it was claimed.
+
+        `values` are columns to write besides.
+        """
+        values |= {"kept_until": self.database.now() + duration}
+        return self._change(batch.id, (batch.status,), values, HttpBatchRow.keeper == keeper)
+
+    def release(self, batch: HttpBatch, keeper: str, **values: Any) -> bool:
+        """Let go of a batch that is to go on later; `values` are columns to write besides."""
+        return self._change(batch.id, (batch.status,), _LET_GO | values, HttpBatchRow.keeper == keeper)
+
+    @retried
+    def _attempt(self, batch: HttpBatch, values: Mapping[str, Any], condition: Any) -> int | None:
+        statement = update(HttpBatchRow).where(
+            HttpBatchRow.id == batch.id, HttpBatchRow.status == str(batch.status), condition
+        )
+        with self.database.write() as connection:
+            counted = statement.values(**values).returning(HttpBatchRow.attempts)
+            found: int | None = connection.execute(counted).scalar_one_or_none()
+        return None if found is None else found - 1
 
     def begin(self, batch: HttpBatch, keeper: str, invalid: int, errors: list[Any]) -> bool:
         """All rows are entered, of which so many can never be run; `errors` names the first of these."""
@@ -223,6 +264,21 @@ class HttpBatchStore:
             "in_progress_at": self.database.now(),
             "invalid": invalid,
             "errors": errors,
+            "attempts": 0,
+        }
+        return self._change(batch.id, (batch.status,), values | _LET_GO, HttpBatchRow.keeper == keeper)
+
+    def break_off(self, batch: HttpBatch, keeper: str, invalid: int, errors: list[Any]) -> bool:
+        """No more rows come from a file that cannot be read further: what there is of them is written.
+
+        `errors` has one of the file as a whole, and those of the first of `invalid` rows.
+        """
+        values = {
+            "status": HttpStatus.FINALIZING,
+            "finalizing_at": self.database.now(),
+            "invalid": invalid,
+            "errors": errors,
+            "attempts": 0,
         }
         return self._change(batch.id, (batch.status,), values | _LET_GO, HttpBatchRow.keeper == keeper)
 
@@ -254,13 +310,13 @@ class HttpBatchStore:
                 insert_files(connection, files)
         return True
 
-    def fail(self, batch: HttpBatch, status: HttpStatus, errors: list[Any]) -> bool:
-        """End a batch of which there is nothing to write."""
+    def fail(self, batch: HttpBatch, keeper: str, status: HttpStatus, errors: list[Any]) -> bool:
+        """End a batch of which there is nothing to write; False if this server has lost its claim."""
         values = {"status": status, "ended_at": self.database.now(), "errors": errors}
         values |= dict.fromkeys(
-            ("total", "completed", "failed", "prompt_tokens", "completion_tokens", "invalid"), 0
+            ("total", "completed", "failed", "prompt_tokens", "completion_tokens", "invalid", "attempts"), 0
         )
-        return self._change(batch.id, (batch.status,), values | _LET_GO)
+        return self._change(batch.id, (batch.status,), values | _LET_GO, HttpBatchRow.keeper == keeper)
 
     @retried
     def forget(self, before: datetime) -> None:
@@ -273,7 +329,7 @@ class HttpBatchStore:
         """`keeper` works on nothing any more."""
         with self.database.write() as connection:
             statement = update(HttpBatchRow).where(OPEN, HttpBatchRow.keeper == keeper)
-            connection.execute(statement.values(**_LET_GO))
+            connection.execute(statement.values(keeper=None, kept_until=None))
 
     def bad_rows(self, batch: HttpBatch, most: int) -> tuple[int, list[tuple[int, JsonObject]]]:
         """Rows that can never be run: how many, and (line, error) of the first ones."""
@@ -298,7 +354,13 @@ class HttpBatchStore:
             return _update(connection, batch_id, statuses, values, *conditions)
 
 
-_LET_GO: dict[str, Any] = {"keeper": None, "kept_until": None}
+_LET_GO: dict[str, Any] = {"keeper": None, "kept_until": None, "note": None}
+"""A step is over: nobody has a claim, and what was said of a step that failed holds no more."""
+
+
+def _free(keeper: str, now: datetime) -> Any:
+    """Whether this server may claim a batch."""
+    return or_(HttpBatchRow.keeper.is_(None), HttpBatchRow.keeper == keeper, HttpBatchRow.kept_until < now)
 
 
 def _update(

@@ -6,7 +6,7 @@ Sweeps of several workers at once do not disturb one another: rows that one has 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
-from itertools import product
+from itertools import count, product
 from types import MappingProxyType
 from typing import Any
 
@@ -132,11 +132,11 @@ class Sweep:
         return len(rows)
 
     @retried
-    def expire(self) -> int:
-        """End queued jobs whose deadline has passed, in groups; returns how many."""
+    def expire(self, groups: int | None = None) -> int:
+        """End queued jobs whose deadline has passed, in so many groups at most; returns how many."""
         now = self.database.now()
         expired = 0
-        while True:
+        for done in count(1):
             with self.database.write() as connection:
                 late = connection.execute(
                     select(JobRow.id)
@@ -157,8 +157,9 @@ class Sweep:
                         )
                     ).rowcount
                     partials.forget_ended(connection, chunk)
-            if len(late) < GROUP:
+            if len(late) < GROUP or done == groups:
                 return expired
+        raise AssertionError("unreachable")
 
     @retried
     def unsent(self, limit: int) -> list[Announcement]:

@@ -317,6 +317,10 @@ class HttpBatchRow(Base):
 
     keeper: Mapped[str | None] = mapped_column(String(32))  # the server that works on it,
     kept_until: Mapped[datetime | None]  # and until when others leave it alone
+    attempts: Mapped[int] = mapped_column(
+        server_default="0"
+    )  # to read its file that a server did not survive
+    note: Mapped[str | None] = mapped_column(Text)  # why it does not go on just now
 
     __table_args__ = (
         Index("ix_http_batches_owner", "owner", "id"),

@@ -231,6 +231,9 @@ def test_a_cancelled_batch_keeps_what_was_done(server: Server) -> None:
         assert http.post(url).json()["output_file"] == batch.output_file_id  # there was nothing to retry
         failed = ended(client, submit(client, {"custom_id": "bad"}))
         assert http.post(f"/v1/night/{failed.id}/retry").status_code == 409
+        server.client.get_batch(batch.id).delete()
+        answer = http.post(url)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (404, "batch_not_found")
 
 
 def ended_at_last(client: Any, batch: Any) -> bool:

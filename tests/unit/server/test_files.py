@@ -14,6 +14,7 @@ import openai
 import pytest
 
 from nightmill.jobs.client import Client
+from nightmill.jobs.errors import DatabaseUnreachableError
 from nightmill.jobs.ids import IdSource
 from nightmill.jobs.server import bodies
 from nightmill.jobs.server.desk import Limits
@@ -227,6 +228,40 @@ def test_an_upload_that_is_too_large_or_slow_or_lost_leaves_nothing(
                     wait_until(lambda: folder_of(server))
             wait_until(lambda: not folder_of(server))
         assert server.http().get("/v1/files").json()["data"] == []
+
+
+@pytest.mark.parametrize("done", [False, True])
+@pytest.mark.parametrize("blind", [False, True])
+def test_an_upload_whose_row_is_in_doubt_is_removed_unless_the_row_is_there(
+    start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, done: bool, blind: bool
+) -> None:
+    """The database goes away while the row is entered, and, if `blind`, while it is looked for."""
+    real = FileStore.add
+
+    def add(self: FileStore, *args: Any) -> bool:
+        if done:
+            real(self, *args)
+        raise DatabaseUnreachableError("the database is away")
+
+    def get(self: FileStore, file_id: str) -> StoredFile | None:
+        raise DatabaseUnreachableError("the database is away")
+
+    with start(worker=False) as server:
+        upload = server.openai().files.create
+        with monkeypatch.context() as away:
+            away.setattr(FileStore, "add", add)
+            if blind:
+                away.setattr(FileStore, "get", get)
+            with pytest.raises(openai.InternalServerError, match="the database does not answer"):
+                upload(file=("a.jsonl", b"first"), purpose="batch")
+            assert len(folder_of(server)) == int(done or blind)
+        upload(file=("b.jsonl", b"second"), purpose="batch")
+        listed = {file.id.removeprefix(PREFIX): file.filename for file in server.openai().files.list()}
+        assert sorted(listed.values()) == (["a.jsonl", "b.jsonl"] if done else ["b.jsonl"])
+        assert {name.removesuffix(".coming") for name in folder_of(server)} == listed.keys()
+        for file_id, filename in listed.items():
+            content = server.openai().files.content(PREFIX + file_id).read()
+            assert content == (b"first" if filename == "a.jsonl" else b"second")
 
 
 def test_contents_without_rows_go_after_a_day_and_no_others(sqlite_settings: Settings) -> None:

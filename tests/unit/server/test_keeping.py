@@ -17,6 +17,7 @@ from nightmill.jobs.ids import IdSource
 from nightmill.jobs.server import keeping
 from nightmill.jobs.server.folder import Folder
 from nightmill.jobs.server.keeping import Keeper
+from nightmill.jobs.server.validating import Validator
 from nightmill.jobs.settings import Settings
 from nightmill.jobs.sql.batches import BatchStore
 from nightmill.jobs.sql.claims import Claims
@@ -49,7 +50,7 @@ class World:
     def keeper(self) -> Keeper:
         return Keeper(self.client, self.folder)
 
-    def hand_in(self, count: int = COUNT, bad: int = 1) -> HttpBatch:
+    def hand_in(self, count: int = COUNT, bad: int = 1, owner: str | None = None) -> HttpBatch:
         content = "".join(
             json.dumps(
                 {
@@ -64,11 +65,11 @@ class World:
         )
         file_id, now = IDS.draw(), self.clock()
         self.folder.coming(file_id).write_text(content)
-        assert self.files.add(StoredFile(file_id, None, "batch", "x", len(content), now), 1 << 30)
+        assert self.files.add(StoredFile(file_id, owner, "batch", "x", len(content), now), 1 << 30)
         self.folder.settle(file_id)
         made = HttpBatch(
             IDS.draw(),
-            None,
+            owner,
             file_id,
             now,
             endpoint="/v1/completions",
@@ -124,7 +125,7 @@ class World:
 @pytest.fixture
 def world(server_settings: Settings, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     monkeypatch.setattr(grouping, "ROWS_PER_TRANSACTION", 8)
-    monkeypatch.setattr(keeping, "_ROWS_PER_CLAIM", 8)
+    monkeypatch.setattr(keeping, "_SLICE_SECONDS", 60.0)  # the work of a test is done in one slice
     with Client(server_settings, clock=clock) as client:
         yield World(client, clock)
 
@@ -241,19 +242,12 @@ def test_cancelling_in_every_status(world: World, monkeypatch: pytest.MonkeyPatc
     assert (world.status(before), world.client.list_jobs()) == (HttpStatus.CANCELLED, [])
 
     entering = world.hand_in()
-    real = HttpBatchStore.claim
-    calls = iter(range(100))
-
-    def cancelled_meanwhile(self: HttpBatchStore, *args: Any) -> bool:
-        if next(calls) == 2:
-            assert self.cancel(entering.id)
-        return real(self, *args)
-
     keeper = world.keeper()
     with monkeypatch.context() as patched:
-        patched.setattr(HttpBatchStore, "claim", cancelled_meanwhile)
-        keeper.look()
-    assert world.status(entering) is HttpStatus.CANCELLING
+        patched.setattr(keeping, "_SLICE_SECONDS", 0.0)
+        while len(world.client.list_jobs(batch=entering.batch, limit=COUNT)) < 16:
+            keeper.look()
+    assert world.store.cancel(entering.id)
     keeper.look()
     found = world.store.get(entering.id)
     assert found is not None and found.status is HttpStatus.CANCELLED
@@ -298,21 +292,21 @@ def test_a_step_that_fails_harms_no_other_batch(
     world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     broken, good = world.hand_in(), world.hand_in()
-    real = Keeper._validate
+    real = Validator.steps
 
-    def validate(self: Keeper, batch: HttpBatch) -> None:
+    def steps(self: Validator, batch: HttpBatch) -> Iterator[bool]:
         if batch.id == broken.id:
             raise RuntimeError("nobody expected this")
-        real(self, batch)
+        yield from real(self, batch)
 
-    monkeypatch.setattr(Keeper, "_validate", validate)
+    monkeypatch.setattr(Validator, "steps", steps)
     keeper = world.keeper()
     for _ in range(4):
         keeper.look()
         world.run_rows()
     assert (world.status(broken), world.status(good)) == (HttpStatus.VALIDATING, HttpStatus.COMPLETED)
     assert caplog.text.count("a step failed") == 1  # and not at every look
-    monkeypatch.setattr(Keeper, "_validate", real)
+    monkeypatch.setattr(Validator, "steps", real)
     world.finish(broken, world.keeper())
 
 
@@ -320,18 +314,21 @@ def test_results_for_which_there_is_no_room_leave_none_behind(
     world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Each try would take as much again of a disk that is full already."""
-    batch, keeper, real = world.hand_in(), world.keeper(), Keeper._write
+    batch, keeper, real = world.hand_in(), world.keeper(), ResultFile.__init__
 
-    def write(self: Keeper, *args: Any, errors: bool) -> StoredFile | None:
+    def open_file(self: ResultFile, *args: Any, errors: bool) -> None:
         if errors:
             raise OSError(28, "No space left on device")
-        return real(self, *args, errors=errors)
+        real(self, *args, errors=errors)
 
     with monkeypatch.context() as full:
-        full.setattr(Keeper, "_write", write)
+        full.setattr(ResultFile, "__init__", open_file)
         for _ in range(3):
             keeper.look()
             world.run_rows()
     assert world.status(batch) is HttpStatus.FINALIZING and "No space left" in caplog.text
     assert [path.name for path in world.folder.path.iterdir()] == [batch.input_file]
+    found = world.store.get(batch.id)
+    assert found is not None and found.note is not None
+    assert found.note.startswith("the results cannot be written: No space left on device; the server tries")
     world.finish(batch, world.keeper())

@@ -159,7 +159,7 @@ def test_bytes_that_changed_without_a_trace_are_found_at_the_end(
 ) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_bytes(lines("old"))
-    monkeypatch.setattr("nightmill.jobs.formats.inputs._stamp", lambda found: found.st_size)  # a coarse clock
+    monkeypatch.setattr("nightmill.jobs.formats.inputs._stamp", lambda found: ((), 0))  # a coarse clock
     with pytest.raises(BatchFileError, match="changed while it was submitted"):
         submit(sqlite_client, path, rewrite_with_its_old_time, ROWS)
     assert sqlite_client.get_batch("night").status().state == "submitting"

@@ -1,0 +1,109 @@
+"""Enters the rows of batches that came over HTTP: reads files in small steps, and says what is wrong."""
+
+from pathlib import Path
+
+from nightmill.jobs.client import Client
+from nightmill.jobs.contract import JsonObject
+from nightmill.jobs.errors import BatchFileError, BatchFileUnavailableError, InvalidRequestError
+from nightmill.jobs.server.folder import Folder
+from nightmill.jobs.server.inputs import EndpointFile, file_error, row_error
+from nightmill.jobs.server.working import OvertakenError, PostponedError, Steps
+from nightmill.jobs.sql.files import FileStore
+from nightmill.jobs.sql.http_batches import HttpBatch, HttpBatchStore, HttpStatus
+
+_MOST_ERRORS = 100  # rows that are named in a batch; the file of errors has all
+
+
+class Validator:
+    """Reads files for one server, whose claims are under `keeper`."""
+
+    def __init__(self, client: Client, folder: Folder, keeper: str) -> None:
+        self._client = client
+        self._folder = folder
+        self._keeper = keeper
+        self._files = FileStore(client.database)
+        self._store = HttpBatchStore(client.database)
+        self._rows = client.batches.store
+
+    def steps(self, batch: HttpBatch) -> Steps:
+        """Enter all rows of a claimed batch, and let its rows be run.
+
+        A file that cannot be read just now raises PostponedError, until the deadline of the batch. One that
+        is broken ends the batch with what there is of it by then. Raises OvertakenError.
+        """
+        path = self._folder.path / batch.input_file
+        times = {"scheduled_at": batch.scheduled_at, "deadline": batch.deadline_at}
+        try:
+            path = self._folder.find(batch.input_file)
+            self._check_whole(batch, path)
+            there = self._rows.last_row(batch.batch)
+            for committed in self._client.batches.submitting(
+                EndpointFile(path, batch.endpoint),
+                batch.settings | times,
+                name=batch.batch,
+                check_model=self._client.check_model,
+            ):
+                yield committed > there
+        except (BatchFileUnavailableError, OSError) as error:
+            reason = _reason(error, path)
+            if not self.is_late(batch):
+                raise PostponedError(f"the file cannot be read just now: {reason}") from error
+            said = f"the file could not be read before the deadline: {reason}"
+            self._break_off(batch, _error("file_unavailable", said))
+            return
+        except (BatchFileError, InvalidRequestError) as error:
+            self._break_off(batch, file_error(error, path))
+            return
+        invalid, rows = self._store.bad_rows(batch, _MOST_ERRORS)
+        errors = [row_error(line, error) for line, error in rows]
+        if not self._store.begin(batch, self._keeper, invalid, errors):
+            raise OvertakenError
+
+    def give_up(self, batch: HttpBatch, died: int) -> None:
+        """End a claimed batch whose file nobody should read any more: so many servers died over it."""
+        row = self._rows.last_row(batch.batch)
+        where = f"after row {row:,}" if row else "before its first rows were entered"
+        said = (
+            f"{died} servers ended while they read the file, {where}: a row there may need more memory than "
+            "they have; look at it, divide the file, or ask the operator of the server for the log"
+        )
+        self._break_off(batch, _error("file_too_costly", said))
+
+    def is_late(self, batch: HttpBatch) -> bool:
+        """Whether its deadline has passed."""
+        return batch.deadline_at is not None and batch.deadline_at <= self._client.database.now()
+
+    def _check_whole(self, batch: HttpBatch, path: Path) -> None:
+        """Refuse to read a content that a shared folder has not brought here, or not all of it yet."""
+        if not path.exists():
+            said = "it is not in the folder of this server, which all servers must share"
+            raise BatchFileUnavailableError(f"{path}: {said}")
+        file, found = self._files.get(batch.input_file), path.stat().st_size
+        if file is not None and found < file.size:
+            said = f"{found:,} of its {file.size:,} bytes are in the folder of this server"
+            raise BatchFileUnavailableError(f"{path}: {said}")
+
+    def _break_off(self, batch: HttpBatch, error: JsonObject) -> None:
+        """End the reading of a file; what there is of its rows is cancelled or written, once this is ours."""
+        if self._rows.last_row(batch.batch):
+            invalid, bad = self._store.bad_rows(batch, _MOST_ERRORS)
+            errors = [error, *(row_error(line, of_row) for line, of_row in bad)]
+            if not self._store.break_off(batch, self._keeper, invalid, errors):
+                raise OvertakenError
+            return
+        status = HttpStatus.EXPIRED if self.is_late(batch) else HttpStatus.FAILED
+        if not self._store.fail(batch, self._keeper, status, [error]):
+            raise OvertakenError
+        self._rows.cancel(batch.batch)  # should a server that was overtaken enter rows yet
+
+
+def _error(code: str, said: str) -> JsonObject:
+    """OpenAI's object for an error of the file as a whole, which has no line."""
+    return {"code": code, "line": None, "message": said, "param": "input_file_id"}
+
+
+def _reason(error: Exception, path: Path) -> str:
+    """Why a file cannot be read just now, without where it lies."""
+    if isinstance(error, BatchFileError):
+        return str(file_error(error, path)["message"]).removeprefix("cannot be read: ")
+    return (isinstance(error, OSError) and error.strerror) or "input/output error"
