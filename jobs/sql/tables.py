@@ -24,7 +24,7 @@ from sqlalchemy.types import TypeDecorator
 
 from nightmill.jobs.contract import MAX_ERROR_LENGTH, JobState, JsonObject, storable
 
-SCHEMA_REVISION = "0019"
+SCHEMA_REVISION = "0020"
 """The migration that these declarations match."""
 
 
