@@ -35,6 +35,7 @@ log = logging.getLogger("nightmill.server")
 RETRY_SECONDS = 2
 """What Retry-After says where nothing better is known."""
 _LONGEST_PATH = 200  # characters that are shown
+_LONGEST_MESSAGE = 2_000  # characters; what a request holds is quoted, and it may hold megabytes
 _TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -67,8 +68,13 @@ class HttpError(Exception):
     def body(self) -> JsonObject:
         """OpenAI's error object. What a request holds may stand in it, and need not be fit to be encoded."""
         kind = _TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
-        param = None if self.param is None else printable(self.param)
-        error = {"message": printable(self), "type": kind, "param": param, "code": self.code}
+        param = None if self.param is None else printable(self.param, _LONGEST_MESSAGE)
+        error = {
+            "message": printable(self, _LONGEST_MESSAGE),
+            "type": kind,
+            "param": param,
+            "code": self.code,
+        }
         return {"error": error}
 
     def response(self) -> Response:
