@@ -17,6 +17,7 @@ from nightmill.jobs.formats.csvfile import read_csv
 from nightmill.jobs.formats.jsonlines import read_objects
 from nightmill.jobs.formats.openai import openai_job
 from nightmill.jobs.formats.parquet import read_parquet
+from nightmill.jobs.formats.parquet_reader import Expansion
 from nightmill.jobs.formats.plain import plain_job
 from nightmill.jobs.formats.rows import FileFormat, InputRow, RowError, bad_row, printable, read_row
 from nightmill.jobs.formats.seen import SeenIds
@@ -38,14 +39,21 @@ class InputFile:
     """A batch file. Every call of `rows` reads it from the beginning.
 
     The format is found from the name's ending (`.gz` before it is undone; not for Parquet) and the first
-    rows, unless it is given. `label` is its name for people, if that is not its path. Raises BatchFileError
-    if there is no such file or its format is not known, MissingExtraError for Parquet without pyarrow.
+    rows, unless it is given. `label` is its name for people, if that is not its path. What a file that is not
+    `trusted` may expand to is in proportion to its size. Raises BatchFileError if there is no such file or
+    its format is not known, MissingExtraError for Parquet without pyarrow.
     """
 
     def __init__(
-        self, path: str | Path, format: FileFormat | None = None, *, label: str | None = None
+        self,
+        path: str | Path,
+        format: FileFormat | None = None,
+        *,
+        label: str | None = None,
+        trusted: bool = True,
     ) -> None:
         self.path = Path(path)
+        self._trusted = trusted
         self.label = str(path) if label is None else label
         self._stream: BinaryIO | None = None
         self._position = 0
@@ -109,7 +117,8 @@ class InputFile:
 
     def _records(self) -> Iterator[Record]:
         if self.format is FileFormat.PARQUET:
-            yield from read_parquet(self.path, self.label, self._note_share)
+            expansion = Expansion() if self._trusted else Expansion.of_stranger(self.size)
+            yield from read_parquet(self.path, self.label, self._note_share, expansion)
             return
         with self._errors(), self._open() as stream:
             if self.format is FileFormat.CSV:
