@@ -27,7 +27,9 @@ _JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
 _CSV_SUFFIXES = (".csv", ".tsv")
 _PARQUET_SUFFIXES = (".parquet", ".pq")
 _ROWS_TO_LOOK_AT = 100  # for the first that is whole, to tell the two JSON formats apart
-_NAME_IT = "name it .jsonl, .csv, .tsv or .parquet, or say which it has (--format)"
+_NAME_IT = "name it .jsonl, .csv, .tsv or .parquet"
+GZIP = b"\x1f\x8b"
+"""How a file begins that is packed with gzip."""
 _OPENAI_KEYS = frozenset({"method", "url", "body"})
 
 NOTHING_SAID = JobSpec()
@@ -39,9 +41,10 @@ class InputFile:
     """A batch file. Every call of `rows` reads it from the beginning.
 
     The format is found from the name's ending (`.gz` before it is undone; not for Parquet) and the first
-    rows, unless it is given. `label` is its name for people, if that is not its path. What a file that is not
-    `trusted` may expand to is in proportion to its size. Raises BatchFileError if there is no such file or
-    its format is not known, MissingExtraError for Parquet without pyarrow.
+    rows, unless it is given. `label` is its name for people, if that is not its path, and `name` the one
+    whose ending counts. What a file that is not `trusted` may expand to is in proportion to its size. Raises
+    BatchFileError if there is no such file or its format is not known, MissingExtraError for Parquet without
+    pyarrow.
     """
 
     def __init__(
@@ -50,9 +53,11 @@ class InputFile:
         format: FileFormat | None = None,
         *,
         label: str | None = None,
+        name: str | None = None,
         trusted: bool = True,
     ) -> None:
         self.path = Path(path)
+        self._name = self.path.name if name is None else name
         self._trusted = trusted
         self.label = str(path) if label is None else label
         self._stream: BinaryIO | None = None
@@ -155,11 +160,13 @@ class InputFile:
             raise BatchFileError(f"{self.label}: cannot be read: {error.strerror or error}") from error
 
     def _find_format(self) -> FileFormat:
-        name = self.path.name.lower().removesuffix(".gz")
-        if name.endswith(_CSV_SUFFIXES):
-            return FileFormat.CSV
+        name = self._name.lower().removesuffix(".gz")
         with self._open() as stream:
             start = stream.read(64)
+        if start.startswith(GZIP):
+            raise BatchFileError(f"{self.label}: is packed with gzip; unpack it")
+        if name.endswith(_CSV_SUFFIXES):
+            return FileFormat.CSV
         if name.endswith(_PARQUET_SUFFIXES) or start.startswith(b"PAR1"):
             return FileFormat.PARQUET
         if start.startswith((b"\xff\xfe", b"\xfe\xff")):
@@ -167,10 +174,11 @@ class InputFile:
         if start.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"["):
             raise BatchFileError(
                 f"{self.label}: is one JSON list; write one object on each line, e.g. with "
-                f"`jq -c '.[]' {self.path.name} > rows.jsonl`"
+                f"`jq -c '.[]' {self._name} > rows.jsonl`"
             )
         if not name.endswith(_JSON_SUFFIXES) and b"{" not in start:
-            raise BatchFileError(f"{self.label}: has no known format; {_NAME_IT}")
+            option = ", or say which it has (--format)" if self._trusted else ""
+            raise BatchFileError(f"{self.label}: has no known format; {_NAME_IT}{option}")
         with self._open() as stream:
             objects = (record for _, record in islice(read_objects(stream), _ROWS_TO_LOOK_AT))
             first = next((record for record in objects if isinstance(record, dict)), {})

@@ -32,7 +32,7 @@ COLUMNS, ROWS, END, FAULT, EXHAUSTED = b"C", b"R", b"Z", b"F", b"X"
 TOO_LONG, NOT_UTF8 = "too long", "not UTF-8"
 OTHER_TYPE = "\0type"
 """The one key of an object that stands for a value which JSON does not have; its value is the type's name."""
-SIZES = (256, 16, 1)
+SIZES = (2048, 64, 1)
 """Rows that are decoded at once: fewer, if the memory does not suffice for more."""
 _SENT_AT_ONCE = 1 << 20  # bytes that the rows of a frame have in Arrow's memory, unless it is a single row
 _BUFFER = 1 << 18  # bytes of the file that are read at once, of each column
@@ -167,14 +167,14 @@ def warm_up() -> None:
 
 def confine(limits: dict[str, int]) -> None:
     """Give up what a reader does not need, for good. Memory is counted from what this process has already."""
-    bounds = {resource.RLIMIT_CORE: 0, resource.RLIMIT_FSIZE: 0}
-    if limits["seconds"]:
-        bounds[resource.RLIMIT_CPU] = limits["seconds"]
+    bounds = {resource.RLIMIT_CORE: (0, 0), resource.RLIMIT_FSIZE: (0, 0)}
+    if seconds := limits["seconds"]:
+        bounds[resource.RLIMIT_CPU] = (seconds, seconds + 1)  # SIGXCPU says why, SIGKILL would not
     if limits["memory"] and (memory := Path("/proc/self/statm")).exists():
-        pages = int(memory.read_text().split()[0])
-        bounds[resource.RLIMIT_AS] = pages * resource.getpagesize() + limits["memory"]
-    for name, value in bounds.items():
-        resource.setrlimit(name, (value, value))
+        most = int(memory.read_text().split()[0]) * resource.getpagesize() + limits["memory"]
+        bounds[resource.RLIMIT_AS] = (most, most)
+    for name, bound in bounds.items():
+        resource.setrlimit(name, bound)
 
 
 def main() -> None:

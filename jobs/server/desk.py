@@ -127,7 +127,7 @@ class Desk:
     async def finished(self, request: Request, job_id: str, *, cancel: bool) -> Job:
         """A job once it has ended; if the caller goes away before, it is cancelled if `cancel`."""
         ending = asyncio.ensure_future(self._end_of(job_id))
-        leaving = asyncio.ensure_future(_gone(request))
+        leaving = asyncio.ensure_future(caller_left(request))
         try:
             await asyncio.wait({ending, leaving}, return_when=asyncio.FIRST_COMPLETED)
             if not ending.done():
@@ -161,7 +161,7 @@ class Desk:
         return await self.run(self.client.get, job_id)
 
 
-async def _gone(request: Request) -> None:
+async def caller_left(request: Request) -> None:
     """Return once the caller has closed the connection."""
     while (await request.receive())["type"] != "http.disconnect":
         pass

@@ -161,7 +161,7 @@ class Keeper:
         times = {"scheduled_at": batch.scheduled_at, "deadline": batch.deadline_at}
         try:
             self._client.batches.submit(
-                EndpointFile(path, batch.endpoint),
+                EndpointFile(path, batch.endpoint, self._filename(batch)),
                 batch.settings | times,
                 name=batch.batch,
                 check_model=self._client.check_model,
@@ -181,6 +181,11 @@ class Keeper:
         errors = [row_error(line, error) for line, error in rows]
         if self._store.begin(batch, self._name, invalid, errors):
             self.wake()
+
+    def _filename(self, batch: HttpBatch) -> str:
+        """What the owner calls the file: contents are named by ids, and the ending says the format."""
+        file = self._files.get(batch.input_file)
+        return "" if file is None else file.filename
 
     def _is_late(self, batch: HttpBatch) -> bool:
         return batch.deadline_at is not None and batch.deadline_at <= self._client.database.now()
