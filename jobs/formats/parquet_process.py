@@ -35,6 +35,7 @@ OTHER_TYPE = "\0type"
 SIZES = (2048, 64, 1)
 """Rows that are decoded at once: fewer, if the memory does not suffice for more."""
 _SENT_AT_ONCE = 1 << 20  # bytes that the rows of a frame have in Arrow's memory, unless it is a single row
+_MOST_ROWS = 256  # of a frame
 _BUFFER = 1 << 18  # bytes of the file that are read at once, of each column
 
 
@@ -62,7 +63,7 @@ class Sender:
             for column in batch.columns
         ]
         dense = arrow.RecordBatch.from_arrays(columns, schema=plain_schema(batch.schema, columns))
-        at_once = max(1, len(dense) * _SENT_AT_ONCE // max(1, dense.nbytes))
+        at_once = max(1, min(_MOST_ROWS, len(dense) * _SENT_AT_ONCE // max(1, dense.nbytes)))
         for at in range(skipped, len(dense), at_once):
             yield self._send_rows(dense.slice(at, at_once))
 
