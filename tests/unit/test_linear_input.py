@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
+from nightmill.jobs import prompts
 from nightmill.jobs.calls import Calls
 from nightmill.jobs.contract import CallFormat, Tools
 from nightmill.jobs.errors import InvalidRequestError
@@ -153,3 +154,15 @@ def test_a_fence_that_is_not_closed_is_read_in_one_pass() -> None:
     calls = Calls(CallFormat.JSON, Tools([{"type": "function", "function": {"name": "f"}}]))
     fenced = '```json\n{"name": "f", "arguments": {}}\n```\n'
     assert [*calls.push(fenced), *calls.end()] == [("f", "{}")]
+
+
+def test_a_prompt_of_token_ids_asks_no_protocol_for_plain_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Asked:
+        def __instancecheck__(self, value: object) -> bool:
+            raise AssertionError("a protocol was asked, which takes microseconds for each id")
+
+    monkeypatch.setattr(prompts, "SupportsIndex", Asked())
+    assert prompts.check_token_ids([1, 2, 3]) == [1, 2, 3]
+    for other in ("7", True, 1.0, [7], {}):
+        with pytest.raises(InvalidRequestError, match=r"prompt\[1\]"):
+            prompts.check_token_ids([1, other])
