@@ -6,11 +6,12 @@ a worker reads it; Parquet, templates and grammars go through the processes that
 
 import io
 import json
+import resource
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pyarrow
@@ -45,6 +46,7 @@ class Door:
     says: str
     size: int
     prepare: Callable[[int], Work]
+    clock: Callable[[], float] = field(default_factory=lambda: processor_time)
 
 
 def body(says: str, size: int, made: Callable[[int], bytes]) -> Door:
@@ -248,26 +250,38 @@ def workers(stack: ExitStack) -> Iterator[Door]:
     yield Door("template: messages", 5_000, chat)
 
 
-def seconds(work: Work) -> float:
+def lasting(stack: ExitStack) -> Iterator[Door]:
+    """The same, by a clock that goes on while a process that lives on works."""
+    return (replace(door, clock=time.perf_counter) for door in workers(stack))
+
+
+def seconds(work: Work, clock: Callable[[], float]) -> float:
     """The shortest of some tries; being refused counts."""
     found = []
     for _ in range(TRIES):
-        began = time.perf_counter()
+        began = clock()
         with suppress(NightmillError, HttpError, ValueError):
             work()
-        found.append(time.perf_counter() - began)
+        found.append(clock() - began)
     return min(found)
+
+
+def processor_time() -> float:
+    """Seconds that this process and those it has ended took of a processor, whatever else ran there."""
+    ended = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return time.process_time() + ended.ru_utime + ended.ru_stime
 
 
 def show() -> None:
     """Print the table."""
-    print("\n| what is read | n | ms for n / 2n / 4n | 4n : n |")
+    print("\nProcessor time; of grammars and templates, whose processes live on, time on the clock.\n")
+    print("| what is read | n | ms for n / 2n / 4n | 4n : n |")
     print("| --- | --- | --- | --- |")
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="nightmill-bench-")))
-        for doors in (bodies(), tables(), parquets(folder), schemas(), heads(), replies(), workers(stack)):
+        for doors in (bodies(), tables(), parquets(folder), schemas(), heads(), replies(), lasting(stack)):
             for door in doors:
-                took = [seconds(door.prepare(door.size * times)) for times in TIMES]
+                took = [seconds(door.prepare(door.size * times), door.clock) for times in TIMES]
                 shown = " / ".join(f"{one * 1000:,.1f}" for one in took)
                 print(f"| {door.says} | {door.size:,} | {shown} | {took[-1] / took[0]:.1f} |", flush=True)
 
