@@ -122,7 +122,8 @@ class InputFile:
 
     def _records(self) -> Iterator[Record]:
         if self.format is FileFormat.PARQUET:
-            expansion = Expansion() if self._trusted else Expansion.of_stranger(self.size)
+            with self._errors():
+                expansion = Expansion() if self._trusted else Expansion.of_stranger(self.size)
             yield from read_parquet(self.path, self.label, self._note_share, expansion)
             return
         with self._errors(), self._open() as stream:

@@ -14,11 +14,12 @@ import struct
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final, Self
 
-from nightmill.jobs.errors import BatchFileError, MissingExtraError
+from nightmill.jobs.errors import BatchFileError, MissingExtraError, NightmillError
 from nightmill.jobs.formats.jsonlines import LINE_LIMIT
 
 PROGRAM: Final = Path(__file__).with_name("parquet_process.py")
@@ -73,7 +74,10 @@ class ParquetReader:
     """One file, read in a process of its own. Raises BatchFileError, here and in every method."""
 
     def __init__(self, path: Path, label: str, expansion: Expansion) -> None:
-        """Start the process; raises MissingExtraError where pyarrow is not installed."""
+        """Start the process.
+
+        Raises MissingExtraError where pyarrow is not installed, NightmillError where no process can start.
+        """
         self._label = label
         self._expansion = expansion
         found = importlib.util.find_spec("pyarrow")
@@ -82,8 +86,12 @@ class ParquetReader:
         limits, libraries = json.dumps(asdict(expansion)), str(Path(found.origin).parents[1])
         command = [sys.executable, "-I", "-S", str(PROGRAM), limits, libraries]
         try:
-            with path.open("rb") as file:
-                self._size = os.fstat(file.fileno()).st_size
+            file = path.open("rb")
+        except OSError as error:
+            raise BatchFileError(f"{label}: cannot be read: {error.strerror or error}") from error
+        with file:
+            self._size = os.fstat(file.fileno()).st_size
+            try:
                 self._process = subprocess.Popen(
                     command,
                     stdin=file,
@@ -93,8 +101,9 @@ class ParquetReader:
                     cwd="/",
                     start_new_session=True,
                 )
-        except OSError as error:
-            raise BatchFileError(f"{label}: cannot be read: {error.strerror or error}") from error
+            except OSError as error:  # no memory, or too many processes: not the file's fault
+                said = f"the process that reads Parquet cannot be started: {error.strerror or error}"
+                raise NightmillError(said) from error
         assert self._process.stdout is not None
         self._pipe = self._process.stdout.fileno()
 
@@ -121,7 +130,8 @@ class ParquetReader:
     def close(self) -> None:
         """End the process, whatever it does."""
         self._process.kill()
-        self._process.wait(_DYING_SECONDS)
+        with suppress(subprocess.TimeoutExpired):  # it hangs in the kernel, as on a disk that is away
+            self._process.wait(_DYING_SECONDS)
         if self._process.stdout is not None:
             self._process.stdout.close()
 
