@@ -99,8 +99,10 @@ class Checking:
 
     def _end(self, reading: "_Reading") -> None:
         task = reading.task
-        if not task.cancelled() and task.exception() is None and not reading.over.is_set():
-            self._remembered[reading.file_id] = task.result()
+        found = None if task.cancelled() or task.exception() is not None else task.result()
+        # One that cannot be read is read again: it may have been the folder that was away.
+        if found is not None and found.broken is None and not reading.over.is_set():
+            self._remembered[reading.file_id] = found
             if len(self._remembered) > _MOST_REMEMBERED:
                 self._remembered.popitem(last=False)
         self._drop(reading)

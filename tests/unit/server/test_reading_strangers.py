@@ -248,6 +248,16 @@ def test_a_reading_ends_when_the_browser_goes_and_begins_anew_when_one_comes(
         assert reading["begun"] == 2
 
 
+def test_a_file_that_could_not_be_read_is_read_again(alone: Server) -> None:
+    with alone.http(None) as http:
+        file = upload(http, "a.jsonl", b'{"prompt": "x"}\n' * 5).json()["id"]
+        content = alone.client.settings.resolved_files_dir / file.removeprefix("file-")
+        content.rename(content.with_suffix(".away"))
+        assert "there is no such file" in http.get(f"/hand-in/file?id={file}").text
+        content.with_suffix(".away").rename(content)
+        assert "Hand in 5 rows" in http.get(f"/hand-in/file?id={file}").text
+
+
 def test_a_reading_has_a_limit_of_bytes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     path = tmp_path / "content"
     path.write_bytes(b'{"prompt": "' + b"x" * 1_000 + b'"}\n')
