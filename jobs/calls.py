@@ -18,7 +18,7 @@ _NAMED = re.compile(r"([A-Za-z0-9_.-]{1,64})(?:\[CALL_ID\][\w-]{0,64})?(?:\[ARGS
 _BETWEEN = re.compile(r"[\s;,]*")  # calls that follow one another
 _MARKS = re.compile(r"(?:\s|\[TOOL_CALLS\])*")
 _NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,256}")  # as messages have it
-_FENCE = re.compile(r"\s*```(?:json)?\s*(.*?)\s*(?:```)?\s*", re.DOTALL)
+_FENCE = "```"
 
 Found = tuple[str, str]
 """The name of a function and its arguments, a JSON object as text."""
@@ -147,8 +147,8 @@ def _tagged(text: str) -> list[Found]:
 
 def _bare(text: str) -> list[Found]:
     """Calls one after another, or a list of them; perhaps in a fence of Markdown."""
-    if fenced := _FENCE.fullmatch(text) if text.lstrip().startswith("```") else None:
-        text = fenced[1]
+    if (inside := text.strip()).startswith(_FENCE):
+        text = inside.removeprefix(_FENCE).removeprefix("json").removesuffix(_FENCE).strip()
     found: list[Found] = []
     place = _after(_BETWEEN, text, 0)
     while place < len(text):

@@ -131,6 +131,7 @@ class Kind(StrEnum):
     OBJECTS = "objects"
 
 
+_LONGEST_NAME = 100  # characters of an unknown field that are compared and shown
 _KINDS: dict[Any, Kind] = {
     int: Kind.INTEGER,
     float: Kind.NUMBER,
@@ -193,11 +194,13 @@ def check_option(name: str, value: Any) -> None:
 def unknown_field(name: object, known: Iterable[str], why: str | None = None) -> InvalidParameterError:
     """The error for a field that is not taken: `why`, or which one may have been meant."""
     known = sorted(known)
+    # A stranger's name may have megabytes, and comparing texts takes time and memory by their lengths.
+    name = str(name) if len(str(name)) <= _LONGEST_NAME else f"{str(name)[:_LONGEST_NAME]}..."
     if why is None:
-        close = difflib.get_close_matches(str(name), known, n=1)
+        close = difflib.get_close_matches(name, known, n=1)
         why = f"did you mean {close[0]}?" if close else f"remove it; known are {', '.join(known)}"
     said = f"{name}: is not supported: {why}"
-    return InvalidParameterError(said, field=str(name), code=RowCode.UNSUPPORTED_FIELD)
+    return InvalidParameterError(said, field=name, code=RowCode.UNSUPPORTED_FIELD)
 
 
 def moment(name: str, value: datetime | timedelta | None, now: datetime) -> datetime | None:

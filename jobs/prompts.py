@@ -35,16 +35,21 @@ def check_text(text: str) -> str:
 
 def is_id(value: object) -> bool:
     """Whether a value is of a type that token ids are of; those of NumPy are, too."""
-    return isinstance(value, SupportsIndex) and not isinstance(value, bool)
+    # The protocol is asked last: that takes a hundred times as long as looking at a type.
+    return type(value) is int or (
+        not isinstance(value, str | bool | float | list | dict) and isinstance(value, SupportsIndex)
+    )
 
 
 def check_token_ids(values: Iterable[Any]) -> list[int]:
     """A prompt of token ids; raises InvalidPromptError. Whether the model has them, its worker says."""
-    checked = [value.__index__() if is_id(value) else -1 for value in values]
-    for place, (value, token_id) in enumerate(zip(values, checked, strict=True)):
+    checked = []
+    for place, value in enumerate(values):
+        token_id = value.__index__() if is_id(value) else -1
         if not 0 <= token_id <= MAX_TOKEN_ID:
             said = f"must be a token id, a whole number from 0 to {MAX_TOKEN_ID} (got {str(value)[:100]!r})"
             raise _bad(f"prompt[{place}]", said)
+        checked.append(token_id)
     return checked
 
 

@@ -31,7 +31,7 @@ def check_schema(schema: Mapping[str, Any]) -> None:
     if deeper_than(schema, MAX_DEPTH):
         raise ValueError(f"is nested more than {MAX_DEPTH} levels deep; flatten it, or use $defs and $ref")
     seen = set[int]()
-    left: list[tuple[str, Any]] = [("#", schema)]
+    left: list[tuple[_Place, Any]] = [(("#", None), schema)]
     while left:
         place, part = left.pop()
         if not isinstance(part, Mapping) or id(part) in seen:
@@ -40,24 +40,43 @@ def check_schema(schema: Mapping[str, Any]) -> None:
         for name in part:
             if name in REFUSED:
                 raise ValueError(
-                    f"the keyword {name!r} at {place} cannot be enforced while an answer is generated: "
-                    "remove it, and check the answers for it"
+                    f"the keyword {name!r} at {_shown(place)} cannot be enforced while an answer is "
+                    "generated: remove it, and check the answers for it"
                 )
         left += _within(place, part)
         if isinstance(pointer := part.get("$ref"), str):
-            left.append((pointer, _at(schema, pointer)))
+            left.append(((pointer, None), _at(schema, pointer)))
 
 
-def _within(place: str, part: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+_Place = tuple[object, "_Place | None"]
+"""A step of the way to a schema, and the place where the way comes from.
+
+It becomes a text only for a message: the places of n small schemas below one long key, each written out,
+would have the key's length n times.
+"""
+_LONGEST_PLACE = 200  # characters that a message shows
+
+
+def _shown(place: _Place) -> str:
+    steps: list[str] = []
+    at: _Place | None = place
+    while at is not None:
+        step, at = at
+        steps.append(str(step)[: _LONGEST_PLACE + 1])
+    said = "/".join(reversed(steps))
+    return said if len(said) <= _LONGEST_PLACE else f"{said[:_LONGEST_PLACE]}..."
+
+
+def _within(place: _Place, part: Mapping[str, Any]) -> Iterator[tuple[_Place, Any]]:
     """The schemas that a schema holds, with their places."""
     for name in _SCHEMAS:
-        yield f"{place}/{name}", part.get(name)
+        yield (name, place), part.get(name)
     for name in _LISTS:
         if isinstance(found := part.get(name), list | tuple):
-            yield from ((f"{place}/{name}/{index}", one) for index, one in enumerate(found))
+            yield from (((index, (name, place)), one) for index, one in enumerate(found))
     for name in _MAPS:
         if isinstance(found := part.get(name), Mapping):
-            yield from ((f"{place}/{name}/{key}", one) for key, one in found.items())
+            yield from (((key, (name, place)), one) for key, one in found.items())
 
 
 def _at(schema: Any, pointer: str) -> Any:

@@ -14,7 +14,7 @@ from nightmill.jobs.errors import BatchFileError, RowCode
 from nightmill.jobs.fields import FIELDS, Kind
 from nightmill.jobs.formats.jsonlines import LINE_LIMIT, parse_value
 from nightmill.jobs.formats.plain import ROW_KEYS
-from nightmill.jobs.formats.rows import RowError
+from nightmill.jobs.formats.rows import RowError, printable
 
 DELIMITERS = ",;\t"
 KINDS = {name: field.kind for name, field in FIELDS.items()} | {"messages": Kind.OBJECT}
@@ -39,7 +39,7 @@ def read_csv(stream: TextIO, label: str) -> Iterator[tuple[int, JsonObject | Row
     records = csv.reader(lines, delimiter=delimiter, strict=True)
     number = 0
     while True:
-        lines.cut = False
+        lines.begin_record()
         try:
             cells = next(records)
         except StopIteration:
@@ -53,11 +53,25 @@ def read_csv(stream: TextIO, label: str) -> Iterator[tuple[int, JsonObject | Row
             yield number, _record(columns, cells, cut=lines.cut)
 
 
+class _LongRecordError(csv.Error):
+    """The record goes on for more lines than it may have characters."""
+
+
 class _Lines:
-    """The lines of a text; one that is too long is left out, and `cut` is set."""
+    """The lines of a text; one that is too long is left out, and `cut` is set.
+
+    Raises _LongRecordError for a record whose lines together are too long: quotes that are never closed would
+    else have the rest of the file collected in memory.
+    """
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
+        self._characters = 0  # of the record, so far
+        self.cut = False
+
+    def begin_record(self) -> None:
+        """The next line is the first one of a record."""
+        self._characters = 0
         self.cut = False
 
     def __iter__(self) -> Iterator[str]:
@@ -67,7 +81,10 @@ class _Lines:
         line = self._stream.readline(LINE_LIMIT + 1)
         if not line:
             raise StopIteration
+        self._characters += len(line)
         if len(line) <= LINE_LIMIT or line.endswith("\n"):
+            if self._characters > LINE_LIMIT + 1:
+                raise _LongRecordError
             return line
         self.cut = True
         quotes = 0
@@ -82,8 +99,8 @@ def _cells(line: str, delimiter: str) -> list[str]:
 
 
 def _broken(error: csv.Error) -> RowError:
-    if "field limit" in str(error):
-        message = f"a cell has more than {LINE_LIMIT} characters; shorten it, or close its quotes"
+    if isinstance(error, _LongRecordError) or "field limit" in str(error):
+        message = f"has more than {LINE_LIMIT} characters; shorten its cells, or close their quotes"
         return RowError(RowCode.TOO_LONG, message)
     return RowError(RowCode.INVALID_CSV, f"is not CSV: {error}; double the quotes within quoted cells")
 
@@ -143,12 +160,14 @@ def column_fault(columns: Sequence[str], keys: frozenset[str]) -> str | None:
     known = ", ".join(sorted(keys))
     if not {"prompt", "messages"} & set(columns):
         return f"has no column prompt or messages; known are {known}"
+    seen = set[str]()
     for column in columns:
         if column not in keys:
             return (
-                f"column {column!r} is not supported; remove it, or put it into metadata as JSON; "
+                f"column {printable(column)!r} is not supported; remove it, or put it into metadata as JSON; "
                 f"known are {known}"
             )
-        if columns.count(column) > 1:
+        if column in seen:
             return f"column {column!r} is there twice; remove one"
+        seen.add(column)
     return None

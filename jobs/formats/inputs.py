@@ -17,6 +17,7 @@ from nightmill.jobs.formats.csvfile import read_csv
 from nightmill.jobs.formats.jsonlines import read_objects
 from nightmill.jobs.formats.openai import openai_job
 from nightmill.jobs.formats.parquet import read_parquet
+from nightmill.jobs.formats.parquet_reader import Expansion
 from nightmill.jobs.formats.plain import plain_job
 from nightmill.jobs.formats.rows import FileFormat, InputRow, RowError, bad_row, printable, read_row
 from nightmill.jobs.formats.seen import SeenIds
@@ -28,7 +29,9 @@ _CSV_SUFFIXES = (".csv", ".tsv")
 _PARQUET_SUFFIXES = (".parquet", ".pq")
 _ROWS_TO_LOOK_AT = 100  # for the first that is whole, to tell the two JSON formats apart
 _HASHED_AT_ONCE = 1 << 20  # bytes
-_NAME_IT = "name it .jsonl, .csv, .tsv or .parquet, or say which it has (--format)"
+_NAME_IT = "name it .jsonl, .csv, .tsv or .parquet"
+GZIP = b"\x1f\x8b"
+"""How a file begins that is packed with gzip."""
 _OPENAI_KEYS = frozenset({"method", "url", "body"})
 
 NOTHING_SAID = JobSpec()
@@ -40,18 +43,27 @@ class InputFile:
     """A batch file. Every call of `rows` reads it from the beginning.
 
     The format is found from the name's ending (`.gz` before it is undone; not for Parquet) and the first
-    rows, unless it is given. `label` is its name for people, if that is not its path. Raises BatchFileError
-    if there is no such file or its format is not known, BatchFileUnavailableError if it cannot be read,
-    MissingExtraError for Parquet without pyarrow.
+    rows, unless it is given. `label` is its name for people, if that is not its path, and `name` the one
+    whose ending counts. What a file that is not `trusted` may expand to is in proportion to its size. Raises
+    BatchFileError if there is no such file or its format is not known, BatchFileUnavailableError if it cannot
+    be read, MissingExtraError for Parquet without pyarrow.
     """
 
     immutable = False
     """Whether nobody can change the content, so that nobody need look whether somebody did."""
 
     def __init__(
-        self, path: str | Path, format: FileFormat | None = None, *, label: str | None = None
+        self,
+        path: str | Path,
+        format: FileFormat | None = None,
+        *,
+        label: str | None = None,
+        name: str | None = None,
+        trusted: bool = True,
     ) -> None:
         self.path = Path(path)
+        self._name = self.path.name if name is None else name
+        self._trusted = trusted
         self.label = str(path) if label is None else label
         self._stream: BinaryIO | None = None
         self._position = 0
@@ -135,7 +147,9 @@ class InputFile:
 
     def _records(self) -> Iterator[Record]:
         if self.format is FileFormat.PARQUET:
-            yield from read_parquet(self.path, self.label, self._note_share)
+            with self._errors():
+                expansion = Expansion() if self._trusted else Expansion.of_stranger(self.size)
+            yield from read_parquet(self.path, self.label, self._note_share, expansion)
             return
         with self._errors(), self._open() as stream:
             if self.format is FileFormat.CSV:
@@ -173,11 +187,13 @@ class InputFile:
             raise BatchFileUnavailableError(said) from error
 
     def _find_format(self) -> FileFormat:
-        name = self.path.name.lower().removesuffix(".gz")
-        if name.endswith(_CSV_SUFFIXES):
-            return FileFormat.CSV
+        name = self._name.lower().removesuffix(".gz")
         with self._open() as stream:
             start = stream.read(64)
+        if start.startswith(GZIP):
+            raise BatchFileError(f"{self.label}: is packed with gzip; unpack it")
+        if name.endswith(_CSV_SUFFIXES):
+            return FileFormat.CSV
         if name.endswith(_PARQUET_SUFFIXES) or start.startswith(b"PAR1"):
             return FileFormat.PARQUET
         if start.startswith((b"\xff\xfe", b"\xfe\xff")):
@@ -185,10 +201,11 @@ class InputFile:
         if start.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"["):
             raise BatchFileError(
                 f"{self.label}: is one JSON list; write one object on each line, e.g. with "
-                f"`jq -c '.[]' {self.path.name} > rows.jsonl`"
+                f"`jq -c '.[]' {self._name} > rows.jsonl`"
             )
         if not name.endswith(_JSON_SUFFIXES) and b"{" not in start:
-            raise BatchFileError(f"{self.label}: has no known format; {_NAME_IT}")
+            option = ", or say which it has (--format)" if self._trusted else ""
+            raise BatchFileError(f"{self.label}: has no known format; {_NAME_IT}{option}")
         with self._open() as stream:
             objects = (record for _, record in islice(read_objects(stream), _ROWS_TO_LOOK_AT))
             first = next((record for record in objects if isinstance(record, dict)), {})

@@ -11,7 +11,13 @@ from nightmill.jobs.prompts import json_type
 
 LINE_LIMIT = 16 * 2**20
 """Bytes that a row may have. A prompt of this size has millions of tokens; more is a broken file."""
+MOST_CONTAINERS = 1 << 18
+"""Lists and objects in one JSON text, counted by their brackets, also those within its texts.
+
+Each takes 56 to 230 bytes of memory, however short it is: 16 MiB of empty ones would take 400 MiB.
+"""
 _BOM = b"\xef\xbb\xbf"
+_LONGEST_KEY = 100  # characters that a message shows; a key may have megabytes
 
 
 def read_objects(stream: BinaryIO, limit: int = LINE_LIMIT) -> Iterator[tuple[int, JsonObject | RowError]]:
@@ -37,7 +43,7 @@ def _lines(stream: BinaryIO, limit: int) -> Iterator[tuple[int, bytes]]:
             yield number, line
 
 
-def parse_object(line: bytes, limit: int = LINE_LIMIT) -> JsonObject:
+def parse_object(line: bytes | bytearray, limit: int = LINE_LIMIT) -> JsonObject:
     """The object that a line holds; raises InvalidRequestError."""
     if len(line) > limit:
         said = f"the line has more than {limit} bytes; shorten or divide its prompt"
@@ -56,6 +62,9 @@ def parse_object(line: bytes, limit: int = LINE_LIMIT) -> JsonObject:
 
 def parse_value(text: str) -> Any:
     """The value that a JSON text stands for; stricter than `json.loads`. Raises InvalidRequestError."""
+    if len(text) > MOST_CONTAINERS and text.count("{") + text.count("[") > MOST_CONTAINERS:
+        said = f"holds more than {MOST_CONTAINERS:,} brackets and braces; divide it"
+        raise InvalidRequestError(said, code=RowCode.TOO_LONG)
     try:
         return _DECODER.decode(text)
     except InvalidRequestError:  # a ValueError, too
@@ -72,9 +81,12 @@ def parse_value(text: str) -> Any:
 def _unique_keys(pairs: list[tuple[str, Any]]) -> JsonObject:
     made = dict(pairs)
     if len(made) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in made if names.count(name) > 1)
-        raise _not_json(f"the key {twice!r} is there twice in one object; keep one of them")
+        seen = set[str]()
+        for name, _ in pairs:
+            if name in seen:
+                shown = name if len(name) <= _LONGEST_KEY else f"{name[:_LONGEST_KEY]}..."
+                raise _not_json(f"the key {shown!r} is there twice in one object; keep one of them")
+            seen.add(name)
     return made
 
 

@@ -1,4 +1,4 @@
-"""Parquet in and out, with pyarrow, which is loaded when the first Parquet file is named."""
+"""Parquet in and out, with pyarrow: rows come from a process of its own, results are written in this one."""
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,45 +16,37 @@ from nightmill.jobs.errors import (
 )
 from nightmill.jobs.fields import Kind
 from nightmill.jobs.formats.csvfile import KINDS, check_columns, whole
-from nightmill.jobs.formats.jsonlines import parse_value
+from nightmill.jobs.formats.jsonlines import LINE_LIMIT, parse_value
+from nightmill.jobs.formats.parquet_reader import NOT_UTF8, TOO_LONG, Expansion, ParquetReader
 from nightmill.jobs.formats.rows import RowError
 
-_ROWS = 256  # read at once
+_UNREADABLE = {
+    TOO_LONG: RowError(RowCode.TOO_LONG, f"has more than {LINE_LIMIT} bytes; shorten or divide its prompt"),
+    NOT_UTF8: RowError(RowCode.INVALID_ENCODING, "holds bytes that are not UTF-8; write it anew"),
+}
 _ROW_GROUP = 4096  # written at once
 
 
 def read_parquet(
-    path: Path, label: str, progress: Callable[[float], None]
+    path: Path, label: str, progress: Callable[[float], None], expansion: Expansion
 ) -> Iterator[tuple[int, JsonObject | RowError]]:
-    """(1-based record number, its values by column; nulls left out).
+    """(1-based record number, its values by column; nulls left out), read in a process of its own.
 
     `label` is the file's name in errors, `progress` is told the share read.
 
     Columns are the keys of plain rows: `messages` a list of structs or JSON, `metadata` a struct or JSON.
-    Raises BatchFileError for a broken file or other columns, MissingExtraError without pyarrow.
+    Raises BatchFileError for a broken file, other columns and what `expansion` does not allow;
+    MissingExtraError without pyarrow.
     """
-    arrow, parquet = _pyarrow()
-    with _errors(arrow, label), parquet.ParquetFile(path) as file:
-        check_columns(file.schema_arrow.names, label)
-        number, total = 0, max(file.metadata.num_rows, 1)
-        for batch in file.iter_batches(batch_size=_ROWS):
-            for record in _records(batch):
+    with ParquetReader(path, label, expansion) as reader:
+        columns, total = reader.columns()
+        check_columns(columns, label)
+        number = 0
+        for rows in reader.rows():
+            for row in rows:
                 number += 1
-                yield number, record
-            progress(number / total)
-
-
-def _records(batch: Any) -> Iterator[JsonObject | RowError]:
-    try:
-        records = batch.to_pylist()
-    except UnicodeDecodeError:  # a text column may hold any bytes; look for the rows that do
-        for index in range(len(batch)):
-            try:
-                yield values_of(batch.slice(index, 1).to_pylist()[0])
-            except UnicodeDecodeError:
-                yield RowError(RowCode.INVALID_ENCODING, "holds bytes that are not UTF-8; write it anew")
-        return
-    yield from map(values_of, records)
+                yield number, _UNREADABLE[row] if isinstance(row, str) else values_of(row)
+            progress(number / max(total, 1))
 
 
 def values_of(record: Mapping[str, Any]) -> JsonObject:

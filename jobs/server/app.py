@@ -25,6 +25,7 @@ from nightmill.jobs.server.metrics import Measured, Metrics
 from nightmill.jobs.server.models import Models
 from nightmill.jobs.server.native import Native
 from nightmill.jobs.server.night import Night
+from nightmill.jobs.server.pages.checking import Checking
 from nightmill.jobs.server.pages.routes import page_routes
 from nightmill.jobs.sql.files import FileStore
 from nightmill.jobs.sql.http_batches import HttpBatchStore
@@ -40,7 +41,7 @@ def make_app(client: Client, keys: Keys, limits: Limits | None = None) -> Starle
     files, keeper = Files(desk, FileStore(client.database), folder), Keeper(client, folder, limits.keep_files)
     handing_in = HandingIn(desk, HttpBatchStore(client.database), files, keeper.wake)
     batches, night = Batches(handing_in), Night(handing_in)
-    metrics = Metrics(desk)
+    metrics, checking = Metrics(desk), Checking()
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -49,6 +50,7 @@ def make_app(client: Client, keys: Keys, limits: Limits | None = None) -> Starle
         yield
         client.courier.stop()
         await asyncio.to_thread(keeper.stop)
+        checking.close()
         desk.close()
 
     app = Starlette(
@@ -84,7 +86,7 @@ def make_app(client: Client, keys: Keys, limits: Limits | None = None) -> Starle
             Route("/health", health.health),
             Route("/ready", health.ready),
             Route("/metrics", metrics.answer),
-            *page_routes(desk, handing_in, files, folder),
+            *page_routes(desk, handing_in, files, folder, checking),
         ],
         middleware=[
             Middleware(Measured, traffic=metrics.traffic),

@@ -13,7 +13,6 @@ from nightmill.jobs.fields import check_option, unknown_field
 from nightmill.jobs.formats.openai import CHAT, COMPLETIONS
 from nightmill.jobs.prompts import json_type
 from nightmill.jobs.server.batch_endpoints import BatchEndpoints
-from nightmill.jobs.server.bodies import read_object
 from nightmill.jobs.server.errors import invalid
 from nightmill.jobs.server.files import PREFIX
 from nightmill.jobs.sql.http_batches import HttpBatch, HttpStatus
@@ -32,7 +31,7 @@ class Batches(BatchEndpoints):
         """POST /v1/batches."""
         caller = self._desk.keys.caller(request)
         caller.need_to_submit()
-        body = await read_object(request)
+        body = await self._desk.bodies.object(request, caller.name)
         for name, value in body.items():
             if name not in BODY and value is not None:
                 raise unknown_field(name, BODY, _NOT_HERE.get(name))

@@ -1,7 +1,18 @@
-"""Bodies of requests: JSON objects of bounded size that come in bounded time."""
+"""Bodies of requests: JSON objects of bounded size that come in bounded time and are read off the event loop.
+
+Reading a body takes time and memory in proportion to its bytes: `benchmarks.abuse` prints how much. Large
+ones are read on threads of their own, where they delay neither the event loop nor statements, and bodies that
+are held at once have a bound, for each key and for the server.
+"""
 
 import asyncio
+import threading
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
+from functools import partial
+from typing import TypeVar
 from urllib.parse import parse_qsl
 
 from starlette.requests import ClientDisconnect, Request
@@ -13,59 +24,122 @@ from nightmill.jobs.prompts import json_type
 from nightmill.jobs.server.errors import HttpError, invalid
 from nightmill.jobs.when import parse_moment
 
+R = TypeVar("R")
+
 MOST_BYTES = LINE_LIMIT
 """As a row of a file may have."""
+LARGE = 16 << 10
+"""Bytes from which on a body is read on a thread."""
+HELD_BYTES = 16 * MOST_BYTES
+"""Of all bodies that are coming or being read; others are asked to come again."""
+HELD_OF_ONE = 4 * MOST_BYTES
+"""Of those of one key."""
 BODY_SECONDS = 60.0
 TIMES = ("scheduled_at", "deadline")
 """Fields of bodies that are times."""
 _MOST_FIELDS = 64
-_LARGE = 1 << 16  # bytes; more is parsed on a thread
+_THREADS = 2
+_LONGEST_TIME = 100  # characters of a time
 
 
-async def read_object(request: Request) -> JsonObject:
-    """The JSON object that a request holds; raises HttpError."""
-    body = await _body(request, "application/json", "send JSON")
+class Bodies:
+    """Reads the bodies of one server's requests."""
+
+    def __init__(self) -> None:
+        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="bodies")
+        self._lock = threading.Lock()
+        self._held: Counter[str | None] = Counter()  # bytes, by key
+
+    def close(self) -> None:
+        """End the threads, each after the body that it is reading."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def object(self, request: Request, owner: str | None) -> JsonObject:
+        """The JSON object that a request holds; raises HttpError."""
+        return await self.read(request, owner, lambda body: body)
+
+    async def read(self, request: Request, owner: str | None, make: Callable[[JsonObject], R]) -> R:
+        """What `make` makes of the JSON object that a request of this key holds.
+
+        `make` runs where the body is read: on another thread if it is large. Raises HttpError, and what
+        `make` raises.
+        """
+        return await self._read(request, owner, "application/json", "send JSON", partial(_made, make))
+
+    async def form(self, request: Request, owner: str | None) -> dict[str, str]:
+        """The fields of a form without files, of each the last; raises HttpError."""
+        kind = "application/x-www-form-urlencoded"
+        return await self._read(request, owner, kind, "send a form", _fields)
+
+    async def _read(
+        self, request: Request, owner: str | None, kind: str, said: str, parse: Callable[[bytearray], R]
+    ) -> R:
+        """A body of that media type, parsed; `said` is what to send."""
+        if request.headers.get("content-type", "").partition(";")[0].strip().lower() != kind:
+            raise HttpError(415, f"{said}, with Content-Type: {kind}", code="unsupported_media_type")
+        announced = request.headers.get("content-length", "")
+        if announced.isdigit() and (len(announced) > 20 or int(announced) > MOST_BYTES):
+            raise _too_large()
+        body = bytearray()
+        try:
+            await self._receive(request, owner, body)
+            if len(body) < LARGE:
+                made = parse(body)
+                self._let_go(owner, len(body))
+                return made
+            reading = self._threads.submit(parse, body)
+        except BaseException:
+            self._let_go(owner, len(body))
+            raise
+        # A caller who goes away does not end the reading, which has a bound: until then its bytes count.
+        reading.add_done_callback(lambda _: self._let_go(owner, len(body)))
+        return await asyncio.wrap_future(reading)
+
+    async def _receive(self, request: Request, owner: str | None, body: bytearray) -> None:
+        """Append what comes to `body`; each of its bytes is held for its owner then."""
+        try:
+            async with asyncio.timeout(BODY_SECONDS):
+                async for chunk in request.stream():
+                    if len(body) + len(chunk) > MOST_BYTES:
+                        raise _too_large()
+                    self._hold(owner, len(chunk))
+                    body += chunk
+        except TimeoutError:
+            said = f"the body did not come within {BODY_SECONDS:.0f} s"
+            raise HttpError(408, said, code="slow_body") from None
+        except ClientDisconnect:
+            raise HttpError(400, "the body ended too early", code="incomplete_body") from None
+
+    def _hold(self, owner: str | None, count: int) -> None:
+        with self._lock:
+            own = self._held[owner] + count
+            if (owner is not None and own > HELD_OF_ONE) or self._held.total() + count > HELD_BYTES:
+                said = "the server is reading as many bytes of bodies as it can; try again later"
+                raise HttpError(503, said, code="busy")
+            self._held[owner] = own
+
+    def _let_go(self, owner: str | None, count: int) -> None:
+        with self._lock:
+            self._held[owner] -= count
+            if not self._held[owner]:
+                del self._held[owner]
+
+
+def _made(make: Callable[[JsonObject], R], body: bytearray) -> R:
     try:
-        return parse_object(body) if len(body) < _LARGE else await asyncio.to_thread(parse_object, body)
+        found = parse_object(body)
     except InvalidRequestError as error:
         said = str(error).partition("; ")[0]
         raise HttpError(400, f"the body: {said}; send one JSON object", code=str(error.code)) from None
+    return make(found)
 
 
-async def read_form(request: Request) -> dict[str, str]:
-    """The fields of a form without files, of each the last; raises HttpError."""
-    body = await _body(request, "application/x-www-form-urlencoded", "send a form")
+def _fields(body: bytearray) -> dict[str, str]:
     try:
         found = parse_qsl(body.decode(), keep_blank_values=True, max_num_fields=_MOST_FIELDS, errors="strict")
     except ValueError:
         raise HttpError(400, "the form cannot be read", code="invalid_form") from None
     return dict(found)
-
-
-async def _body(request: Request, kind: str, said: str) -> bytes:
-    """A body of that media type; `said` is what to send."""
-    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != kind:
-        raise HttpError(415, f"{said}, with Content-Type: {kind}", code="unsupported_media_type")
-    announced = request.headers.get("content-length", "")
-    if announced.isdigit() and int(announced) > MOST_BYTES:
-        raise _too_large()
-    try:
-        async with asyncio.timeout(BODY_SECONDS):
-            return await _read(request)
-    except TimeoutError:
-        raise HttpError(408, f"the body did not come within {BODY_SECONDS:.0f} s", code="slow_body") from None
-
-
-async def _read(request: Request) -> bytes:
-    body = bytearray()
-    try:
-        async for chunk in request.stream():
-            body += chunk
-            if len(body) > MOST_BYTES:
-                raise _too_large()
-    except ClientDisconnect:
-        raise HttpError(400, "the body ended too early", code="incomplete_body") from None
-    return bytes(body)
 
 
 def read_times(body: JsonObject, now: datetime) -> None:
@@ -78,6 +152,8 @@ def read_times(body: JsonObject, now: datetime) -> None:
             continue
         if not isinstance(value, str):
             raise invalid(name, f"must be a time as a text, such as 8h, not {json_type(value)}")
+        if len(value) > _LONGEST_TIME:
+            raise invalid(name, f"must be a time of at most {_LONGEST_TIME} characters, such as 8h")
         now = body[name] = parse_moment(name, value, now)
 
 

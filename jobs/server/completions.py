@@ -22,7 +22,6 @@ from nightmill.jobs.logprobs import TokenLogprob
 from nightmill.jobs.pieces import Piece
 from nightmill.jobs.prompts import json_type
 from nightmill.jobs.reading import Part, Reading
-from nightmill.jobs.server.bodies import read_object
 from nightmill.jobs.server.desk import Desk, idempotency_key
 from nightmill.jobs.server.errors import HttpError, http_error_of, http_error_of_job, invalid
 from nightmill.jobs.server.events import COMMENT, DONE, EventStream, event, merged, with_pauses
@@ -73,9 +72,11 @@ class Completions:
     async def _answer(self, request: Request, url: str) -> Response:
         desk = self._desk
         caller = desk.keys.caller(request)
-        body = await read_object(request)
-        delivery = Delivery.take(body)
-        spec = body_job(body, url, desk.waited_for)
+
+        def asked(body: JsonObject) -> tuple[Delivery, JobSpec]:
+            return Delivery.take(body), body_job(body, url, desk.waited_for)
+
+        delivery, spec = await desk.bodies.read(request, caller.name, asked)
         key = idempotency_key(request)
         if key is not None:
             spec = replace(spec, idempotency_key=key)

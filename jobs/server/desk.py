@@ -21,6 +21,7 @@ from nightmill.jobs.errors import JobNotFoundError, NightmillError, WaitTimeoutE
 from nightmill.jobs.ids import is_job_id
 from nightmill.jobs.job import Job
 from nightmill.jobs.pieces import START, Piece, Place
+from nightmill.jobs.server.bodies import Bodies
 from nightmill.jobs.server.errors import HttpError, invalid
 from nightmill.jobs.server.keys import Caller, Keys
 from nightmill.jobs.spec import JobSpec
@@ -61,12 +62,14 @@ class Desk:
         self.client = client
         self.keys = keys
         self.limits = limits
+        self.bodies = Bodies()
         patience = timedelta(seconds=limits.request_seconds)
         self.waited_for = JobSpec.defaults({"deadline": patience}).waited_for()
         self._threads = ThreadPoolExecutor(DATABASE_THREADS, thread_name_prefix="database")
 
     def close(self) -> None:
         """End the threads."""
+        self.bodies.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def run(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
@@ -124,7 +127,7 @@ class Desk:
     async def finished(self, request: Request, job_id: str, *, cancel: bool) -> Job:
         """A job once it has ended; if the caller goes away before, it is cancelled if `cancel`."""
         ending = asyncio.ensure_future(self._end_of(job_id))
-        leaving = asyncio.ensure_future(_gone(request))
+        leaving = asyncio.ensure_future(caller_left(request))
         try:
             await asyncio.wait({ending, leaving}, return_when=asyncio.FIRST_COMPLETED)
             if not ending.done():
@@ -158,7 +161,7 @@ class Desk:
         return await self.run(self.client.get, job_id)
 
 
-async def _gone(request: Request) -> None:
+async def caller_left(request: Request) -> None:
     """Return once the caller has closed the connection."""
     while (await request.receive())["type"] != "http.disconnect":
         pass

@@ -40,6 +40,7 @@ _PASSING = (429, 503)
 """What is over after a while. OpenAI's clients repeat 408, 409, 429 and all from 500 on, unless the header
 x-should-retry says otherwise: but a conflict stays one, and what came too late, was cancelled or broke the
 workers would be computed all over again, as a new job each time."""
+_LONGEST_MESSAGE = 2_000  # characters; what a request holds is quoted, and it may hold megabytes
 _TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -75,8 +76,13 @@ class HttpError(Exception):
     def body(self) -> JsonObject:
         """OpenAI's error object. What a request holds may stand in it, and need not be fit to be encoded."""
         kind = _TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
-        param = None if self.param is None else printable(self.param)
-        error = {"message": printable(self), "type": kind, "param": param, "code": self.code}
+        param = None if self.param is None else printable(self.param, _LONGEST_MESSAGE)
+        error = {
+            "message": printable(self, _LONGEST_MESSAGE),
+            "type": kind,
+            "param": param,
+            "code": self.code,
+        }
         return {"error": error}
 
     def response(self) -> Response:

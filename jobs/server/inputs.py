@@ -4,7 +4,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from nightmill.jobs.contract import JsonObject
-from nightmill.jobs.errors import BatchFileError, InvalidRequestError, NightmillError, RowCode
+from nightmill.jobs.errors import (
+    BatchFileError,
+    InvalidRequestError,
+    MissingExtraError,
+    NightmillError,
+    RowCode,
+)
 from nightmill.jobs.formats import FileFormat, InputFile, InputRow, RowError
 from nightmill.jobs.formats.inputs import NOTHING_SAID
 from nightmill.jobs.formats.openai import CHAT
@@ -13,27 +19,36 @@ from nightmill.jobs.spec import JobSpec
 
 
 class EndpointFile(InputFile):
-    """An uploaded file whose rows must all be for one of OpenAI's endpoints; None: a file in any format.
+    """A stranger's file whose rows must all be for one of OpenAI's endpoints; None: in any format.
 
+    Its content is at `path`; the ending of `filename`, as its owner calls it, says which format it has.
     Raises BatchFileError.
     """
 
     immutable = True  # under its name since its row is there; a backup may change its mode or links, no more
 
-    def __init__(self, path: Path, endpoint: str | None) -> None:
-        super().__init__(path, FileFormat.OPENAI if endpoint else None)
+    def __init__(self, path: Path, endpoint: str | None, filename: str = "") -> None:
+        super().__init__(
+            path, FileFormat.OPENAI if endpoint else None, label=str(path), name=filename, trusted=False
+        )
         self._endpoint = endpoint
 
     def rows(self, defaults: JobSpec = NOTHING_SAID) -> Iterator[InputRow]:
         """As of any file; a row for another endpoint is a bad one."""
-        for row in super().rows(defaults):
-            if self._endpoint is None or row.spec is None or self._is_for(row.spec):
-                yield row
-                continue
-            error = RowError(
-                RowCode.INVALID_VALUE, f"url: must be {self._endpoint}, as the batch says", "url"
+        try:
+            for row in super().rows(defaults):
+                if self._endpoint is None or row.spec is None or self._is_for(row.spec):
+                    yield row
+                    continue
+                error = RowError(
+                    RowCode.INVALID_VALUE, f"url: must be {self._endpoint}, as the batch says", "url"
+                )
+                yield bad_row(row.number, error, row.custom_id)
+        except MissingExtraError:
+            said = (
+                "this server cannot read Parquet, for pyarrow is not installed there; send JSON lines or CSV"
             )
-            yield bad_row(row.number, error, row.custom_id)
+            raise BatchFileError(f"{self.label}: {said}") from None
 
     def _is_for(self, spec: JobSpec) -> bool:
         return (spec.messages is not None) == (self._endpoint == CHAT)

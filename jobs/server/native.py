@@ -17,7 +17,7 @@ from nightmill.jobs.formats.results import answer_values, reply_values
 from nightmill.jobs.job import Job
 from nightmill.jobs.pieces import START, Place
 from nightmill.jobs.prompts import json_type
-from nightmill.jobs.server.bodies import read_object, read_times
+from nightmill.jobs.server.bodies import read_times
 from nightmill.jobs.server.desk import Desk
 from nightmill.jobs.server.errors import HttpError, http_error_of, invalid
 from nightmill.jobs.server.events import COMMENT, EventStream, event, with_pauses
@@ -75,7 +75,7 @@ class Native:
         """POST /v1/jobs: the job as it was queued."""
         desk = self._desk
         caller = desk.keys.caller(request)
-        asked = Asked.read(await read_object(request), JobSpec())
+        asked = await desk.bodies.read(request, caller.name, lambda body: Asked.read(body, JobSpec()))
         if asked.stream or asked.cancel_on_close:
             raise invalid("stream", "is for /v1/generate; read GET /v1/jobs/ID/events")
         job_id = await desk.queue(caller, asked.spec)
@@ -122,7 +122,7 @@ class Native:
     async def _generate(self, request: Request, *, stream: bool) -> Response:
         desk = self._desk
         caller = desk.keys.caller(request)
-        asked = Asked.read(await read_object(request), self._waited_for)
+        asked = await desk.bodies.read(request, caller.name, lambda body: Asked.read(body, self._waited_for))
         job_id = await desk.enqueue(caller, asked.spec)
         if not stream and not asked.stream:
             job = await desk.finished(request, job_id, cancel=asked.cancel_on_close)

@@ -12,7 +12,7 @@ from nightmill.jobs.errors import BatchNotFoundError, InvalidParameterError
 from nightmill.jobs.fields import OF_A_BATCH, check_option, deadline_moment, unknown_field
 from nightmill.jobs.server.batch_endpoints import BatchEndpoints
 from nightmill.jobs.server.batches import text_of
-from nightmill.jobs.server.bodies import TIMES, read_object, read_times
+from nightmill.jobs.server.bodies import TIMES, read_times
 from nightmill.jobs.server.errors import invalid
 from nightmill.jobs.server.files import PREFIX
 from nightmill.jobs.spec import JobSpec
@@ -28,7 +28,8 @@ class Night(BatchEndpoints):
         """POST /v1/night."""
         caller = self._desk.keys.caller(request)
         caller.need_to_submit()
-        body = {name: value for name, value in (await read_object(request)).items() if value is not None}
+        given = await self._desk.bodies.object(request, caller.name)
+        body = {name: value for name, value in given.items() if value is not None}
         for name in body:
             if name not in BODY:
                 raise unknown_field(name, BODY)

@@ -7,6 +7,7 @@ from typing import BinaryIO
 
 from starlette.requests import ClientDisconnect, Request
 
+from nightmill.jobs.formats.inputs import GZIP
 from nightmill.jobs.server import bodies
 from nightmill.jobs.server.desk import Limits
 from nightmill.jobs.server.errors import HttpError
@@ -105,6 +106,13 @@ class _Upload:
 
     async def _write(self, form: Form, file: BinaryIO) -> None:
         piece = form.take()
+        if not self.size and piece.startswith(GZIP):
+            raise HttpError(
+                400,
+                "file: is packed with gzip, which is not unpacked here; send the file as it was before",
+                param="file",
+                code="unsupported_format",
+            )
         self.size += len(piece)
         self._coming[self._owner] += len(piece)
         await asyncio.to_thread(file.write, piece)

@@ -38,7 +38,7 @@ class Validator:
             self._check_whole(batch, path)
             there = self._rows.last_row(batch.batch)
             for committed in self._client.batches.submitting(
-                EndpointFile(path, batch.endpoint),
+                EndpointFile(path, batch.endpoint, self._filename(batch)),
                 batch.settings | times,
                 name=batch.batch,
                 check_model=self._client.check_model,
@@ -68,6 +68,11 @@ class Validator:
             "they have; look at it, divide the file, or ask the operator of the server for the log"
         )
         self._break_off(batch, _error("file_too_costly", said))
+
+    def _filename(self, batch: HttpBatch) -> str:
+        """What the owner calls the file: contents are named by ids, and the ending says the format."""
+        file = self._files.get(batch.input_file)
+        return "" if file is None else file.filename
 
     def is_late(self, batch: HttpBatch) -> bool:
         """Whether its deadline has passed."""

@@ -11,7 +11,7 @@ from nightmill.jobs.errors import NightmillError
 from nightmill.jobs.fields import FIELDS, OF_A_BATCH, Kind, check_option, deadline_moment
 from nightmill.jobs.ids import IdSource
 from nightmill.jobs.job import Job
-from nightmill.jobs.server.bodies import TIMES, read_form, read_times
+from nightmill.jobs.server.bodies import TIMES, read_times
 from nightmill.jobs.server.errors import HttpError, http_error_of
 from nightmill.jobs.server.files import PREFIX, Files
 from nightmill.jobs.server.handing_in import HandingIn
@@ -147,7 +147,7 @@ class Actions:
 
     async def sign_in(self, request: Request) -> Response:
         """POST /sign-in."""
-        form = await read_form(request)
+        form = await self._desk.bodies.form(request, None)
         check_token(request, form)
         there = form.get("next", "/")
         local = there.startswith("/") and not there.startswith(("//", "/\\"))
@@ -169,7 +169,7 @@ class Actions:
     async def _form(self, request: Request) -> tuple[Any, dict[str, str]]:
         """Who sends a form of ours, and what is in it."""
         caller = self._sessions.caller(request)
-        form = await read_form(request)
+        form = await self._desk.bodies.form(request, caller.name)
         check_token(request, form)
         return caller, form
 

@@ -7,6 +7,7 @@ from nightmill.jobs.server.files import Files
 from nightmill.jobs.server.folder import Folder
 from nightmill.jobs.server.handing_in import HandingIn
 from nightmill.jobs.server.pages.actions import Actions
+from nightmill.jobs.server.pages.checking import Checking
 from nightmill.jobs.server.pages.night import Watch
 from nightmill.jobs.server.pages.rendering import Pages
 from nightmill.jobs.server.pages.session import Sessions
@@ -14,10 +15,12 @@ from nightmill.jobs.server.pages.views import Views
 from nightmill.jobs.sql.server_secrets import ServerSecrets
 
 
-def page_routes(desk: Desk, handing_in: HandingIn, files: Files, folder: Folder) -> list[Route]:
+def page_routes(
+    desk: Desk, handing_in: HandingIn, files: Files, folder: Folder, checking: Checking
+) -> list[Route]:
     """All pages and their forms."""
     pages, sessions = Pages(), Sessions(desk.keys, ServerSecrets(desk.client.database))
-    views = Views(desk, Watch(desk, handing_in.store), files, folder, pages, sessions)
+    views = Views(desk, Watch(desk, handing_in.store), files, folder, checking, pages, sessions)
     actions = Actions(views, handing_in, files)
     read = {
         "/": views.night,

@@ -25,7 +25,7 @@ from nightmill.jobs.server.events import COMMENT, EventStream, event, with_pause
 from nightmill.jobs.server.files import PREFIX, Files
 from nightmill.jobs.server.folder import Folder
 from nightmill.jobs.server.keys import Caller
-from nightmill.jobs.server.pages.checking import check
+from nightmill.jobs.server.pages.checking import Checking, seconds_of
 from nightmill.jobs.server.pages.night import Shown, Watch, open_batch
 from nightmill.jobs.server.pages.rendering import Pages
 from nightmill.jobs.server.pages.session import Sessions, SignInNeeded, check_origin
@@ -41,7 +41,14 @@ class Views:
     """The pages that change nothing."""
 
     def __init__(
-        self, desk: Desk, watch: Watch, files: Files, folder: Folder, pages: Pages, sessions: Sessions
+        self,
+        desk: Desk,
+        watch: Watch,
+        files: Files,
+        folder: Folder,
+        checking: Checking,
+        pages: Pages,
+        sessions: Sessions,
     ) -> None:
         self.desk = desk
         self.watch = watch
@@ -49,6 +56,7 @@ class Views:
         self.sessions = sessions
         self._files = files
         self._folder = folder
+        self._checking = checking
 
     def shown(self, answer: Answer) -> Answer:
         """The endpoint with errors as pages, and for who has not signed in the way to do so."""
@@ -137,9 +145,19 @@ class Views:
         """GET /hand-in/file?id=...: what an uploaded file holds, before it is handed in."""
         caller, run = self.sessions.caller(request), self.desk.run
         file = await self._files.find(caller, request.query_params.get("id", ""))
-        found = await run(check, self._folder.find(file.id), self.watch.looking)
+        found = await self._checking.look(request, file, self._folder.find(file.id))
+        if found is None:
+            now = await run(self.watch.looking.now)
+            return self.pages.page(request, "checking.html", caller, {"file": file}, now=now)
+        seconds = None if found.broken else await run(seconds_of, found, self.watch.looking)
         models = sorted({worker.model for worker in await run(self.desk.client.serving)})
-        values = {"file": file, "file_id": PREFIX + file.id, "found": found, "models": models}
+        values = {
+            "file": file,
+            "file_id": PREFIX + file.id,
+            "found": found,
+            "seconds": seconds,
+            "models": models,
+        }
         now = await run(self.watch.looking.now)
         return self.pages.page(request, "checked.html", caller, values, now=now)
 

@@ -1,6 +1,6 @@
 """CSV and Parquet: cells to values, and cells that are none."""
 
-import builtins
+import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -170,13 +170,6 @@ def test_an_unknown_parquet_column_is_an_error_of_the_file(tmp_path: Path) -> No
 def test_without_pyarrow_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "in.parquet"
     parquet.write_table(pyarrow.table({"prompt": ["a"]}), path)
-    real = builtins.__import__
-
-    def without(name: str, *rest: Any) -> Any:
-        if name.startswith("pyarrow"):
-            raise ImportError(name)
-        return real(name, *rest)
-
-    monkeypatch.setattr(builtins, "__import__", without)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(MissingExtraError, match=r"nightmill\[parquet\]"):
         list(InputFile(path, FileFormat.PARQUET).rows())

@@ -1,0 +1,206 @@
+"""Reads a stranger's Parquet file in a process of its own, which may be killed at any moment.
+
+A few hundred bytes can say that they are gigabytes: a page that is compressed, a long text that a dictionary
+holds once, a million rows without a value. Here all of that meets a limit of memory and of processor time,
+and what crashes pyarrow crashes nobody else. `jobs.formats.parquet_reader` starts this as a script, with the
+file as standard input, and reads from its standard output; the package is not imported here, for that would
+take a second.
+
+The output is frames (kind, length, JSON): first the columns and the number of rows, then rows, some at a
+time, and at the end that this was all, or why it was not. A row is an object, or a word that says why it
+cannot be given. Nothing that comes from here is ever unpickled.
+"""
+
+import gc
+import json
+import os
+import resource
+import struct
+import sys
+from collections.abc import Iterator
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+sys.path += sys.argv[2:]  # where pyarrow is: site-packages are not searched, which saves time
+
+import pyarrow as arrow
+from pyarrow import parquet
+
+FRAME = struct.Struct("<cI")
+COLUMNS, ROWS, END, FAULT, EXHAUSTED = b"C", b"R", b"Z", b"F", b"X"
+TOO_LONG, NOT_UTF8 = "too long", "not UTF-8"
+OTHER_TYPE = "\0type"
+"""The one key of an object that stands for a value which JSON does not have; its value is the type's name."""
+SIZES = (2048, 64, 1)
+"""Rows that are decoded at once: fewer, if the memory does not suffice for more."""
+_SENT_AT_ONCE = 1 << 20  # bytes that the rows of a frame have in Arrow's memory, unless it is a single row
+_MOST_ROWS = 256  # of a frame
+_BUFFER = 1 << 18  # bytes of the file that are read at once, of each column
+
+
+class LimitError(Exception):
+    """The file holds more than a file of its size may."""
+
+
+class Sender:
+    """Sends frames, and counts."""
+
+    def __init__(self, limits: dict[str, int]) -> None:
+        self._limits = limits
+        self._out = open(1, "wb", closefd=False)  # noqa: SIM115 - it is standard output
+        self.rows = 0
+        self._bytes = 0
+
+    def send(self, kind: bytes, value: Any) -> None:
+        """Send one frame."""
+        self._write(kind, encoded(value))
+
+    def send_batch(self, batch: Any, skipped: int) -> Iterator[int]:
+        """Send the rows of a record batch after `skipped` ones; yields how many were sent each time."""
+        columns = [
+            column.dictionary_decode() if arrow.types.is_dictionary(column.type) else column
+            for column in batch.columns
+        ]
+        dense = arrow.RecordBatch.from_arrays(columns, schema=plain_schema(batch.schema, columns))
+        at_once = max(1, min(_MOST_ROWS, len(dense) * _SENT_AT_ONCE // max(1, dense.nbytes)))
+        for at in range(skipped, len(dense), at_once):
+            yield self._send_rows(dense.slice(at, at_once))
+
+    def _send_rows(self, part: Any) -> int:
+        rows = values(part)
+        data = encoded(rows)
+        frames = [data] if len(data) <= self._limits["row_bytes"] else map(self._row, rows)
+        self.rows += len(part)
+        self._bytes += len(data)
+        if self.rows > self._limits["rows"]:
+            raise LimitError(f"has more than {self._limits['rows']:,} rows")
+        if self._bytes > self._limits["bytes"]:
+            raise LimitError(f"has rows of more than {self._limits['bytes']:,} bytes together")
+        for frame in frames:
+            self._write(ROWS, frame)
+        return len(part)
+
+    def _row(self, row: Any) -> bytes:
+        """A frame of one row."""
+        data = encoded([row])
+        return data if len(data) <= self._limits["row_bytes"] else encoded([TOO_LONG])
+
+    def _write(self, kind: bytes, data: bytes) -> None:
+        self._out.write(FRAME.pack(kind, len(data)))
+        self._out.write(data)
+        self._out.flush()
+
+
+def plain_schema(schema: Any, columns: list[Any]) -> Any:
+    """The schema of columns that are no dictionaries any more."""
+    return arrow.schema(
+        [arrow.field(field.name, column.type) for field, column in zip(schema, columns, strict=True)]
+    )
+
+
+def encoded(value: Any) -> bytes:
+    return json.dumps(value, ensure_ascii=False, default=other, separators=(",", ":")).encode()
+
+
+def other(value: Any) -> Any:
+    """What JSON has not, as what it has."""
+    if isinstance(value, Decimal):
+        return float(value) if value.as_tuple().exponent < 0 else int(value)  # type: ignore[operator]
+    return {OTHER_TYPE: type(value).__name__}
+
+
+def values(part: Any) -> list[Any]:
+    """The rows of a record batch: a text column may hold any bytes."""
+    try:
+        rows: list[Any] = part.to_pylist()
+    except UnicodeDecodeError:
+        if len(part) == 1:
+            return [NOT_UTF8]
+        half = len(part) // 2
+        return values(part.slice(0, half)) + values(part.slice(half))
+    return rows
+
+
+def opened() -> Any:
+    return parquet.ParquetFile("/dev/fd/0", buffer_size=_BUFFER, pre_buffer=False)
+
+
+def read(sender: Sender, limits: dict[str, int]) -> None:
+    """Send what the file holds."""
+    file = opened()
+    names, rows, groups = file.schema_arrow.names, file.metadata.num_rows, file.metadata.num_row_groups
+    if rows > limits["rows"]:
+        raise LimitError(f"has {rows:,} rows")
+    sender.send(COLUMNS, {"columns": names, "rows": rows})
+    for group in range(groups):
+        done = 0
+        for size in SIZES:
+            if file is None:
+                gc.collect()
+                file = opened()
+            try:
+                for sent in sent_of_group(sender, file, group, size, done):
+                    done += sent
+                break
+            except MemoryError:
+                file = None  # it is read again, some rows at a time
+                if size == SIZES[-1]:
+                    raise
+    sender.send(END, None)
+
+
+def sent_of_group(sender: Sender, file: Any, group: int, size: int, done: int) -> Iterator[int]:
+    """Send a row group but for its first `done` rows; yields how many were sent each time."""
+    for batch in file.iter_batches(batch_size=size, row_groups=[group], use_threads=False):
+        skipped = min(done, len(batch))
+        done -= skipped
+        if skipped < len(batch):
+            yield from sender.send_batch(batch, skipped)
+
+
+def warm_up() -> None:
+    """Have pyarrow load and allocate what it does late."""
+    sink = arrow.BufferOutputStream()
+    parquet.write_table(arrow.table({"prompt": ["Once"]}), sink, compression="zstd")
+    parquet.ParquetFile(sink.getvalue()).read().to_pylist()
+
+
+def confine(limits: dict[str, int]) -> None:
+    """Give up what a reader does not need, for good. Memory is counted from what this process has already."""
+    bounds = {resource.RLIMIT_CORE: (0, 0), resource.RLIMIT_FSIZE: (0, 0)}
+    if seconds := limits["seconds"]:
+        bounds[resource.RLIMIT_CPU] = (seconds, seconds + 1)  # SIGXCPU says why, SIGKILL would not
+    if limits["memory"] and (memory := Path("/proc/self/statm")).exists():
+        most = int(memory.read_text().split()[0]) * resource.getpagesize() + limits["memory"]
+        bounds[resource.RLIMIT_AS] = (most, most)
+    for name, bound in bounds.items():
+        resource.setrlimit(name, bound)
+
+
+def main() -> None:
+    limits: dict[str, int] = json.loads(sys.argv[1])
+    arrow.set_cpu_count(1)
+    arrow.set_io_thread_count(1)
+    warm_up()
+    confine(limits)
+    sender = Sender(limits)
+    try:
+        read(sender, limits)
+    except BrokenPipeError:
+        sys.exit(1)  # nobody reads any more
+    except MemoryError:
+        gc.collect()
+        sender.send(EXHAUSTED, None)
+    except LimitError as error:
+        sender.send(EXHAUSTED, str(error))
+    except (arrow.ArrowException, OSError, ValueError, RecursionError) as error:
+        known = (
+            error.errno if isinstance(error, OSError) else None
+        )  # a fault of the disk is said with many words
+        said = os.strerror(known) if known else str(error).partition("\n")[0][:500]
+        sender.send(FAULT, said or type(error).__name__)
+
+
+if __name__ == "__main__":
+    main()
