@@ -39,6 +39,7 @@ from nightmill.worker.link.messages import (
     Submit,
     Told,
 )
+from nightmill.worker.runners.starting import StartStep
 from nightmill.worker.silence import Silence
 from nightmill.worker.watched import watched_thread
 
@@ -50,7 +51,7 @@ ENGINE_COMMAND = (
     "-m",
     "nightmill.worker.link.process",
 )  # -P: not from the working folder
-_SLOW_LOAD_SECONDS = 900.0  # without any progress; reading a tensor of some GB from a slow disk takes minutes
+_REMEDY = "if it happens again, --weights 16bit loads without kernels for packed weights"
 _PING_SECONDS = 5.0  # at least so often it is asked for a sign of life
 _PATIENCE_SECONDS = 10.0  # for an answer that somebody waits for
 _LESS_PATIENCE_SECONDS = 1.0  # where the one before has waited in vain
@@ -85,12 +86,14 @@ def _ignore_growths(growths: list[Growth]) -> None:
 class EngineLink:
     """An engine elsewhere. `start` once; then every method may be called from any thread.
 
-    hang_seconds  silence after which it counts as hung
+    hang_seconds  silence after which it counts as hung, once it is built
+    about         model, weights and GPU, for messages
     """
 
-    def __init__(self, connection: Connection, host: Host, *, hang_seconds: float) -> None:
+    def __init__(self, connection: Connection, host: Host, *, hang_seconds: float, about: str = "") -> None:
         self._connection = connection
         self._host = host
+        self._about = about
         self._hang_seconds = hang_seconds
         self._patience = min(_PATIENCE_SECONDS, hang_seconds)
         self._sending = threading.Lock()
@@ -242,20 +245,32 @@ class EngineLink:
         return []
 
     def _first_answer(self, while_loading: Callable[[str | None], None]) -> Answer:
-        silence = Silence(_SLOW_LOAD_SECONDS, 10 * _LOOK_SECONDS)
+        """Ready or Failed; Failed, too, where a step of the start has no news for too long."""
+        last = Loading(StartStep.OPENING)
+        silence = Silence(last.step.seconds, 10 * _LOOK_SECONDS)
         try:
             while not silence.too_long():
                 if not self._connection.poll(_LOOK_SECONDS):
                     while_loading(None)
                     continue
-                silence.broken()
                 answer: Answer = self._connection.recv()
                 if not isinstance(answer, Loading):
                     return answer
-                while_loading(answer.what)
+                last, silence = answer, Silence(answer.step.seconds, 10 * _LOOK_SECONDS)
+                while_loading(answer.news if last.step is StartStep.LOADING and last.news else last.words)
         except (EOFError, OSError):
-            return Failed("the engine's process ended before it was ready; its output tells more")
-        return Failed(f"the engine has not gone on loading for {silence.limit:.0f} s: is the disk too slow?")
+            return Failed(
+                f"the engine's process ended before it was ready, after {last.words!r}{self._of_what}; its "
+                "output tells more"
+            )
+        return Failed(
+            f"the engine has not gone on loading for {silence.limit:.0f} s, after {last.words!r}: is the "
+            f"disk too slow, or does the GPU hang? It is ended{self._of_what}; {_REMEDY}"
+        )
+
+    @property
+    def _of_what(self) -> str:
+        return f" ({self._about})" if self._about else ""
 
     def _receive(self) -> None:
         try:
@@ -351,4 +366,10 @@ def launch_engine(
     finally:
         theirs.close()
     ours.send(Begin(settings, logging.getLogger().getEffectiveLevel()))
-    return EngineLink(ours, _Process(process), hang_seconds=hang_seconds)
+    return EngineLink(ours, _Process(process), hang_seconds=hang_seconds, about=_about(settings))
+
+
+def _about(settings: Settings) -> str:
+    """What an engine was to serve, and on what."""
+    gpu = "NumPy" if settings.reference else f"GPU {settings.gpu or 0}"
+    return f"model {settings.model}, weights {settings.weights}, {gpu}"

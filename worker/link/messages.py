@@ -10,6 +10,7 @@ from nightmill.jobs.arithmetic import Arithmetic
 from nightmill.jobs.settings import Settings
 from nightmill.worker.engine.request import Completion, Growth, Progress, Request
 from nightmill.worker.engine.stats import EngineStats
+from nightmill.worker.runners.starting import StartStep
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +65,15 @@ class Stop:
 
 @dataclass(frozen=True, slots=True)
 class Loading:
-    """How far the engine is built, for people."""
+    """How far the engine is built: the step that begins or goes on, and news of it for people, or ""."""
 
-    what: str
+    step: StartStep
+    news: str = ""
+
+    @property
+    def words(self) -> str:
+        """Both, for people."""
+        return f"{self.step.words}: {self.news}" if self.news else self.step.words
 
 
 @dataclass(frozen=True, slots=True)

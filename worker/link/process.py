@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -38,6 +39,7 @@ from nightmill.worker.link.messages import (
     Told,
 )
 from nightmill.worker.link.preparing import Preparing
+from nightmill.worker.runners.starting import StartStep
 
 log = logging.getLogger(__name__)
 
@@ -181,11 +183,23 @@ def main() -> int:
         fit(logging.getLogger().handlers, begin.settings.log_format, begin.settings.scrubbed)
 
         def build() -> Engine:
-            model = open_model(begin.settings, report=lambda what: connection.send(Loading(what)))
-            connection.send(Loading("starting the runner"))  # on a GPU, its kernels may have to be compiled
-            return build_engine(begin.settings, model)
+            progress = _Reporting(connection)
+            progress(StartStep.OPENING)
+            return build_engine(begin.settings, open_model(begin.settings, progress=progress))
 
         return serve(connection, build)
+
+
+class _Reporting:
+    """Sends how far the engine is built; called from any thread, as kernels are compiled on several."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._sending = threading.Lock()
+
+    def __call__(self, step: StartStep, news: str = "") -> None:
+        with self._sending:
+            self._connection.send(Loading(step, news))
 
 
 def _die_with_the_worker() -> None:

@@ -55,6 +55,7 @@ from nightmill.worker.runners.gpu.steps import PADDING, StepBuffers, StepInputs,
 from nightmill.worker.runners.gpu.weights.choice import choose_weights
 from nightmill.worker.runners.gpu.weights.layout import padded_vocab, weight_bytes
 from nightmill.worker.runners.gpu.weights.loading import load_weights
+from nightmill.worker.runners.starting import Progress, StartStep, no_progress
 
 __all__ = ["CudaRunner"]
 
@@ -91,6 +92,7 @@ class CudaRunner:
     graphs         replay decode steps from CUDA graphs
     tune           time the algorithms of products at start-up, else take the library's first guess
     report         told what is being done, for a person who waits
+    progress       told the steps of the start, each before it begins
 
     Raises RunnerError (CudaError, KernelCompileError, ...) where the GPU, the toolkit or the memory does not
     suffice, ModelFileError for weights that it cannot compute with.
@@ -100,7 +102,7 @@ class CudaRunner:
         self, file: GgufFile, spec: ModelSpec, *, kv_blocks: int | None = None, gpu_memory: float = 0.9,
         slots: int, depth: int = 2, context: int | None = None, max_tokens: int = 8192,
         max_draws: int | None = None, gpu: int = 0, numbers: Numbers = HALF, graphs: bool = True,
-        tune: bool = True, report: Callable[[str], None] = log.info,
+        tune: bool = True, report: Callable[[str], None] = log.info, progress: Progress = no_progress,
     ) -> None:  # fmt: skip
         if max_tokens < slots:
             raise ValueError(f"a step of {max_tokens} tokens cannot hold one token of each of {slots} slots")
@@ -114,6 +116,7 @@ class CudaRunner:
         self.max_draws = max(max_draws or most_draws(slots), slots)
         self._context = min(context or spec.context_length, spec.context_length)
         self._report = report
+        self._progress = progress
         self._pending: deque[_Launch] = deque()
         self._graphs: dict[tuple[int, int], Graph] = {}
         """Whole decode steps, by sequences, and pieces of their contexts."""
@@ -150,7 +153,9 @@ class CudaRunner:
                 "not: give another --weights"
             )
         sources = sources_for(spec, numbers, hopper=device.hopper)
-        compile_all(sources, device.architecture)  # at once; each is then in the cache
+        self._progress(StartStep.COMPILING, "")
+        compile_all(sources, device.architecture, report=self._compiled)  # each is then in the cache
+        self._progress(StartStep.STARTING, "planning the memory")
         free = device.free_memory()
         attentions = Attentions(device, spec, max_context=context)
         self._decode = decode = attentions.decode
@@ -195,7 +200,9 @@ class CudaRunner:
             device, activate, at.gate_up, kinds_of(spec), Unpacked.workspace(spec, numbers), quantised,
             packed_products(spec, numbers),
         )  # fmt: skip
+        self._progress(StartStep.LOADING, "")
         weights = load_weights(device, file, spec, numbers, report=self._report)
+        self._progress(StartStep.STARTING, "binding the layers")
         cache = KvCache.allocate(device, spec, self.kv_blocks + 1)  # one more for rows of padding
         layers = bind_layers(
             device, spec, weights, cache, at, products, norms, activate, attentions, max_context=context
@@ -300,10 +307,16 @@ class CudaRunner:
             self._products = None
         self.device.close()
 
+    def _compiled(self, news: str) -> None:
+        """A kernel is compiled; called on threads that compile."""
+        log.info("%s", news)
+        self._progress(StartStep.COMPILING, news)
+
     def _tune_many_rows(self) -> None:
         """Choose how steps of many tokens are multiplied: of the most there can be, a half, a quarter ..."""
         rows = self.max_tokens
         while rows > MANY_ROWS:
+            self._progress(StartStep.TUNING, f"{rows:,} rows")
             self._model.tune(rows, 1)
             rows //= 2
 
@@ -312,7 +325,9 @@ class CudaRunner:
         began, free = time.monotonic(), self.device.free_memory()
         for size in reversed(buckets(self.slots)):
             if self._tune:
+                self._progress(StartStep.TUNING, f"{size:,} rows")
                 self._model.tune(size, size)
+            self._progress(StartStep.CAPTURING, f"{size:,} sequences")
             for room in self._decode.rooms(size):
                 self._graphs[size, room] = self._capture(size, room, draws=True)
         self.device.synchronize()
