@@ -3,12 +3,10 @@
 import logging
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard
 
-import numpy as np
-import numpy.typing as npt
 from threadpoolctl import threadpool_limits
 
 from nightmill import package_directory
@@ -20,6 +18,7 @@ from nightmill.worker.engine.engine import Engine
 from nightmill.worker.engine.probing import probe
 from nightmill.worker.engine.stats import EngineStats
 from nightmill.worker.grammar import Grammars
+from nightmill.worker.link.reporting import ReportingFile
 from nightmill.worker.link.speed import room_of
 from nightmill.worker.model.chat import ChatTemplate, Limits
 from nightmill.worker.model.families import read_spec
@@ -63,13 +62,15 @@ REFERENCE_HANG_SECONDS = 600.0
 class OpenModel:
     """A model file, opened and checked: what an engine needs.
 
-    progress  is told the steps in which an engine on it starts
+    progress        is told the steps in which an engine on it starts
+    plain_products  `Numbers.plain_products`
     """
 
     file: GgufFile
     spec: ModelSpec
     vocabulary: Vocabulary
     progress: Progress = field(default=no_progress, kw_only=True)
+    plain_products: bool = field(default=False, kw_only=True)
 
 
 @dataclass(frozen=True)
@@ -173,26 +174,6 @@ def _prompt_of(claim: "Claim") -> Prompt:
 def _is_chat(messages: object) -> TypeGuard[Sequence[Mapping[str, Any]]]:
     """Whether a row's messages are what every client stores."""
     return isinstance(messages, Sequence) and all(isinstance(message, Mapping) for message in messages)
-
-
-class ReportingFile(GgufFile):
-    """A model file that says how much of it has been read, for those who wait for it."""
-
-    progress: Progress | None = None
-    _size = 0
-    _read = 0
-    _said = ""
-
-    def raw(self, name: str) -> npt.NDArray[np.uint8]:
-        """The tensor's bytes, as `GgufFile.raw`."""
-        if self.progress is not None:
-            self._size = self._size or sum(info.nbytes for info in self.tensors.values())
-            share = min(self._read / self._size, 1.0)  # a runner may read a tensor twice
-            if (what := f"{share:.0%} of {self._size / 1e9:.1f} GB") != self._said:
-                self._said = what
-                self.progress(StartStep.LOADING, what)
-            self._read += self.tensors[name].nbytes if name in self.tensors else 0
-        return super().raw(name)
 
 
 def open_model(settings: Settings, *, progress: Progress | None = None) -> OpenModel:
@@ -339,7 +320,10 @@ def build_engine(settings: Settings, model: OpenModel) -> Engine:
         runner = cuda = CudaRunner(
             model.file, spec, slots=sequences, depth=GPU_DEPTH, gpu_memory=settings.gpu_memory,
             context=context, max_tokens=max(GPU_TOKEN_BUDGET, sequences), gpu=gpu,
-            numbers=numbers_of(settings, model.file, spec), progress=model.progress,
+            numbers=replace(
+                numbers_of(settings, model.file, spec), plain_products=model.plain_products
+            ),
+            progress=model.progress,
         )  # fmt: skip
         token_budget = cuda.max_tokens
         room = room_of(

@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from multiprocessing.connection import Connection
 
 from nightmill.jobs.errors import NightmillError
@@ -39,7 +40,8 @@ from nightmill.worker.link.messages import (
     Told,
 )
 from nightmill.worker.link.preparing import Preparing
-from nightmill.worker.runners.starting import StartStep
+from nightmill.worker.runners.gpu.device.device import DeviceLostError
+from nightmill.worker.runners.starting import SelfTestError, StartStep
 
 log = logging.getLogger(__name__)
 
@@ -82,8 +84,10 @@ def serve(
 
 def _fail(connection: Connection, error: Exception) -> int:
     named = isinstance(error, NightmillError)
+    by_products = isinstance(error, (SelfTestError, DeviceLostError))
     try:
-        connection.send(Failed(str(error) if named else f"{type(error).__name__}: {error}"))
+        reason = str(error) if named else f"{type(error).__name__}: {error}"
+        connection.send(Failed(reason, by_products))
     except OSError:
         log.warning("the worker is gone, too")
     return 1
@@ -185,7 +189,8 @@ def main() -> int:
         def build() -> Engine:
             progress = _Reporting(connection)
             progress(StartStep.OPENING)
-            return build_engine(begin.settings, open_model(begin.settings, progress=progress))
+            model = open_model(begin.settings, progress=progress)
+            return build_engine(begin.settings, replace(model, plain_products=begin.plain_products))
 
         return serve(connection, build)
 

@@ -3,7 +3,9 @@
 from collections.abc import Callable
 from enum import Enum
 
-__all__ = ["Progress", "StartStep", "no_progress"]
+from nightmill.jobs.errors import RunnerError
+
+__all__ = ["Progress", "SelfTestError", "StartStep", "no_progress"]
 
 
 class StartStep(Enum):
@@ -38,8 +40,8 @@ class StartStep(Enum):
 
     @property
     def computes(self) -> bool:
-        """Whether kernels run that multiply weights."""
-        return self in (StartStep.TUNING, StartStep.CAPTURING, StartStep.SELF_TEST, StartStep.PROBING)
+        """Whether kernels of a GPU run that multiply weights, for the first time."""
+        return self in (StartStep.TUNING, StartStep.CAPTURING, StartStep.SELF_TEST)
 
 
 Progress = Callable[[StartStep, str], None]
@@ -48,3 +50,7 @@ Progress = Callable[[StartStep, str], None]
 
 def no_progress(step: StartStep, news: str = "") -> None:
     """For those whom nobody waits for."""
+
+
+class SelfTestError(RunnerError):
+    """A product of the model's weights is wrong on this GPU."""

@@ -18,8 +18,10 @@ SETTINGS = Settings(model="/models/some.gguf", weights="file", gpu=1)
 ENGINE = """
 import signal, sys, time
 from multiprocessing.connection import Connection
-from nightmill.worker.link.messages import Failed, Loading
+from nightmill.jobs.arithmetic import Arithmetic
+from nightmill.worker.link.messages import Failed, Loading, Ready
 from nightmill.worker.runners.starting import StartStep
+READY = Ready(None, Arithmetic("cuda", "a GPU", "f16", "f16", "0", "0"))
 for number in (signal.SIGINT, signal.SIGTERM):
     signal.signal(number, signal.SIG_IGN)
 worker = Connection(int(sys.argv[-1]))
@@ -30,18 +32,20 @@ while True:
 """
 
 
-def engine_that(steps: str, *, hang_seconds: float = 60.0) -> EngineLink:
+def engine_that(steps: str, *, weights: str = "file", hang_seconds: float = 60.0) -> EngineLink:
     """A process that does this when it was told what to serve, and then nothing."""
     command = [sys.executable, "-c", ENGINE.format(steps=steps)]
-    return launch_engine(SETTINGS, command, hang_seconds=hang_seconds)
+    settings = SETTINGS.model_copy(update={"weights": weights})
+    return launch_engine(settings, command, hang_seconds=hang_seconds)
 
 
 def failure_of(link: EngineLink) -> str:
     """Why it does not start; its process has ended by then."""
-    process = link._host._process  # type: ignore[attr-defined]
+    processes = [link._host._process]  # type: ignore[attr-defined]
     with pytest.raises(RunnerError) as failed:
         link.start(lambda completion: None, lambda error: None)
-    assert process.poll() is not None
+    processes.append(link._host._process)  # type: ignore[attr-defined]
+    assert all(process.poll() is not None for process in processes)
     return str(failed.value)
 
 
@@ -84,19 +88,11 @@ def test_a_process_that_dies_while_it_starts_is_told_with_its_step() -> None:
     assert "model /models/some.gguf, weights file, GPU 1" in said
 
 
-STARTED = """
-from nightmill.jobs.arithmetic import Arithmetic
-from nightmill.worker.engine.stats import EngineStats
-from nightmill.worker.link.messages import Ready
-worker.send(Ready(None, Arithmetic("cuda", "a GPU", "f16", "f16", "0", "0")))
-"""
-
-
 def test_a_launch_that_never_ends_in_service_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """It answers nothing from then on, as an engine that waits for the GPU in `collect`."""
     monkeypatch.setattr(engine_link, "_PING_SECONDS", 0.1)
     monkeypatch.setattr(EngineLink, "stats", None)
-    link = engine_that(STARTED, hang_seconds=0.6)
+    link = engine_that("worker.send(READY)", hang_seconds=0.6)
     failures: list[str] = []
     link.start(lambda completion: None, lambda error: failures.append(str(error)))
     give_up = time.monotonic() + 60
@@ -107,6 +103,50 @@ def test_a_launch_that_never_ends_in_service_ends_the_process(monkeypatch: pytes
     process.wait(30)
     link.stop()
     assert process.returncode == -9
+
+
+WRONG = "Failed('the product qkv of layer 0 is wrong: give --weights 16bit', by_products=True)"
+HANGS = "Loading(StartStep.SELF_TEST, 'head, 1 rows')"
+FAULTS = {
+    "wrong": f"worker.send({WRONG})",
+    "trap": f"worker.send({HANGS}); signal.raise_signal(11)",
+    "hang": f"worker.send({HANGS})",
+}
+
+
+@pytest.mark.usefixtures("hasty")
+@pytest.mark.parametrize("fault", FAULTS)
+def test_an_engine_whose_products_fail_starts_once_more_with_plain_ones(
+    fault: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    link = engine_that(f"if begin.plain_products:\n    worker.send(READY)\nelse:\n    {FAULTS[fault]}")
+    first = link._host._process  # type: ignore[attr-defined]
+    link.start(lambda completion: None, lambda error: None)
+    assert first.poll() is not None
+    assert link.alive and link.arithmetic.device == "a GPU"
+    said = {"wrong": "is wrong", "trap": "ended before it was ready", "hang": "does the GPU hang?"}[fault]
+    assert link.note.startswith("plain products, slower than usual: ") and said in link.note
+    assert "once more, with plain products" in caplog.text
+    link.kill()
+    link.stop()
+
+
+@pytest.mark.usefixtures("hasty")
+def test_if_plain_products_fail_too_both_reasons_and_the_remedy_are_told() -> None:
+    said = failure_of(
+        engine_that(f"worker.send(Failed('plain ones, too', True) if begin.plain_products else {WRONG})")
+    )
+    assert said.startswith("plain ones, too; with the usual products, before: the product qkv")
+    assert "--weights 16bit" in said
+
+
+@pytest.mark.parametrize("weights", ["fp8", "16bit"])
+def test_weights_that_have_no_plain_products_are_refused(weights: str) -> None:
+    assert failure_of(engine_that(f"worker.send({WRONG})", weights=weights)).endswith("--weights 16bit")
+
+
+def test_a_fault_of_the_file_starts_nothing_once_more() -> None:
+    assert failure_of(engine_that("worker.send(Failed('the file ends early'))")) == "the file ends early"
 
 
 def test_the_page_says_how_long_each_step_may_take() -> None:

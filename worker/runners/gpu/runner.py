@@ -51,6 +51,7 @@ from nightmill.worker.runners.gpu.rows.norms import Norms
 from nightmill.worker.runners.gpu.sampling.masks import MaskBuffers
 from nightmill.worker.runners.gpu.sampling.sampler import Sampler
 from nightmill.worker.runners.gpu.sampling.slots import SlotTable
+from nightmill.worker.runners.gpu.self_test import check_products, checked_products
 from nightmill.worker.runners.gpu.steps import PADDING, StepBuffers, StepInputs, StepShape, padded_lengths
 from nightmill.worker.runners.gpu.weights.choice import choose_weights
 from nightmill.worker.runners.gpu.weights.layout import padded_vocab, weight_bytes
@@ -132,6 +133,9 @@ class CudaRunner:
             self._build(file, spec, numbers, kv_blocks, gpu_memory)
             if graphs:
                 self._capture_all()
+            self._progress(StartStep.SELF_TEST, "")
+            checked = list(checked_products(self._model, spec, file))
+            check_products(self.device, checked, lambda news: self._progress(StartStep.SELF_TEST, news))
         except BaseException:  # Ctrl-C too, while it loads: the GPU is given back, and the error goes on up
             self.close()
             raise
