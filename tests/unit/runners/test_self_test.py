@@ -1,7 +1,7 @@
 """A model's products are held against NumPy before it takes jobs."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -152,6 +152,35 @@ def test_rows_of_a_stack_are_those_of_the_files_tensors(file: GgufFile) -> None:
     np.testing.assert_allclose(found, whole[rows])
     beyond = FileRows(file, weight)(np.array([len(whole)]))
     assert not beyond.any(), "rows of padding are zeros"
+
+
+def test_a_bias_is_read_as_rows_of_one_number(file: GgufFile) -> None:
+    weight = read_spec(file).layer_weights(1)[Role.QKV_BIAS]
+    whole = np.concatenate([file.array(name) for name in weight.names])
+    found = FileRows(file, weight)(np.arange(len(whole)))
+    np.testing.assert_allclose(found[:, 0], whole)
+
+
+def test_of_a_longer_row_only_the_first_outputs_are_compared(device: StubDevice) -> None:
+    def behind(y: Floats, rows: int) -> None:
+        y[:, 30:] = 0
+
+    one = product(device, fault=behind)
+    check(device, replace(one, compared=30))
+    with pytest.raises(SelfTestError):
+        check(device, one)
+
+
+def test_a_bias_is_added(device: StubDevice) -> None:
+    bias = np.arange(OUTPUTS, dtype=np.float64)
+
+    def biased(y: Floats, rows: int) -> None:
+        y += bias
+
+    one = product(device, fault=biased)
+    check(device, replace(one, bias=bias))
+    with pytest.raises(SelfTestError):
+        check(device, one)
 
 
 def test_rows_are_in_the_gpus_order_of_heads(file: GgufFile) -> None:

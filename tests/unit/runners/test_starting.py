@@ -84,6 +84,8 @@ def test_products_that_take_packed_or_fp8_weights_are_tested(driver: RecordedDri
         tested = parts if numbers.weights is WeightNumbers.FP8 else (*parts, "head")
         for part in tested:
             assert any(line.startswith(part) and line.endswith(", 1 rows") for line in told), part
+        fused = [line for line in told if line.startswith("rotated qkv")]
+        assert bool(fused) == (numbers.weights is WeightNumbers.FILE)
     assert not [line for line in started(driver, Numbers()) if line.endswith(" rows")]
 
 
@@ -98,6 +100,7 @@ def test_plain_products_launch_no_kernel_that_takes_packed_weights(driver: Recor
         name for name in driver.launches if tiles_of_elements.search(name)
     }
     assert any(line.startswith("qkv of layer 0") for line in names)
+    assert not any(line.startswith("rotated") for line in names)
     assert plain.weights_name == IN_FILE.weights_name, "they have the same bits"
     assert "plain products" in plain.words
 

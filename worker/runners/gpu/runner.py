@@ -134,7 +134,7 @@ class CudaRunner:
             if graphs:
                 self._capture_all()
             self._progress(StartStep.SELF_TEST, "")
-            checked = list(checked_products(self._model, spec, file))
+            checked = list(checked_products(self.device, self._model, spec, file))
             check_products(self.device, checked, lambda news: self._progress(StartStep.SELF_TEST, news))
         except BaseException:  # Ctrl-C too, while it loads: the GPU is given back, and the error goes on up
             self.close()

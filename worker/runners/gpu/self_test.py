@@ -19,8 +19,8 @@ from nightmill.worker.runners.gpu.device.element import Element
 from nightmill.worker.runners.gpu.device.operands import ELEMENT, FLOAT, Buffer, Format, Matrix
 from nightmill.worker.runners.gpu.layers import LayerKernels
 from nightmill.worker.runners.gpu.model import Model
-from nightmill.worker.runners.gpu.products.chooser import Product
 from nightmill.worker.runners.gpu.products.shapes import padded_rows
+from nightmill.worker.runners.gpu.steps import StepInputs
 from nightmill.worker.runners.gpu.weights.head_order import HeadOrder
 from nightmill.worker.runners.reference import ops
 from nightmill.worker.runners.starting import SelfTestError
@@ -42,16 +42,21 @@ class CheckedProduct:
     """A product, the matrix that it is tried with, and where the results go.
 
     name        for a person
+    product     queues it: x, weight, y, rows
     activation  that the product has inside, of the first half of the matrix's rows
     weights     rows of the matrix, by their numbers, from the file: (rows, inputs)
+    compared    outputs of a row that are compared, from the first on; None: all
+    bias        that is added to each output, if any is
     """
 
     name: str
-    product: Product
+    product: Callable[[Buffer, Matrix, Buffer, int], None]
     matrix: Matrix
     y: Buffer
     activation: Activation | None
     weights: Callable[[Indices], Floats]
+    compared: int | None = None
+    bias: Floats | None = None
 
     @property
     def outputs(self) -> int:
@@ -80,7 +85,8 @@ def check_products(
             device.copy_in(held, x)
             device.synchronize()
             numbers = _from_words(x, device.element)
-            outputs = np.unique([0, one.outputs - 1, *rng.integers(0, one.outputs, _SAMPLES)])
+            most = one.compared or one.outputs
+            outputs = np.unique([0, most - 1, *rng.integers(0, most, _SAMPLES)])
             expected = _expected(one, outputs, numbers)
             for rows in sorted({min(rows, one.y.shape[0]) for rows in ROWS}):
                 progress(f"{one.name}, {rows} rows")
@@ -94,7 +100,9 @@ def check_products(
             device.free(held)
 
 
-def checked_products(model: Model, spec: ModelSpec, file: GgufFile) -> Iterator[CheckedProduct]:
+def checked_products(
+    device: Device, model: Model, spec: ModelSpec, file: GgufFile
+) -> Iterator[CheckedProduct]:
     """Those that take packed or FP8 weights, one of each kind, format and size."""
     at = model.activations
     seen: set[LayerKernels] = set()
@@ -115,11 +123,37 @@ def checked_products(model: Model, spec: ModelSpec, file: GgufFile) -> Iterator[
             if not matrix.format.plain:
                 rows = FileRows(file, own[role], order if role is Role.QKV else None)
                 yield CheckedProduct(_name(role, matrix, index), product, matrix, y, activation, rows)
+        if kernels.qkv.takes_packed and spec.layers[index].attention.rope.magnitude == 1:
+            yield _fused_qkv(device, model, spec, file, index)
     head = model.weights.head
     if not head.format.plain:
         role = Role.EMBEDDING if spec.tied_head else Role.HEAD
         rows = FileRows(file, spec.weights()[role])
         yield CheckedProduct(_name(Role.HEAD, head, None), model.head, head, at.logits, None, rows)
+
+
+def _fused_qkv(device: Device, model: Model, spec: ModelSpec, file: GgufFile, index: int) -> CheckedProduct:
+    """Queries, keys and values with their rotation; of the first position, where queries are only copied.
+
+    Keys and values are for no row of the pages, so these stay as they are.
+    """
+    layer, attention, own = model.layers[index], spec.layers[index].attention, spec.layer_weights(index)
+    order, numbers = HeadOrder(attention), model.activations.numbers
+    nowhere = dict.fromkeys(StepInputs.__dataclass_fields__, 0)
+    inputs = StepInputs(**nowhere | {"positions": numbers.address, "cache_rows": numbers.address})
+
+    def product(x: Buffer, weight: Matrix, y: Buffer, rows: int) -> None:
+        device.fill(numbers.address, 0xFF, numbers.dtype.itemsize * padded_rows(rows))
+        layer.kernels.qkv(x, layer.weights, inputs, y, layer.cache, rows)
+
+    bias = None
+    if Role.QKV_BIAS in own:
+        bias = FileRows(file, own[Role.QKV_BIAS], order)(np.arange(attention.qkv, dtype=np.int64))[:, 0]
+    matrix = layer.weights.qkv
+    return CheckedProduct(
+        f"rotated {_name(Role.QKV, matrix, index)}", product, matrix, layer.at.qkv, None,
+        FileRows(file, own[Role.QKV], order), attention.queries, bias,
+    )  # fmt: skip
 
 
 class FileRows:
@@ -129,14 +163,16 @@ class FileRows:
         self._file, self._weight, self._order = file, weight, order
 
     def __call__(self, rows: Indices) -> Floats:
-        found = np.zeros((len(rows), self._weight.shape[1]))
+        columns = self._weight.shape[1] if self._weight.is_matrix else 1
+        found = np.zeros((len(rows), columns))
         first = 0
-        for name, (count, _) in self._weight.parts:
+        for name, (count, *_) in self._weight.parts:
             inside = (rows >= first) & (rows < first + count)
             if inside.any():
                 places = self._places(first, count)[rows[inside] - first]
                 raw = GgufFile.raw(self._file, name).reshape(count, -1)[places]  # not as weights are loaded
-                found[inside] = dequantize(raw, self._file.tensors[name].kind)
+                numbers = dequantize(np.ascontiguousarray(raw), self._file.tensors[name].kind)
+                found[inside] = numbers.reshape(len(places), columns)
             first += count
         return found
 
@@ -157,6 +193,8 @@ def _name(role: Role, matrix: Matrix, index: int | None) -> str:
 def _expected(one: CheckedProduct, outputs: Indices, x: Floats) -> Floats:
     """The chosen outputs of all rows."""
     sums = x @ one.weights(outputs).T
+    if one.bias is not None:
+        sums += one.bias[outputs]
     if one.activation is None:
         return sums
     up = x @ one.weights(outputs + one.outputs).T
