@@ -6,7 +6,7 @@ spec the kind of each product, by the same functions that the runner asks.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 
 from nightmill.worker.model.spec import Attention, LayerSpec, ModelSpec, Role, Weight
 from nightmill.worker.runners.gpu.device.operands import Format
@@ -25,7 +25,9 @@ __all__ = [
 ROWS = (1, 3, 8, 17, 64, 200, 2048)
 HEAD_ROWS = (1, 3, 8, 17, 64, 200, 512)
 """The head has no more than `LOGIT_ROWS` at once."""
-IN_FILE = Numbers(weights=WeightNumbers.FILE)
+IN_FILE, IN_ELEMENTS, IN_FP8 = (
+    Numbers(weights=weights) for weights in (WeightNumbers.FILE, WeightNumbers.ELEMENT, WeightNumbers.FP8)
+)
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -131,31 +133,38 @@ def _matrices(layer: LayerSpec, width: int) -> list[tuple[str, int]]:
     return [(name, shape[1]) for weight in weights if weight.is_matrix for name, shape in weight.parts]
 
 
-def products_in(spec: ModelSpec) -> Iterator[RealProduct]:
+def products_in(spec: ModelSpec, numbers: Numbers = IN_FILE) -> Iterator[RealProduct]:
     """The products of a model with these tensor types; some of them several times."""
+    product = partial(_product, spec, numbers)
     for index, layer in enumerate(spec.layers):
         own, kinds, attention = spec.layer_weights(index), layer_kinds(layer), layer.attention
         gate_up = own[Role.GATE_UP]
         outputs = gate_up.shape[0] if kinds.gate_up is Kind.PLAIN else layer.feed_forward.width
-        yield _product(spec, Kind.PLAIN, attention.qkv, Role.QKV, own[Role.QKV])
-        yield _product(spec, kinds.output, spec.width, Role.ATTN_OUTPUT, own[Role.ATTN_OUTPUT])
-        yield _product(spec, kinds.gate_up, outputs, Role.GATE_UP, gate_up)
-        yield _product(spec, kinds.down, spec.width, Role.FFN_DOWN, own[Role.FFN_DOWN])
+        yield product(Kind.PLAIN, attention.qkv, Role.QKV, own[Role.QKV])
+        yield product(kinds.output, spec.width, Role.ATTN_OUTPUT, own[Role.ATTN_OUTPUT])
+        yield product(kinds.gate_up, outputs, Role.GATE_UP, gate_up)
+        yield product(kinds.down, spec.width, Role.FFN_DOWN, own[Role.FFN_DOWN])
     role = Role.EMBEDDING if spec.tied_head else Role.HEAD
-    head = _product(spec, Kind.FLOAT, 0, role, spec.weights()[role])
+    head = product(Kind.FLOAT, 0, role, spec.weights()[role])
     yield replace(head, outputs=head.parts[0].rows)
 
 
-def _product(spec: ModelSpec, kind: Kind, outputs: int, role: Role, weight: Weight) -> RealProduct:
-    runs = runs_of(spec, role, weight, IN_FILE)
+def _product(
+    spec: ModelSpec, numbers: Numbers, kind: Kind, outputs: int, role: Role, weight: Weight
+) -> RealProduct:
+    runs = runs_of(spec, role, weight, numbers)
     parts = tuple(Part(run.format.name, run.rows) for run in runs)
     return RealProduct(kind.value, weight.shape[1], outputs, parts)
 
 
 @cache
 def real_products() -> tuple[RealProduct, ...]:
-    """All that differ, smaller ones first."""
-    return tuple(sorted({product for spec in typed_specs() for product in products_in(spec)}))
+    """All that differ, of each kind those with few inputs first; as in the file, in 16 bits, and in FP8."""
+    found = {product for spec in typed_specs() for product in products_in(spec)}
+    for model in REAL_MODELS:
+        for numbers in (IN_ELEMENTS, IN_FP8):
+            found.update(products_in(model.spec, numbers))
+    return tuple(sorted(found))
 
 
 @cache

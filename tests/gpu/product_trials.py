@@ -12,7 +12,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from itertools import accumulate, islice
+from itertools import accumulate, chain, islice
 
 import numpy as np
 import numpy.typing as npt
@@ -20,15 +20,17 @@ import numpy.typing as npt
 from nightmill.worker.model.spec import Activation
 from nightmill.worker.runners.gpu.device.compiler import compile_all
 from nightmill.worker.runners.gpu.device.device import Device
-from nightmill.worker.runners.gpu.device.operands import ELEMENT, FLOAT, Buffer, Format, Matrix
+from nightmill.worker.runners.gpu.device.operands import ELEMENT, FLOAT, FP8, Buffer, Format, Matrix
 from nightmill.worker.runners.gpu.device.sources import Source, for_element, source_of
-from nightmill.worker.runners.gpu.products import hopper_tiles, split
+from nightmill.worker.runners.gpu.products import hopper_fp8, hopper_tiles, split
 from nightmill.worker.runners.gpu.products.chooser import Products
 from nightmill.worker.runners.gpu.products.library import LibraryProducts
 from nightmill.worker.runners.gpu.products.packed_few import PackedFew
 from nightmill.worker.runners.gpu.products.packed_tiles import PackedTiles
 from nightmill.worker.runners.gpu.products.shapes import SUMMED, Kind, Shape, Way, padded_rows
 from nightmill.worker.runners.gpu.rows.activate import Activate
+from nightmill.worker.runners.gpu.rows.quantise import Quantise
+from nightmill.worker.runners.reference.rounding import as_fp8
 from tests.gpu.comparing_on_gpu import SOURCE, ResultsOnGpu
 from tests.gpu.resident import ResidentWeights
 from tests.real_products import RealProduct, real_products, rows_of
@@ -41,6 +43,10 @@ HEAD_ROOM = 64 << 20
 """Bytes in which the head becomes elements, piece by piece: those that a model's largest matrix has."""
 ABSOLUTE, RELATIVE = 2e-3, 2e-3
 """Of results: times their root mean square, and times a result itself. Half rounds by 5e-4."""
+UNROUNDED = 500
+"""Times that, where weights and activations become E4M3, against the library, which takes elements."""
+OF_FP8 = 4
+"""Times that, against NumPy, which rounds them, too: sums in tensor cores have fewer bits there."""
 MOST_FAULTS = 3  # that are reported of a product
 GUARD = 4096  # bytes before results that nobody may write
 SAMPLES = 6
@@ -95,9 +101,12 @@ def sources_of(device: Device, kind: Kind, formats: Sequence[Sequence[str]]) -> 
     """What the launchers of a kind are compiled from."""
     packed = {Format[name] for names in formats for name in names if Format[name].packed}
     pairs = [(kind, kept) for kept in packed]
-    names = ("dequantize", "repack", "unpack", "activate")
+    names = ["dequantize", "repack", "unpack", "activate", "quantise"]
     sources = [SOURCE, *map(source_of, names), *PackedFew.files(pairs), *PackedTiles.files(pairs)]
-    sources += [*hopper_tiles._sources([kind]).values(), *split._sources([kind]).values()]
+    if any(Format[name].plain for name in chain(*formats)):
+        sources += [*hopper_tiles._sources([kind]).values(), *split._sources([kind]).values()]
+    if any(Format[name] is Format.FP8 for name in chain(*formats)):
+        sources += hopper_fp8._sources([kind]).values()
     return [for_element(source, device.element, device.kv) for source in sources]
 
 
@@ -138,11 +147,12 @@ class Trial:
         room = HEAD_ROOM if self._kind is Kind.FLOAT else max(sizes)
         self._products = Products(
             self._device, Activate(self._device), self._gate_up, [self._kind], unpacked=room if packed else 0,
-            packed=packed,
+            quantised=self._fp8_room(products) if Format.FP8 in formats else None, packed=packed,
         )  # fmt: skip
         for kept in formats:
             if kept not in self._weights:
-                self._weights[kept] = ResidentWeights(self._device, kept)
+                of_file = self._device.element.format if kept is Format.FP8 else kept
+                self._weights[kept] = ResidentWeights(self._device, of_file)
 
     def faults(self, product: RealProduct) -> Iterator[str]:
         """What is wrong with a product, in words."""
@@ -156,7 +166,7 @@ class Trial:
         try:
             say(f"making the weights of {product}")
             plain = self._plain(product, room)
-            weight = plain if product.format.plain else self._packed(product, taken)
+            weight = self._weight(product, plain, taken)
             results = self._most_rows * product.outputs * self._dtype.itemsize
             oracle, reference = room(results), room(results)
             x, y = room((self._most_rows + 8) * product.inputs * ELEMENT.itemsize), room(2 * GUARD + results)
@@ -197,7 +207,12 @@ class Trial:
             address += element.bytes(part.rows, product.inputs)
         return matrix
 
-    def _packed(self, product: RealProduct, taken: list[int]) -> Matrix:
+    def _weight(self, product: RealProduct, plain: Matrix, taken: list[int]) -> Matrix:
+        """The matrix in the format that the product takes; plain: as elements."""
+        if product.format.plain:
+            return plain
+        if product.format is Format.FP8:
+            return self._rounded(plain, taken)
         parts = []
         for part in product.parts:
             parts.append(self._weights[Format[part.format]].packed(part.rows, product.inputs))
@@ -206,6 +221,20 @@ class Trial:
             return parts[0]
         rows = sum(part.rows for part in parts)
         return Matrix(parts[0].address, rows, product.inputs, Format.MIXED, parts=tuple(parts))
+
+    def _rounded(self, plain: Matrix, taken: list[int]) -> Matrix:
+        taken.append(numbers := self._device.allocate(plain.rows * plain.columns + GUARD))
+        taken.append(scales := self._device.allocate(plain.rows * FLOAT.itemsize))
+        self._device.fill(numbers, 0xFF, plain.rows * plain.columns + GUARD)
+        Quantise(self._device)(plain.address, numbers, scales, plain.rows, plain.columns)
+        return Matrix(numbers, plain.rows, plain.columns, Format.FP8, scales)
+
+    def _fp8_room(self, products: Sequence[RealProduct]) -> Buffer:
+        """For activations that become FP8."""
+        inputs = max(one.inputs for one in products)
+        numbers = self._device.allocate(self._most_rows * inputs)
+        scales = self._device.allocate(self._most_rows * FLOAT.itemsize)
+        return Buffer(numbers, (self._most_rows, inputs), FP8, scales)
 
     def _results(self, address: int, product: RealProduct) -> Buffer:
         return Buffer(address, (self._most_rows, product.outputs), self._dtype)
@@ -253,10 +282,11 @@ class Trial:
     def _against_oracle(self, reference: int, oracle: int, product: RealProduct) -> Iterator[str]:
         count = self._most_rows * product.outputs
         size = self._row(oracle, 0, product)
-        absolute = ABSOLUTE * float(np.sqrt(np.mean(np.square(size))))
+        times = UNROUNDED if product.format is Format.FP8 else 1
+        absolute = times * ABSOLUTE * float(np.sqrt(np.mean(np.square(size))))
         if not np.isfinite(absolute):
             yield "the library's results are not finite"
-        wrong, place = self._compared.far(reference, oracle, self._dtype, count, absolute, RELATIVE)
+        wrong, place = self._compared.far(reference, oracle, self._dtype, count, absolute, times * RELATIVE)
         if wrong:
             where = f"row {place // product.outputs:,}, output {place % product.outputs:,}"
             yield f"{wrong:,} of {count:,} results are not the library's, the first at {where}"
@@ -269,10 +299,14 @@ class Trial:
             found = self._row(reference, row, product)
             first = row * product.inputs
             x = self._x[first : first + product.inputs].astype(np.float64)
+            if product.format is Format.FP8:
+                x = as_fp8(x.astype(np.float32)).astype(np.float64)
             expected = self._expected(product, outputs, x)
             if self._kind is Kind.RESIDUAL:
                 expected += self._before[row * product.outputs + outputs]
-            allowed = ABSOLUTE * np.sqrt(np.mean(np.square(found))) + 2 * RELATIVE * np.abs(expected)
+            times = OF_FP8 if product.format is Format.FP8 else 1
+            scale = ABSOLUTE * np.sqrt(np.mean(np.square(found))) + 2 * RELATIVE * np.abs(expected)
+            allowed = times * scale
             wrong = ~(np.abs(found[outputs] - expected) <= allowed)
             if wrong.any():
                 at = outputs[wrong][0]
@@ -303,7 +337,10 @@ class Trial:
             index = int(np.searchsorted(ends, output, side="right"))
             part = product.parts[index]
             place = int(output) - (ends[index] - part.rows)
-            sums.append(self._weights[Format[part.format]].row(place, product.inputs) @ x)
+            row = self._weights[Format[part.format]].row(place, product.inputs)
+            if product.format is Format.FP8:
+                row = as_fp8(row.astype(np.float32)).astype(np.float64)
+            sums.append(row @ x)
         return np.array(sums)
 
 

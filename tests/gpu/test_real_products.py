@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.gpu import qkv_trials
 from tests.gpu.product_trials import DONE, groups
 from tests.gpu.watched_process import run_watched
 
@@ -26,3 +27,14 @@ def test_products_of_real_models_are_right_by_every_way(kind: str, formats: str)
         keep=lambda line: line.startswith("WRONG"),
     )
     assert outcome.code == 0 and outcome.lines[-1].startswith(DONE), f"{kind} {formats} {outcome}"
+
+
+@pytest.mark.parametrize(("head", "style", "formats"), qkv_trials.groups(), ids=lambda value: value)
+def test_queries_keys_and_values_of_real_models_in_one_launch(head: str, style: str, formats: str) -> None:
+    """In a process of its own, too."""
+    outcome = run_watched(
+        ["-m", "tests.gpu.qkv_trials", head, style, formats],
+        patience,
+        keep=lambda line: line.startswith("WRONG"),
+    )
+    assert outcome.code == 0 and outcome.lines[-1].startswith(DONE), f"{head} {style} {formats} {outcome}"

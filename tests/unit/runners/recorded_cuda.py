@@ -152,7 +152,7 @@ class RecordedDriver:
         driver.mem_alloc = self.allocate
         driver.pagelocked_zeros = np.zeros
         driver.memcpy_htod = driver.memcpy_htod_async = driver.memset_d8_async = _nothing
-        driver.memcpy_dtod_async = _nothing
+        driver.memcpy_dtod_async = driver.memset_d2d8_async = _nothing
         driver.memcpy_dtoh = driver.memcpy_dtoh_async = download
         return driver
 

@@ -14,8 +14,9 @@ from nightmill.worker.runners.gpu.device.device import Device
 from nightmill.worker.runners.gpu.device.operands import Format
 from nightmill.worker.runners.gpu.products.shapes import Kind
 from nightmill.worker.runners.reference import ops
-from tests.gpu import product_trials
+from tests.gpu import product_trials, qkv_trials
 from tests.gpu.product_trials import Trial, activated, group_of, groups
+from tests.gpu.qkv_trials import QkvTrial
 from tests.gpu.resident import ResidentWeights
 from tests.gpu.watched_process import run_watched
 from tests.real_products import RealProduct, real_products
@@ -52,7 +53,7 @@ def test_every_product_is_in_one_group() -> None:
     ("kind", "formats"),
     [
         (Kind.RESIDUAL, "Q4_1"), (Kind.PLAIN, "Q5_0+"), (Kind.SWIGLU, "Q4_K"), (Kind.ADDEND, "F16"),
-        (Kind.GEGLU, "Q8_0"),
+        (Kind.GEGLU, "Q8_0"), (Kind.SWIGLU, "FP8"), (Kind.RESIDUAL, "FP8"),
     ],
     ids=str,
 )  # fmt: skip
@@ -71,6 +72,22 @@ def test_every_way_is_launched_at_every_number_of_rows(
         for rows in (1, 3, 8, 17, 64, 200, 2048):
             assert any(f"{product}, {rows} rows, " in line for line in said), rows
     assert trial.launched > 7 * len(products)
+
+
+@pytest.mark.parametrize("formats", ["Q4_1", "Q4_K+Q6_K"])
+def test_every_tile_of_queries_keys_and_values_is_launched(
+    device: Device, formats: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(qkv_trials, "say", said.append)
+    found = [one for one in qkv_trials.suited() if qkv_trials.group_of(one)[2] == formats]
+    one = min(found, key=lambda one: one.width * one.attention.qkv)
+    trial = QkvTrial(device, [Format[part.format] for part in one.parts], one.width)
+    assert list(trial.faults(one)) == []
+    for rows in (1, 3, 8, 17, 64, 200, 2048):
+        assert any(f"{one}, {rows} rows, " in line for line in said), rows
+    monkeypatch.setattr(trial._compared, "other_bits", lambda *arguments: (3, 9))
+    assert "3 words of keys have other bits, the first is 9" in "\n".join(trial.faults(one))
 
 
 def test_wrong_results_are_told_by_their_place(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
