@@ -1,6 +1,6 @@
 """Tries the products of real models on the GPU; a process of its own, since a kernel may trap or never end.
 
-    python -m tests.gpu.product_trials KIND FORMAT[+FORMAT...]
+    python -m tests.gpu.product_trials KIND FORMAT[+] [OPTION ...]
 
 Each way that the chooser has for a product computes it at several numbers of rows. All results with most rows
 are held against cuBLASLt over elements that `dequantize.cu` makes, and some of them against NumPy in float64;
@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from nightmill.worker.model.spec import Activation
+from nightmill.worker.runners.gpu.device import compiler
 from nightmill.worker.runners.gpu.device.compiler import compile_all
 from nightmill.worker.runners.gpu.device.device import Device
 from nightmill.worker.runners.gpu.device.operands import ELEMENT, FLOAT, FP8, Buffer, Format, Matrix
@@ -67,8 +68,10 @@ def groups() -> list[tuple[str, str]]:
     return sorted({group_of(product) for product in real_products()})
 
 
-def main(kind: str, formats: str) -> int:
-    """Try a group; 1 if anything was wrong."""
+def main(kind: str, formats: str, *options: str) -> int:
+    """Try a group, with kernels compiled with these options, if any is given; 1 if anything was wrong."""
+    if options:
+        compiler.COMMON_OPTIONS = options
     began = time.monotonic()
     chosen = [one for one in real_products() if group_of(one) == (kind, formats)]
     by_formats: dict[tuple[str, ...], list[RealProduct]] = defaultdict(list)

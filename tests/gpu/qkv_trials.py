@@ -1,6 +1,6 @@
 """Tries queries, keys and values of real models in one launch on the GPU; a process, as `product_trials`.
 
-    python -m tests.gpu.qkv_trials HEAD STYLE FORMAT[+FORMAT...]
+    python -m tests.gpu.qkv_trials HEAD STYLE FORMAT[+FORMAT...] [OPTION ...]
 
 Each tile computes them at several numbers of rows. Queries and pages must have the bits of the product over
 the same packed weights, followed by the rotation; keys and values are written to the pages alone.
@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from nightmill.worker.model.rope import RopeStyle
+from nightmill.worker.runners.gpu.device import compiler
 from nightmill.worker.runners.gpu.device.compiler import compile_all
 from nightmill.worker.runners.gpu.device.device import Device
 from nightmill.worker.runners.gpu.device.operands import ABSENT, ELEMENT, FLOAT, Buffer, Format, Matrix
@@ -61,8 +62,10 @@ def groups() -> list[tuple[str, str, str]]:
     return sorted({group_of(one) for one in suited()})
 
 
-def main(head: str, style: str, formats: str) -> int:
-    """Try a group; 1 if anything was wrong."""
+def main(head: str, style: str, formats: str, *options: str) -> int:
+    """Try a group, with kernels compiled with these options, if any is given; 1 if anything was wrong."""
+    if options:
+        compiler.COMMON_OPTIONS = options
     began = time.monotonic()
     found = {}
     for one in suited():

@@ -2,6 +2,7 @@
 
 import pytest
 
+from nightmill.worker.runners.gpu.device import compiler
 from tests.gpu import qkv_trials
 from tests.gpu.product_trials import DONE, groups
 from tests.gpu.watched_process import run_watched
@@ -22,7 +23,7 @@ def patience(line: str) -> float:
 def test_products_of_real_models_are_right_by_every_way(kind: str, formats: str) -> None:
     """In a process, which is killed, and the launch named, if a kernel never ends."""
     outcome = run_watched(
-        ["-m", "tests.gpu.product_trials", kind, formats],
+        ["-m", "tests.gpu.product_trials", kind, formats, *compiler.COMMON_OPTIONS],
         patience,
         keep=lambda line: line.startswith("WRONG"),
     )
@@ -33,7 +34,7 @@ def test_products_of_real_models_are_right_by_every_way(kind: str, formats: str)
 def test_queries_keys_and_values_of_real_models_in_one_launch(head: str, style: str, formats: str) -> None:
     """In a process of its own, too."""
     outcome = run_watched(
-        ["-m", "tests.gpu.qkv_trials", head, style, formats],
+        ["-m", "tests.gpu.qkv_trials", head, style, formats, *compiler.COMMON_OPTIONS],
         patience,
         keep=lambda line: line.startswith("WRONG"),
     )
