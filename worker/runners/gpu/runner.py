@@ -15,16 +15,16 @@ from typing import Any
 
 import numpy as np
 
-from nightmill.jobs.arithmetic import DIGITS, Arithmetic
 from nightmill.jobs.errors import RunnerError
 from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.model.spec import ModelSpec
 from nightmill.worker.runners.base import FOUND, DrawArray, Drawn, IntArray, StepBatch, masked_draws, tells
 from nightmill.worker.runners.gpu.activations import LOGIT_ROWS, Activations, most_draws
+from nightmill.worker.runners.gpu.arithmetic import arithmetic_of
 from nightmill.worker.runners.gpu.attention.choice import Attentions
 from nightmill.worker.runners.gpu.attention.pieces import whole_pieces
 from nightmill.worker.runners.gpu.catalogue import check_spec, sources_for, workspace_bytes
-from nightmill.worker.runners.gpu.device.compiler import compile_all, compiler_release, kernel_revision
+from nightmill.worker.runners.gpu.device.compiler import compile_all
 from nightmill.worker.runners.gpu.device.device import Device
 from nightmill.worker.runners.gpu.device.graphs import Graph, bucket_of, buckets
 from nightmill.worker.runners.gpu.kv_cache import PAGE, KvCache, page_bytes
@@ -40,7 +40,6 @@ from nightmill.worker.runners.gpu.model import Model, Shared
 from nightmill.worker.runners.gpu.numbers import HALF, Numbers, WeightNumbers
 from nightmill.worker.runners.gpu.products.chooser import Products
 from nightmill.worker.runners.gpu.products.kinds import kinds_of
-from nightmill.worker.runners.gpu.products.library import library_release
 from nightmill.worker.runners.gpu.products.packed_tiles import packed_products
 from nightmill.worker.runners.gpu.products.shapes import MANY_ROWS
 from nightmill.worker.runners.gpu.products.unpacked import Unpacked
@@ -129,7 +128,7 @@ class CudaRunner:
         self._products: Products | None = None
         self.device = Device(gpu, numbers.element, numbers.kv)
         try:
-            self.arithmetic = _arithmetic(file, self.device, numbers)
+            self.arithmetic = arithmetic_of(file, self.device, numbers)
             self._build(file, spec, numbers, kv_blocks, gpu_memory)
             if graphs:
                 self._capture_all()
@@ -411,16 +410,3 @@ class CudaRunner:
 def _decode_shape(size: int, room: int) -> StepShape:
     """Of a decode step that is replayed."""
     return StepShape(tokens=size, sequences=size, drawn=size, draws=size, tiles=0, pieces=room)
-
-
-def _arithmetic(file: GgufFile, device: Device, numbers: Numbers) -> Arithmetic:
-    """Our kernels and what makes machine code of them, NVIDIA's library, and the kind of GPU."""
-    kernels = f"{kernel_revision()[:DIGITS]}, nvcc {compiler_release()}, cuBLASLt {library_release()}"
-    return Arithmetic(
-        runner="cuda",
-        device=device.name,
-        weights=numbers.weights_name,
-        kv=numbers.kv_name,
-        kernels=kernels,
-        model=file.digest()[:DIGITS],
-    )
