@@ -17,6 +17,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -361,6 +362,18 @@ def _parameters(info: bytes) -> list[int]:
             sizes[ordinal] = packed >> 18
         at += length
     return [sizes[ordinal] for ordinal in sorted(sizes)]
+
+
+def install_uncompiled(
+    patch: pytest.MonkeyPatch, cubins: Path, capability: tuple[int, int]
+) -> RecordedDriver:
+    """A driver whose kernels nobody compiles, even where nvcc is: they are looked up in seconds, unchecked."""
+    patch.setenv("XDG_CACHE_HOME", str(cubins))
+    recorded = RecordedDriver(capability)
+    recorded.install(patch)
+    patch.setattr(compilers, "find_nvcc", lambda: "")
+    patch.setattr(compilers, "compiler_version", lambda nvcc: "")
+    return recorded
 
 
 def nvcc_is_there() -> bool:

@@ -9,7 +9,6 @@ from gguf import GGML_QUANT_SIZES
 from gguf.quants import dequantize
 
 from nightmill.worker.model.spec import Activation
-from nightmill.worker.runners.gpu.device import compiler
 from nightmill.worker.runners.gpu.device.device import Device
 from nightmill.worker.runners.gpu.device.operands import Format
 from nightmill.worker.runners.gpu.products.shapes import Kind
@@ -20,7 +19,7 @@ from tests.gpu.qkv_trials import QkvTrial
 from tests.gpu.resident import ResidentWeights
 from tests.gpu.watched_process import run_watched
 from tests.real_products import RealProduct, real_products
-from tests.unit.runners.recorded_cuda import RecordedDriver
+from tests.unit.runners.recorded_cuda import install_uncompiled
 
 HOPPER = (9, 0)
 
@@ -28,11 +27,7 @@ HOPPER = (9, 0)
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Device]:
     """One that computes nothing, and kernels that nobody compiles."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    recorded = RecordedDriver(HOPPER)
-    recorded.install(monkeypatch)
-    monkeypatch.setattr(compiler, "find_nvcc", lambda: "")
-    monkeypatch.setattr(compiler, "compiler_version", lambda nvcc: "")
+    install_uncompiled(monkeypatch, tmp_path, HOPPER)
     with Device() as device:
         yield device
 

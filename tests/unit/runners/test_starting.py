@@ -1,7 +1,6 @@
 """The steps in which a runner on a GPU starts are reported before they begin."""
 
 import re
-from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
 from itertools import groupby
@@ -13,12 +12,11 @@ import pytest
 from nightmill.worker.model.families import read_spec
 from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.runners.gpu import self_test
-from nightmill.worker.runners.gpu.device import compiler
 from nightmill.worker.runners.gpu.numbers import Numbers, WeightNumbers
 from nightmill.worker.runners.gpu.runner import CudaRunner
 from nightmill.worker.runners.gpu.self_test import CheckedProduct
 from nightmill.worker.runners.starting import SelfTestError, StartStep
-from tests.unit.runners.recorded_cuda import RecordedDriver
+from tests.unit.runners.recorded_cuda import RecordedDriver, install_uncompiled
 
 MODEL = Path(__file__).parents[3] / "models" / "nightmill-demo.gguf"
 HOPPER = (9, 0)
@@ -26,14 +24,9 @@ IN_FILE = Numbers(weights=WeightNumbers.FILE)
 
 
 @pytest.fixture
-def driver(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[RecordedDriver]:
+def driver(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> RecordedDriver:
     """CUDA that computes nothing, and kernels that nobody compiles."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    recorded = RecordedDriver(HOPPER)
-    recorded.install(monkeypatch)
-    monkeypatch.setattr(compiler, "find_nvcc", lambda: "")
-    monkeypatch.setattr(compiler, "compiler_version", lambda nvcc: "")
-    yield recorded
+    return install_uncompiled(monkeypatch, tmp_path, HOPPER)
 
 
 @pytest.mark.usefixtures("driver")
