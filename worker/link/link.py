@@ -384,5 +384,7 @@ def launch_engine(
 
 def _about(settings: Settings) -> str:
     """What an engine was to serve, and on what."""
-    gpu = "NumPy" if settings.reference else f"GPU {settings.gpu or 0}"
+    gpu = "the first GPU" if settings.gpu is None else f"GPU {settings.gpu}"
+    if settings.reference:
+        gpu = "NumPy"
     return f"model {settings.model}, weights {settings.weights}, {gpu}"

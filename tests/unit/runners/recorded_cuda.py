@@ -367,7 +367,7 @@ def _parameters(info: bytes) -> list[int]:
 def install_uncompiled(
     patch: pytest.MonkeyPatch, cubins: Path, capability: tuple[int, int]
 ) -> RecordedDriver:
-    """A driver whose kernels nobody compiles, even where nvcc is: they are looked up in seconds, unchecked."""
+    """A driver whose kernels nobody compiles, even where nvcc is: their parameters are not compared."""
     patch.setenv("XDG_CACHE_HOME", str(cubins))
     recorded = RecordedDriver(capability)
     recorded.install(patch)

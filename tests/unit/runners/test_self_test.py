@@ -17,7 +17,7 @@ from nightmill.worker.model.spec import Activation, Role
 from nightmill.worker.runners.gpu.device.device import DeviceLostError
 from nightmill.worker.runners.gpu.device.element import Element
 from nightmill.worker.runners.gpu.device.operands import ELEMENT, FLOAT, Buffer, Format, Matrix
-from nightmill.worker.runners.gpu.self_test import ROWS, CheckedProduct, FileRows, check_products
+from nightmill.worker.runners.gpu.self_test import ROWS, CheckedProduct, FileRows, _sampled, check_products
 from nightmill.worker.runners.gpu.weights.head_order import HeadOrder
 from nightmill.worker.runners.reference import ops
 from nightmill.worker.runners.starting import SelfTestError
@@ -169,6 +169,14 @@ def test_of_a_longer_row_only_the_first_outputs_are_compared(device: StubDevice)
     check(device, replace(one, compared=30))
     with pytest.raises(SelfTestError):
         check(device, one)
+
+
+def test_the_ends_of_all_parts_are_looked_at(device: StubDevice) -> None:
+    parts = tuple(Matrix(3, rows, INPUTS, Format.Q4_K) for rows in (30, 10, 8))
+    one = product(device)
+    sampled = _sampled(replace(one, matrix=replace(one.matrix, parts=parts)), np.random.default_rng(0))
+    assert {0, 29, 30, 39, 40, 47} <= set(sampled.tolist())
+    assert sampled.max() == OUTPUTS - 1
 
 
 def test_a_bias_is_added(device: StubDevice) -> None:

@@ -28,7 +28,7 @@ from nightmill.worker.runners.starting import SelfTestError
 __all__ = ["ROWS", "CheckedProduct", "check_products", "checked_products"]
 
 ROWS = (1, 64)
-_SAMPLES = 12  # outputs of a product, beside the first and the last
+_SAMPLES = 48  # outputs of a product, beside the first and the last of each of its parts
 # Times the root mean square of results, and times a result itself. Half rounds by 5e-4, bfloat16 by 4e-3; FP8
 # rounds weights and activations by up to 6e-2 each.
 _TOLERANCE, _TOLERANCE_BF16, _TOLERANCE_FP8 = 0.01, 0.04, 0.3
@@ -85,8 +85,7 @@ def check_products(
             device.copy_in(held, x)
             device.synchronize()
             numbers = _from_words(x, device.element)
-            most = one.compared or one.outputs
-            outputs = np.unique([0, most - 1, *rng.integers(0, most, _SAMPLES)])
+            outputs = _sampled(one, rng)
             expected = _expected(one, outputs, numbers)
             for rows in sorted({min(rows, one.y.shape[0]) for rows in ROWS}):
                 progress(f"{one.name}, {rows} rows")
@@ -188,6 +187,14 @@ def _name(role: Role, matrix: Matrix, index: int | None) -> str:
     kept = "+".join(one.name for one in matrix.formats)
     where = "" if index is None else f" of layer {index}"
     return f"{role.value}{where}: {matrix.rows:,} x {matrix.columns:,}, {kept}"
+
+
+def _sampled(one: CheckedProduct, rng: np.random.Generator) -> Indices:
+    """Some outputs, in order, the ends of all parts among them."""
+    most = one.compared or one.outputs
+    ends = np.cumsum([part.rows for part in one.matrix.parts], dtype=np.int64)
+    edges = np.concatenate([[0, most - 1], ends - 1, ends])
+    return np.unique([*edges[edges < most], *rng.integers(0, most, _SAMPLES)])
 
 
 def _expected(one: CheckedProduct, outputs: Indices, x: Floats) -> Floats:
