@@ -18,8 +18,8 @@ from tests.llama_quantiser import FILE_TYPES, FileType, type_in_layer, types_of
 from tests.real_models import REAL_MODELS
 
 __all__ = [
-    "HEAD_ROWS", "ROWS", "Part", "RealProduct", "RealQkv", "products_in", "real_products", "real_qkvs",
-    "rows_of",
+    "HEAD_ROWS", "IN_FILE", "ROWS", "Part", "RealProduct", "RealQkv", "products_in", "real_products",
+    "real_qkvs", "rows_of", "typed_specs",
 ]  # fmt: skip
 
 ROWS = (1, 3, 8, 17, 64, 200, 2048)

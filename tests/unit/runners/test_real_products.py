@@ -8,7 +8,16 @@ from nightmill.worker.runners.gpu.activations import LOGIT_ROWS
 from nightmill.worker.runners.gpu.device.operands import ELEMENT, Format
 from nightmill.worker.runners.gpu.products.packed_tiles import PACKED_TILES
 from nightmill.worker.runners.gpu.products.shapes import MANY_ROWS, Kind, padded_rows
-from tests.real_products import HEAD_ROWS, RealProduct, real_products, rows_of
+from nightmill.worker.runners.gpu.products.unpacked import Unpacked
+from tests.real_products import (
+    HEAD_ROWS,
+    IN_FILE,
+    RealProduct,
+    products_in,
+    real_products,
+    rows_of,
+    typed_specs,
+)
 from tests.unit.runners.recorded_products import (
     RecordedLaunchers,
     check_launches,
@@ -91,3 +100,19 @@ def test_heads_go_through_elements_in_pieces_that_cover_them(launchers: Recorded
             assert all(piece.outputs * piece.inputs * ELEMENT.itemsize <= size for piece in pieces)
             assert all(piece.outputs % 8 == 0 for piece in pieces)
             assert len(pieces) == 1 or {piece.pitch for piece in pieces} == {product.outputs}
+
+
+def test_the_room_for_elements_that_is_planned_takes_every_matrix_of_a_model(
+    launchers: RecordedLaunchers,
+) -> None:
+    planned = {
+        (Unpacked.workspace(spec, IN_FILE), product)
+        for spec in typed_specs()
+        for product in products_in(spec)
+        if all(Format[part.format].packed for part in product.parts)
+    }
+    assert len(planned) > 1000
+    for size, product in planned:
+        _, _, _, shape = operands_of(product, HEAD_ROWS[-1])
+        (pieces,) = launchers.by_elements(shape, size)
+        assert len(pieces) == 1 or product.kind == Kind.FLOAT.value, f"{product} in {size:,} bytes"
