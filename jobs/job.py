@@ -172,6 +172,11 @@ class Worker:
     stats: JsonObject | None = None  # what its engine has done, and how full it is, as of the heartbeat
 
     @property
+    def note(self) -> str | None:
+        """What it is doing, or what people should know of how it runs."""
+        return self.detail or (self.stats or {}).get("note")
+
+    @property
     def has_served(self) -> bool:
         """True once it takes jobs, also if it has ended since."""
         # One that is lost had not come to serve if it says what it was loading.

@@ -188,7 +188,7 @@ def stats(batch: str | None, as_json: bool) -> None:
         ("messages in the shared queue", f"{queue:,}"),
     ]
     for worker in workers[:10]:
-        doing = f" ({worker.detail})" if worker.detail else ""
+        doing = f" ({worker.note})" if worker.note else ""
         rows.append((f"worker {worker.id[:8]}", f"{worker.state}{doing}, {worker.model} on {worker.host}"))
     table((), rows)
 

@@ -105,7 +105,7 @@ def _look_at_servers(client: Client) -> Iterator[Finding]:
 
 
 def _serving(worker: Worker) -> str:
-    return f"{worker.model} ({worker.detail})" if worker.detail else worker.model
+    return f"{worker.model} ({worker.note})" if worker.note else worker.model
 
 
 def _look_at_model(settings: Settings, *, quiet: bool) -> Iterator[Finding]:

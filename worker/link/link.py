@@ -33,12 +33,12 @@ from nightmill.worker.link.messages import (
     Failed,
     Follow,
     Grown,
-    Loading,
     Ready,
     Stop,
     Submit,
     Told,
 )
+from nightmill.worker.link.startup import first_answer
 from nightmill.worker.silence import Silence
 from nightmill.worker.watched import watched_thread
 
@@ -50,11 +50,9 @@ ENGINE_COMMAND = (
     "-m",
     "nightmill.worker.link.process",
 )  # -P: not from the working folder
-_SLOW_LOAD_SECONDS = 900.0  # without any progress; reading a tensor of some GB from a slow disk takes minutes
 _PING_SECONDS = 5.0  # at least so often it is asked for a sign of life
 _PATIENCE_SECONDS = 10.0  # for an answer that somebody waits for
 _LESS_PATIENCE_SECONDS = 1.0  # where the one before has waited in vain
-_LOOK_SECONDS = 0.2  # how soon a worker that loads sees that it shall end
 _PING = 0  # the number of a question that nobody waits for
 
 
@@ -85,12 +83,20 @@ def _ignore_growths(growths: list[Growth]) -> None:
 class EngineLink:
     """An engine elsewhere. `start` once; then every method may be called from any thread.
 
-    hang_seconds  silence after which it counts as hung
+    hang_seconds  silence after which it counts as hung, once it is built
+    about         model, weights and GPU, for messages
+    again         starts another engine, with plain products, if kernels fail while this one starts
     """
 
-    def __init__(self, connection: Connection, host: Host, *, hang_seconds: float) -> None:
+    def __init__(
+        self, connection: Connection, host: Host, *, hang_seconds: float, about: str = "",
+        again: Callable[[], tuple[Connection, Host]] | None = None,
+    ) -> None:  # fmt: skip
         self._connection = connection
         self._host = host
+        self._about = about
+        self._again = again
+        self._note = ""
         self._hang_seconds = hang_seconds
         self._patience = min(_PATIENCE_SECONDS, hang_seconds)
         self._sending = threading.Lock()
@@ -124,7 +130,11 @@ class EngineLink:
         """
         self._on_completion, self._on_failure = on_completion, on_failure
         self._on_growths = on_growths
-        answer = self._first_answer(while_loading)
+        answer = first_answer(self._connection, while_loading, self._about)
+        if isinstance(answer, Failed) and answer.by_products and self._start_again(answer.reason):
+            first, answer = answer, first_answer(self._connection, while_loading, self._about)
+            if isinstance(answer, Failed):
+                answer = Failed(f"{answer.reason}; with the usual products, before: {first.reason}")
         if not isinstance(answer, Ready):
             self.stop()
             raise RunnerError(answer.reason if isinstance(answer, Failed) else f"unexpected: {answer}")
@@ -149,6 +159,11 @@ class EngineLink:
     def hang_seconds(self) -> float:
         """Silence after which the engine counts as hung, and is killed."""
         return self._hang_seconds
+
+    @property
+    def note(self) -> str:
+        """What people should know of how it runs; "" if it runs as usual."""
+        return self._note
 
     @property
     def alive(self) -> bool:
@@ -252,21 +267,22 @@ class EngineLink:
                 log.warning("the engine has not answered for %.0f s", patience)
         return None
 
-    def _first_answer(self, while_loading: Callable[[str | None], None]) -> Answer:
-        silence = Silence(_SLOW_LOAD_SECONDS, 10 * _LOOK_SECONDS)
-        try:
-            while not silence.too_long():
-                if not self._connection.poll(_LOOK_SECONDS):
-                    while_loading(None)
-                    continue
-                silence.broken()
-                answer: Answer = self._connection.recv()
-                if not isinstance(answer, Loading):
-                    return answer
-                while_loading(answer.what)
-        except (EOFError, OSError):
-            return Failed("the engine's process ended before it was ready; its output tells more")
-        return Failed(f"the engine has not gone on loading for {silence.limit:.0f} s: is the disk too slow?")
+    def _start_again(self, reason: str) -> bool:
+        """Put an engine with plain products in the place of one whose kernels failed, if there is such a way.
+
+        A kernel that traps or hangs leaves a CUDA context that is of no use: only another process helps.
+        """
+        if self._again is None:
+            return False
+        self._host.join(0.0)
+        with self._ending:
+            if self._over:
+                return False
+            self._connection.close()
+            self._connection, self._host = self._again()
+        log.error("%s: the engine is started once more, with plain products, which are slower", reason)
+        self._note = f"plain products, slower than usual: {reason}"
+        return True
 
     def _receive(self) -> None:
         try:
@@ -351,15 +367,35 @@ def launch_engine(
 
     It ends when the pipe does, however this process ends.
     """
-    ours, theirs = Pipe()
-    try:
-        process = subprocess.Popen(
-            [*(command or ENGINE_COMMAND), str(theirs.fileno())],
-            pass_fds=[theirs.fileno()],
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl-C in a terminal is the worker's to handle
-        )
-    finally:
-        theirs.close()
-    ours.send(Begin(settings, logging.getLogger().getEffectiveLevel()))
-    return EngineLink(ours, _Process(process), hang_seconds=hang_seconds)
+
+    def begun(*, plain_products: bool) -> tuple[Connection, _Process]:
+        ours, theirs = Pipe()
+        try:
+            process = subprocess.Popen(
+                [*(command or ENGINE_COMMAND), str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,  # Ctrl-C in a terminal is the worker's to handle
+            )
+        finally:
+            theirs.close()
+        ours.send(Begin(settings, logging.getLogger().getEffectiveLevel(), plain_products))
+        return ours, _Process(process)
+
+    may_be_packed = settings.weights in ("auto", "file") and not settings.reference
+    connection, host = begun(plain_products=False)
+    return EngineLink(
+        connection,
+        host,
+        hang_seconds=hang_seconds,
+        about=_about(settings),
+        again=(lambda: begun(plain_products=True)) if may_be_packed else None,
+    )
+
+
+def _about(settings: Settings) -> str:
+    """What an engine was to serve, and on what."""
+    gpu = "the first GPU" if settings.gpu is None else f"GPU {settings.gpu}"
+    if settings.reference:
+        gpu = "NumPy"
+    return f"model {settings.model}, weights {settings.weights}, {gpu}"

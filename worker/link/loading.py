@@ -2,13 +2,11 @@
 
 import logging
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard
 
-import numpy as np
-import numpy.typing as npt
 from threadpoolctl import threadpool_limits
 
 from nightmill import package_directory
@@ -20,6 +18,7 @@ from nightmill.worker.engine.engine import Engine
 from nightmill.worker.engine.probing import probe
 from nightmill.worker.engine.stats import EngineStats
 from nightmill.worker.grammar import Grammars
+from nightmill.worker.link.reporting import ReportingFile
 from nightmill.worker.link.speed import room_of
 from nightmill.worker.model.chat import ChatTemplate, Limits
 from nightmill.worker.model.families import read_spec
@@ -34,6 +33,7 @@ from nightmill.worker.runners.gpu.element_choice import ElementChoice, choose_el
 from nightmill.worker.runners.gpu.numbers import Numbers, WeightNumbers
 from nightmill.worker.runners.kv_format import KvFormat
 from nightmill.worker.runners.reference import ReferenceRunner, choose_kv_blocks
+from nightmill.worker.runners.starting import Progress, StartStep, no_progress
 
 if TYPE_CHECKING:
     from nightmill.jobs.sql.claims import Claim
@@ -60,11 +60,17 @@ REFERENCE_HANG_SECONDS = 600.0
 
 @dataclass(frozen=True)
 class OpenModel:
-    """A model file, opened and checked: what an engine needs."""
+    """A model file, opened and checked: what an engine needs.
+
+    progress        is told the steps in which an engine on it starts
+    plain_products  `Numbers.plain_products`
+    """
 
     file: GgufFile
     spec: ModelSpec
     vocabulary: Vocabulary
+    progress: Progress = field(default=no_progress, kw_only=True)
+    plain_products: bool = field(default=False, kw_only=True)
 
 
 @dataclass(frozen=True)
@@ -170,34 +176,15 @@ def _is_chat(messages: object) -> TypeGuard[Sequence[Mapping[str, Any]]]:
     return isinstance(messages, Sequence) and all(isinstance(message, Mapping) for message in messages)
 
 
-class ReportingFile(GgufFile):
-    """A model file that says how much of it has been read, for those who wait for it."""
-
-    report: Callable[[str], None] | None = None
-    _size = 0
-    _read = 0
-    _said = ""
-
-    def raw(self, name: str) -> npt.NDArray[np.uint8]:
-        """The tensor's bytes, as `GgufFile.raw`."""
-        if self.report is not None:
-            self._size = self._size or sum(info.nbytes for info in self.tensors.values())
-            share = min(self._read / self._size, 1.0)  # a runner may read a tensor twice
-            if (what := f"{share:.0%} of {self._size / 1e9:.1f} GB") != self._said:
-                self._said = what
-                self.report(what)
-            self._read += self.tensors[name].nbytes if name in self.tensors else 0
-        return super().raw(name)
-
-
-def open_model(settings: Settings, *, report: Callable[[str], None] | None = None) -> OpenModel:
+def open_model(settings: Settings, *, progress: Progress | None = None) -> OpenModel:
     """Open and check the model file; raises SettingsError where none is named, ModelFileError for faults.
 
-    `report` is told how much of the weights a runner has read.
+    `progress` is told how far an engine on it is, and how much of the weights a runner has read.
     """
     file = ReportingFile.open(model_path(settings))
-    file.report = report
-    return OpenModel(file, read_spec(file), Vocabulary.from_gguf(file))
+    file.progress = progress
+    vocabulary = Vocabulary.from_gguf(file)
+    return OpenModel(file, read_spec(file), vocabulary, progress=progress or no_progress)
 
 
 def load_model(settings: Settings) -> LoadedModel:
@@ -323,6 +310,7 @@ def build_engine(settings: Settings, model: OpenModel) -> Engine:
     vocabulary.spell_all()
     grammars = Grammars(vocabulary, spec.vocab)  # which reads the vocabulary while the runner loads
     runner: Runner
+    model.progress(StartStep.STARTING, "")
     if gpu is None:
         token_budget = max(REFERENCE_TOKEN_BUDGET, sequences)
         runner = _reference_runner(settings, model, sequences=sequences, context=context)
@@ -332,7 +320,10 @@ def build_engine(settings: Settings, model: OpenModel) -> Engine:
         runner = cuda = CudaRunner(
             model.file, spec, slots=sequences, depth=GPU_DEPTH, gpu_memory=settings.gpu_memory,
             context=context, max_tokens=max(GPU_TOKEN_BUDGET, sequences), gpu=gpu,
-            numbers=numbers_of(settings, model.file, spec),
+            numbers=replace(
+                numbers_of(settings, model.file, spec), plain_products=model.plain_products
+            ),
+            progress=model.progress,
         )  # fmt: skip
         token_budget = cuda.max_tokens
         room = room_of(
@@ -358,6 +349,7 @@ def build_engine(settings: Settings, model: OpenModel) -> Engine:
         )
 
     try:
+        model.progress(StartStep.PROBING, "")
         probe(engine(), spec.vocab)  # by an engine of its own, which counts for itself
     except BaseException:  # Ctrl-C too must not leave memory of the GPU behind
         runner.close()

@@ -10,14 +10,19 @@ from nightmill.jobs.arithmetic import Arithmetic
 from nightmill.jobs.settings import Settings
 from nightmill.worker.engine.request import Completion, Growth, Progress, Request
 from nightmill.worker.engine.stats import EngineStats
+from nightmill.worker.runners.starting import StartStep
 
 
 @dataclass(frozen=True, slots=True)
 class Begin:
-    """First command: what to serve, and how much to log."""
+    """First command: what to serve, and how much to log.
+
+    plain_products  the second way to multiply packed weights, after the first has failed
+    """
 
     settings: Settings
     log_level: int
+    plain_products: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +69,20 @@ class Stop:
 
 @dataclass(frozen=True, slots=True)
 class Loading:
-    """How far the engine is built, for people."""
+    """How far the engine is built: the step that begins or goes on, and news of it for people, or ""."""
 
-    what: str
+    step: StartStep
+    news: str = ""
+
+    @property
+    def words(self) -> str:
+        """Both, for people."""
+        return f"{self.step.words}: {self.news}" if self.news else self.step.words
+
+    @property
+    def shown(self) -> str:
+        """What a worker says of itself: of weights, the share alone."""
+        return self.news if self.step is StartStep.LOADING and self.news else self.words
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,9 +119,13 @@ class Told:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The engine could not be built, or broke; nothing follows."""
+    """The engine could not be built, or broke; nothing follows.
+
+    by_products  a kernel gave wrong results, trapped or hung: plain products may help
+    """
 
     reason: str
+    by_products: bool = False
 
 
 Command = Begin | Submit | Cancel | Ask | Follow | Abandon | Stop

@@ -11,8 +11,10 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from multiprocessing.connection import Connection
 
 from nightmill.jobs.errors import NightmillError
@@ -38,6 +40,8 @@ from nightmill.worker.link.messages import (
     Told,
 )
 from nightmill.worker.link.preparing import Preparing
+from nightmill.worker.runners.gpu.device.device import DeviceLostError
+from nightmill.worker.runners.starting import SelfTestError, StartStep
 
 log = logging.getLogger(__name__)
 
@@ -80,8 +84,10 @@ def serve(
 
 def _fail(connection: Connection, error: Exception) -> int:
     named = isinstance(error, NightmillError)
+    by_products = isinstance(error, (SelfTestError, DeviceLostError))
     try:
-        connection.send(Failed(str(error) if named else f"{type(error).__name__}: {error}"))
+        reason = str(error) if named else f"{type(error).__name__}: {error}"
+        connection.send(Failed(reason, by_products))
     except OSError:
         log.warning("the worker is gone, too")
     return 1
@@ -181,11 +187,24 @@ def main() -> int:
         fit(logging.getLogger().handlers, begin.settings.log_format, begin.settings.scrubbed)
 
         def build() -> Engine:
-            model = open_model(begin.settings, report=lambda what: connection.send(Loading(what)))
-            connection.send(Loading("starting the runner"))  # on a GPU, its kernels may have to be compiled
-            return build_engine(begin.settings, model)
+            progress = _Reporting(connection)
+            progress(StartStep.OPENING)
+            model = open_model(begin.settings, progress=progress)
+            return build_engine(begin.settings, replace(model, plain_products=begin.plain_products))
 
         return serve(connection, build)
+
+
+class _Reporting:
+    """Sends how far the engine is built; called from any thread, as kernels are compiled on several."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._sending = threading.Lock()
+
+    def __call__(self, step: StartStep, news: str = "") -> None:
+        with self._sending:
+            self._connection.send(Loading(step, news))
 
 
 def _die_with_the_worker() -> None:

@@ -23,4 +23,5 @@ class Load:
         self._last = now, stats.generated_tokens
         speed = (stats.generated_tokens - tokens) / max(now - then, 1e-3)
         told = {"in_flight": len(self._service.in_flight.keys()), "tokens_per_second": round(speed, 1)}
-        return asdict(stats) | told | self._probe.last
+        note = {"note": self._service.engine.note} if self._service.engine.note else {}
+        return asdict(stats) | told | self._probe.last | note

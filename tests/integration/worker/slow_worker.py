@@ -7,7 +7,8 @@ from pathlib import Path
 
 from nightmill.jobs.settings import Settings
 from nightmill.worker.engine.engine import Engine
-from nightmill.worker.link.loading import OpenModel, ReportingFile, build_engine
+from nightmill.worker.link.loading import OpenModel, build_engine
+from nightmill.worker.link.reporting import ReportingFile
 from tests.own_engine import run_module
 
 NAME = "tests.integration.worker.slow_worker"

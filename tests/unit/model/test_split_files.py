@@ -8,7 +8,8 @@ import pytest
 
 from nightmill.jobs.errors import ModelFileError
 from nightmill.jobs.settings import Settings
-from nightmill.worker.link.loading import ReportingFile, load_model, name_of
+from nightmill.worker.link.loading import load_model, name_of
+from nightmill.worker.link.reporting import ReportingFile
 from nightmill.worker.model.families import read_spec
 from nightmill.worker.model.gguf.file import GgufFile
 from tests.ggufs import write_model
@@ -30,7 +31,7 @@ def test_a_split_model_is_the_whole_one(first: Path, tmp_path: Path) -> None:
     assert len(parts(first)) > 2
     with ReportingFile.open(first) as file, GgufFile.open(whole_path) as whole:
         told: list[str] = []
-        file.report = told.append
+        file.progress = lambda step, news: told.append(news)
         assert read_spec(file) == read_spec(whole)
         assert list(file.tensors) == list(whole.tensors)
         for name in whole.tensors:

@@ -17,12 +17,14 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from nightmill.worker.runners.gpu import self_test
 from nightmill.worker.runners.gpu.device import compiler as compilers
 from nightmill.worker.runners.gpu.device import functions
 
@@ -98,6 +100,7 @@ class RecordedDriver:
             return function
 
         patch.setattr(functions.Module, "function", checked)
+        patch.setattr(self_test, "_compare", _nothing)  # nothing is computed
 
     def allocate(self, size: int) -> SimpleNamespace:
         """Addresses that nothing else has, with a gap behind."""
@@ -150,6 +153,7 @@ class RecordedDriver:
         driver.mem_alloc = self.allocate
         driver.pagelocked_zeros = np.zeros
         driver.memcpy_htod = driver.memcpy_htod_async = driver.memset_d8_async = _nothing
+        driver.memcpy_dtod_async = driver.memset_d2d8_async = _nothing
         driver.memcpy_dtoh = driver.memcpy_dtoh_async = download
         return driver
 
@@ -358,6 +362,18 @@ def _parameters(info: bytes) -> list[int]:
             sizes[ordinal] = packed >> 18
         at += length
     return [sizes[ordinal] for ordinal in sorted(sizes)]
+
+
+def install_uncompiled(
+    patch: pytest.MonkeyPatch, cubins: Path, capability: tuple[int, int]
+) -> RecordedDriver:
+    """A driver whose kernels nobody compiles, even where nvcc is: their parameters are not compared."""
+    patch.setenv("XDG_CACHE_HOME", str(cubins))
+    recorded = RecordedDriver(capability)
+    recorded.install(patch)
+    patch.setattr(compilers, "find_nvcc", lambda: "")
+    patch.setattr(compilers, "compiler_version", lambda nvcc: "")
+    return recorded
 
 
 def nvcc_is_there() -> bool:

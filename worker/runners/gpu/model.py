@@ -64,6 +64,16 @@ class Model:
         self._has_few = all(layer.kernels.few is not None for layer in layers)
 
     @property
+    def weights(self) -> Weights:
+        """Those of all layers, and of embedding and head."""
+        return self._weights
+
+    @property
+    def activations(self) -> Activations:
+        """The buffers of a step, which may be overwritten between two."""
+        return self._at
+
+    @property
     def drawn(self) -> Buffer:
         """Where a step leaves the tokens that it drew, int32 (R,)."""
         return self._at.drawn

@@ -39,12 +39,14 @@ _WORDS = {
 class Numbers:
     """What a runner is told of its formats. Texts depend on them: they are part of the arithmetic's name.
 
-    element  of activations, and of weights, keys and values that are kept in no other format
+    element         of activations, and of weights, keys and values that are kept in no other format
+    plain_products  matrices that stay packed become elements before each product; slower, and the same bits
     """
 
     element: Element = Element.F16
     weights: WeightNumbers = WeightNumbers.ELEMENT
     kv: KvFormat = KvFormat.ELEMENT
+    plain_products: bool = False
 
     @property
     def weights_name(self) -> str:
@@ -57,6 +59,7 @@ class Numbers:
         """What is kept in another format than the element, for a person; nothing if all is."""
         said = {
             f"weights {self.weights.words}": self.weights in (WeightNumbers.FILE, WeightNumbers.FP8),
+            "plain products": self.plain_products,
             "keys and values in FP8": self.kv is KvFormat.FP8,
         }
         return ", ".join(words for words, so in said.items() if so)

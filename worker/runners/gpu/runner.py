@@ -15,16 +15,16 @@ from typing import Any
 
 import numpy as np
 
-from nightmill.jobs.arithmetic import DIGITS, Arithmetic
 from nightmill.jobs.errors import RunnerError
 from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.model.spec import ModelSpec
 from nightmill.worker.runners.base import FOUND, DrawArray, Drawn, IntArray, StepBatch, masked_draws, tells
 from nightmill.worker.runners.gpu.activations import LOGIT_ROWS, Activations, most_draws
+from nightmill.worker.runners.gpu.arithmetic import arithmetic_of
 from nightmill.worker.runners.gpu.attention.choice import Attentions
 from nightmill.worker.runners.gpu.attention.pieces import whole_pieces
 from nightmill.worker.runners.gpu.catalogue import check_spec, sources_for, workspace_bytes
-from nightmill.worker.runners.gpu.device.compiler import compile_all, compiler_release, kernel_revision
+from nightmill.worker.runners.gpu.device.compiler import compile_all
 from nightmill.worker.runners.gpu.device.device import Device
 from nightmill.worker.runners.gpu.device.graphs import Graph, bucket_of, buckets
 from nightmill.worker.runners.gpu.kv_cache import PAGE, KvCache, page_bytes
@@ -40,7 +40,6 @@ from nightmill.worker.runners.gpu.model import Model, Shared
 from nightmill.worker.runners.gpu.numbers import HALF, Numbers, WeightNumbers
 from nightmill.worker.runners.gpu.products.chooser import Products
 from nightmill.worker.runners.gpu.products.kinds import kinds_of
-from nightmill.worker.runners.gpu.products.library import library_release
 from nightmill.worker.runners.gpu.products.packed_tiles import packed_products
 from nightmill.worker.runners.gpu.products.shapes import MANY_ROWS
 from nightmill.worker.runners.gpu.products.unpacked import Unpacked
@@ -51,10 +50,12 @@ from nightmill.worker.runners.gpu.rows.norms import Norms
 from nightmill.worker.runners.gpu.sampling.masks import MaskBuffers
 from nightmill.worker.runners.gpu.sampling.sampler import Sampler
 from nightmill.worker.runners.gpu.sampling.slots import SlotTable
+from nightmill.worker.runners.gpu.self_test import check_products, checked_products
 from nightmill.worker.runners.gpu.steps import PADDING, StepBuffers, StepInputs, StepShape, padded_lengths
 from nightmill.worker.runners.gpu.weights.choice import choose_weights
 from nightmill.worker.runners.gpu.weights.layout import padded_vocab, weight_bytes
 from nightmill.worker.runners.gpu.weights.loading import load_weights
+from nightmill.worker.runners.starting import Progress, StartStep, no_progress
 
 __all__ = ["CudaRunner"]
 
@@ -91,6 +92,7 @@ class CudaRunner:
     graphs         replay decode steps from CUDA graphs
     tune           time the algorithms of products at start-up, else take the library's first guess
     report         told what is being done, for a person who waits
+    progress       told the steps of the start, each before it begins
 
     Raises RunnerError (CudaError, KernelCompileError, ...) where the GPU, the toolkit or the memory does not
     suffice, ModelFileError for weights that it cannot compute with.
@@ -100,7 +102,7 @@ class CudaRunner:
         self, file: GgufFile, spec: ModelSpec, *, kv_blocks: int | None = None, gpu_memory: float = 0.9,
         slots: int, depth: int = 2, context: int | None = None, max_tokens: int = 8192,
         max_draws: int | None = None, gpu: int = 0, numbers: Numbers = HALF, graphs: bool = True,
-        tune: bool = True, report: Callable[[str], None] = log.info,
+        tune: bool = True, report: Callable[[str], None] = log.info, progress: Progress = no_progress,
     ) -> None:  # fmt: skip
         if max_tokens < slots:
             raise ValueError(f"a step of {max_tokens} tokens cannot hold one token of each of {slots} slots")
@@ -114,6 +116,7 @@ class CudaRunner:
         self.max_draws = max(max_draws or most_draws(slots), slots)
         self._context = min(context or spec.context_length, spec.context_length)
         self._report = report
+        self._progress = progress
         self._pending: deque[_Launch] = deque()
         self._graphs: dict[tuple[int, int], Graph] = {}
         """Whole decode steps, by sequences, and pieces of their contexts."""
@@ -125,10 +128,13 @@ class CudaRunner:
         self._products: Products | None = None
         self.device = Device(gpu, numbers.element, numbers.kv)
         try:
-            self.arithmetic = _arithmetic(file, self.device, numbers)
+            self.arithmetic = arithmetic_of(file, self.device, numbers)
             self._build(file, spec, numbers, kv_blocks, gpu_memory)
             if graphs:
                 self._capture_all()
+            self._progress(StartStep.SELF_TEST, "")
+            checked = list(checked_products(self.device, self._model, spec, file))
+            check_products(self.device, checked, lambda news: self._progress(StartStep.SELF_TEST, news))
         except BaseException:  # Ctrl-C too, while it loads: the GPU is given back, and the error goes on up
             self.close()
             raise
@@ -150,7 +156,9 @@ class CudaRunner:
                 "not: give another --weights"
             )
         sources = sources_for(spec, numbers, hopper=device.hopper)
-        compile_all(sources, device.architecture)  # at once; each is then in the cache
+        self._progress(StartStep.COMPILING, "")
+        compile_all(sources, device.architecture, report=self._compiled)  # each is then in the cache
+        self._progress(StartStep.STARTING, "planning the memory")
         free = device.free_memory()
         attentions = Attentions(device, spec, max_context=context)
         self._decode = decode = attentions.decode
@@ -195,7 +203,9 @@ class CudaRunner:
             device, activate, at.gate_up, kinds_of(spec), Unpacked.workspace(spec, numbers), quantised,
             packed_products(spec, numbers),
         )  # fmt: skip
+        self._progress(StartStep.LOADING, "")
         weights = load_weights(device, file, spec, numbers, report=self._report)
+        self._progress(StartStep.STARTING, "binding the layers")
         cache = KvCache.allocate(device, spec, self.kv_blocks + 1)  # one more for rows of padding
         layers = bind_layers(
             device, spec, weights, cache, at, products, norms, activate, attentions, max_context=context
@@ -300,10 +310,16 @@ class CudaRunner:
             self._products = None
         self.device.close()
 
+    def _compiled(self, news: str) -> None:
+        """A kernel is compiled; called on threads that compile."""
+        log.info("%s", news)
+        self._progress(StartStep.COMPILING, news)
+
     def _tune_many_rows(self) -> None:
         """Choose how steps of many tokens are multiplied: of the most there can be, a half, a quarter ..."""
         rows = self.max_tokens
         while rows > MANY_ROWS:
+            self._progress(StartStep.TUNING, f"{rows:,} rows")
             self._model.tune(rows, 1)
             rows //= 2
 
@@ -312,7 +328,9 @@ class CudaRunner:
         began, free = time.monotonic(), self.device.free_memory()
         for size in reversed(buckets(self.slots)):
             if self._tune:
+                self._progress(StartStep.TUNING, f"{size:,} rows")
                 self._model.tune(size, size)
+            self._progress(StartStep.CAPTURING, f"{size:,} sequences")
             for room in self._decode.rooms(size):
                 self._graphs[size, room] = self._capture(size, room, draws=True)
         self.device.synchronize()
@@ -392,16 +410,3 @@ class CudaRunner:
 def _decode_shape(size: int, room: int) -> StepShape:
     """Of a decode step that is replayed."""
     return StepShape(tokens=size, sequences=size, drawn=size, draws=size, tiles=0, pieces=room)
-
-
-def _arithmetic(file: GgufFile, device: Device, numbers: Numbers) -> Arithmetic:
-    """Our kernels and what makes machine code of them, NVIDIA's library, and the kind of GPU."""
-    kernels = f"{kernel_revision()[:DIGITS]}, nvcc {compiler_release()}, cuBLASLt {library_release()}"
-    return Arithmetic(
-        runner="cuda",
-        device=device.name,
-        weights=numbers.weights_name,
-        kv=numbers.kv_name,
-        kernels=kernels,
-        model=file.digest()[:DIGITS],
-    )

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection, Sequence
 
+from nightmill.worker.model.spec import Activation
 from nightmill.worker.runners.gpu.device.device import CudaError, Device
 from nightmill.worker.runners.gpu.device.operands import Buffer, Format, Matrix
 from nightmill.worker.runners.gpu.products.clock import Choices, Clock
@@ -73,6 +74,11 @@ class Product:
             self._choose(padded)
 
     @property
+    def activation(self) -> Activation | None:
+        """Of the gate, where the product has that inside."""
+        return self._shape(1).kind.activation
+
+    @property
     def tuned(self) -> dict[int, str]:
         """The names of the ways that were fastest, by rows."""
         return {rows: way.name for rows, way in sorted(self._choices.tuned.items())}
@@ -89,7 +95,8 @@ class Products:
     kinds              that there will be
     unpacked           bytes for packed weights that become elements (`Unpacked.workspace`)
     quantised          where layers have FP8 weights: room for what enters their products, as FP8
-    packed             kinds and formats of products with packed weights that there will be
+    packed             kinds and formats of products that take packed weights as they are; other matrices
+                       that are packed become elements first
     """
 
     def __init__(
@@ -109,6 +116,8 @@ class Products:
             self._packed = [PackedFew(device, packed), PackedTiles(device, packed)]
         elif packed:
             self._packed = [PackedRows(device, {kept for _, kept in packed}, activate, gate_up)]
+        self.takes_packed = bool(packed)
+        """Whether kernels multiply packed weights as they are."""
         self._unpacked = Unpacked(device, unpacked, self._of_elements) if unpacked else None
         self.clock = Clock(device, self._library.scratch, LibraryProducts.workspace())
         self._elements = device.element.format

@@ -64,6 +64,8 @@ class PackedQkv:
     @classmethod
     def sources(cls, spec: ModelSpec, numbers: Numbers, *, hopper: bool) -> list[Source]:
         """What they are compiled from."""
+        if numbers.plain_products:
+            return []
         layers: dict[tuple[Attention, _Formats], None] = {}
         for index, layer in enumerate(spec.layers):
             weight = spec.layer_weights(index)[Role.QKV]

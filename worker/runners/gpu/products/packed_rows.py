@@ -45,7 +45,7 @@ class PackedRows:
     @staticmethod
     def sources(spec: ModelSpec, numbers: Numbers, *, hopper: bool) -> list[Source]:
         """What it is compiled from: a file for each format."""
-        formats = [] if hopper else sorted(formats_in(spec, numbers), key=str)
+        formats = [] if hopper or numbers.plain_products else sorted(formats_in(spec, numbers), key=str)
         return [_source(kept) for kept in formats if kept.packed]
 
     def candidates(self, shape: Shape) -> list[Candidate]:

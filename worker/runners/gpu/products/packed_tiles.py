@@ -200,7 +200,9 @@ PACKED_TILES = {
 
 
 def packed_products(spec: ModelSpec, numbers: Numbers) -> set[PackedProduct]:
-    """The kinds and formats of a model's products with packed weights."""
+    """The kinds and formats of a model's products with packed weights; none if its products are plain."""
+    if numbers.plain_products:
+        return set()
     by_role: dict[Role, set[Kind]] = {}
     for layer in spec.layers:
         kinds = layer_kinds(layer)

@@ -45,13 +45,16 @@ class Qkv:
         self, device: Device, attention: Attention, weight: Matrix, products: Products, rotation: Rotation
     ) -> None:
         self._device = device
-        self._product = products.of(Kind.PLAIN, attention.qkv, weight.columns, weight.format)
+        self.product = products.of(Kind.PLAIN, attention.qkv, weight.columns, weight.format)
         self._rotation = rotation
         self._every = [_Choice(self._apart)]
         if HopperQkv.suits(attention, weight.format, hopper=device.hopper):
             fused = HopperQkv(device, attention, rotation.table)
             self._every += [_Choice(partial(fused.run, tile)) for tile in fused.tiles]
-        if PackedQkv.suits(attention, weight.formats, device.kv, hopper=device.hopper):
+        suits = PackedQkv.suits(attention, weight.formats, device.kv, hopper=device.hopper)
+        self.takes_packed = suits and products.takes_packed
+        """Whether a kernel multiplies and rotates with packed weights."""
+        if self.takes_packed:
             packed = PackedQkv(device, attention, weight.formats, rotation.table)
             tiles = (tile for tile in packed.tiles if tile.takes(weight.columns))
             self._every += [_Choice(partial(packed.run, tile), tile.worthwhile) for tile in tiles]
@@ -83,7 +86,7 @@ class Qkv:
 
         What is at `qkv` and `numbers` is overwritten; the pages are not.
         """
-        self._product.tune(x, [layer.qkv for layer in layers], qkv, rows, beside)
+        self.product.tune(x, [layer.qkv for layer in layers], qkv, rows, beside)
         if len(self._every) == 1:
             return
         nowhere = numbers.address
@@ -103,5 +106,5 @@ class Qkv:
         self, x: Buffer, layer: LayerWeights, positions: int, cache_rows: int, qkv: Buffer, cache: LayerCache,
         rows: int,
     ) -> None:  # fmt: skip
-        self._product(x, layer.qkv, qkv, rows)
+        self.product(x, layer.qkv, qkv, rows)
         self._rotation(qkv, layer, positions, cache_rows, cache, rows)

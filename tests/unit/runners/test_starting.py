@@ -1,0 +1,110 @@
+"""The steps in which a runner on a GPU starts are reported before they begin."""
+
+import re
+from contextlib import closing
+from dataclasses import replace
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nightmill.worker.model.families import read_spec
+from nightmill.worker.model.gguf.file import GgufFile
+from nightmill.worker.runners.gpu import self_test
+from nightmill.worker.runners.gpu.numbers import Numbers, WeightNumbers
+from nightmill.worker.runners.gpu.runner import CudaRunner
+from nightmill.worker.runners.gpu.self_test import CheckedProduct
+from nightmill.worker.runners.starting import SelfTestError, StartStep
+from tests.unit.runners.recorded_cuda import RecordedDriver, install_uncompiled
+
+MODEL = Path(__file__).parents[3] / "models" / "nightmill-demo.gguf"
+HOPPER = (9, 0)
+IN_FILE = Numbers(weights=WeightNumbers.FILE)
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> RecordedDriver:
+    """CUDA that computes nothing, and kernels that nobody compiles."""
+    return install_uncompiled(monkeypatch, tmp_path, HOPPER)
+
+
+@pytest.mark.usefixtures("driver")
+def test_each_step_of_a_start_is_reported_before_it_begins() -> None:
+    told: list[tuple[StartStep, str]] = []
+    file = GgufFile.open(MODEL)
+    runner = CudaRunner(
+        file, read_spec(file), slots=8, context=128, kv_blocks=64, max_tokens=2048, numbers=IN_FILE,
+        progress=lambda step, news: told.append((step, news)),
+    )  # fmt: skip
+    runner.close()
+    steps = [step for step, _ in groupby(step for step, _ in told)]
+    first = [StartStep.COMPILING, StartStep.STARTING, StartStep.LOADING, StartStep.STARTING]
+    assert steps[: len(first)] == first
+    assert steps[len(first) : len(first) + 3] == [StartStep.TUNING, StartStep.CAPTURING, StartStep.TUNING]
+    assert (StartStep.TUNING, "2,048 rows") in told
+    for size in (1, 2, 4, 8):
+        assert (StartStep.TUNING, f"{size} rows") in told
+        assert (StartStep.CAPTURING, f"{size} sequences") in told
+    compiled = [news for step, news in told if step is StartStep.COMPILING and news]
+    assert any("packed_gemm.cu" in news for news in compiled)
+
+
+@pytest.mark.usefixtures("driver")
+def test_nobody_has_to_listen() -> None:
+    file = GgufFile.open(MODEL)
+    options = {"slots": 4, "context": 128, "kv_blocks": 64, "tune": False, "graphs": False}
+    with closing(CudaRunner(file, read_spec(file), **options)) as runner:  # type: ignore[arg-type]
+        assert runner.max_tokens
+
+
+def started(driver: RecordedDriver, numbers: Numbers) -> list[str]:
+    """Names of the kernels that a start launches, its news of the self-test before them."""
+    told: list[str] = []
+    file = GgufFile.open(MODEL)
+    runner = CudaRunner(
+        file, read_spec(file), slots=8, context=128, kv_blocks=64, max_tokens=512, numbers=numbers,
+        progress=lambda step, news: told.append(news) if step is StartStep.SELF_TEST else None,
+    )  # fmt: skip
+    runner.close()
+    return [*filter(None, told), *driver.launches]
+
+
+def test_products_that_take_packed_or_fp8_weights_are_tested(driver: RecordedDriver) -> None:
+    for numbers in (IN_FILE, Numbers(weights=WeightNumbers.FP8)):
+        told = [line for line in started(driver, numbers) if line.endswith(" rows")]
+        parts = ("qkv", "attn_output", "gate_up", "ffn_down")
+        tested = parts if numbers.weights is WeightNumbers.FP8 else (*parts, "head")
+        for part in tested:
+            assert any(line.startswith(part) and line.endswith(", 1 rows") for line in told), part
+        fused = [line for line in told if line.startswith("rotated qkv")]
+        assert bool(fused) == (numbers.weights is WeightNumbers.FILE)
+    assert not [line for line in started(driver, Numbers()) if line.endswith(" rows")]
+
+
+def test_plain_products_launch_no_kernel_that_takes_packed_weights(driver: RecordedDriver) -> None:
+    plain = replace(IN_FILE, plain_products=True)
+    names = started(driver, plain)
+    packed = re.compile(r"(product|float|swiglu|residual|qkv)(_\d+){3,}$")
+    by_elements = {name for name in driver.launches if name.startswith("unpack_")}
+    assert by_elements == {"unpack_Q8_0"}
+    tiles_of_elements = re.compile(r"(product|swiglu|residual|qkv)(_\d+){5,6}$")
+    assert {name for name in driver.launches if packed.search(name)} <= {
+        name for name in driver.launches if tiles_of_elements.search(name)
+    }
+    assert any(line.startswith("qkv of layer 0") for line in names)
+    assert not any(line.startswith("rotated") for line in names)
+    assert plain.weights_name == IN_FILE.weights_name, "they have the same bits"
+    assert "plain products" in plain.words
+
+
+def test_a_runner_whose_products_are_wrong_is_not_built(
+    driver: RecordedDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def wrong(one: CheckedProduct, rows: int, *results: Any) -> None:
+        raise SelfTestError(f"{one.name} is wrong for {rows} rows")
+
+    monkeypatch.setattr(self_test, "_compare", wrong)
+    with pytest.raises(SelfTestError, match=r"qkv of layer 0.* is wrong for 1 rows"):
+        started(driver, IN_FILE)
+    assert started(driver, Numbers())

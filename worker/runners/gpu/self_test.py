@@ -1,0 +1,247 @@
+"""A look at the products of a model before it takes jobs: are they those of its weights?
+
+Each product of layers and head that takes packed or FP8 weights is computed with the model's own matrices, by
+the ways that were chosen for one row and for 64. Some outputs of each row are held against NumPy in float64,
+over rows of the file. So a kernel that does not suit a shape is found by the worker, not by its users.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+from gguf.quants import dequantize
+
+from nightmill.worker.model.gguf.file import GgufFile
+from nightmill.worker.model.spec import Activation, ModelSpec, Role, Weight
+from nightmill.worker.runners.gpu.device.device import Device
+from nightmill.worker.runners.gpu.device.element import Element
+from nightmill.worker.runners.gpu.device.operands import ELEMENT, FLOAT, Buffer, Format, Matrix
+from nightmill.worker.runners.gpu.layers import LayerKernels
+from nightmill.worker.runners.gpu.model import Model
+from nightmill.worker.runners.gpu.products.shapes import padded_rows
+from nightmill.worker.runners.gpu.steps import StepInputs
+from nightmill.worker.runners.gpu.weights.head_order import HeadOrder
+from nightmill.worker.runners.reference import ops
+from nightmill.worker.runners.starting import SelfTestError
+
+__all__ = ["ROWS", "CheckedProduct", "check_products", "checked_products"]
+
+ROWS = (1, 64)
+_SAMPLES = 48  # outputs of a product, beside the first and the last of each of its parts
+# Times the root mean square of results, and times a result itself. Half rounds by 5e-4, bfloat16 by 4e-3; FP8
+# rounds weights and activations by up to 6e-2 each.
+_TOLERANCE, _TOLERANCE_BF16, _TOLERANCE_FP8 = 0.01, 0.04, 0.3
+
+Floats = npt.NDArray[np.float64]
+Indices = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedProduct:
+    """A product, the matrix that it is tried with, and where the results go.
+
+    name        for a person
+    product     queues it: x, weight, y, rows
+    activation  that the product has inside, of the first half of the matrix's rows
+    weights     rows of the matrix, by their numbers, from the file: (rows, inputs)
+    compared    outputs of a row that are compared, from the first on; None: all
+    bias        that is added to each output, if any is
+    """
+
+    name: str
+    product: Callable[[Buffer, Matrix, Buffer, int], None]
+    matrix: Matrix
+    y: Buffer
+    activation: Activation | None
+    weights: Callable[[Indices], Floats]
+    compared: int | None = None
+    bias: Floats | None = None
+
+    @property
+    def outputs(self) -> int:
+        """Numbers in a row of results."""
+        return self.matrix.rows // 2 if self.activation else self.matrix.rows
+
+
+def check_products(
+    device: Device, products: Sequence[CheckedProduct], progress: Callable[[str], None]
+) -> None:
+    """Compute each and compare; raises SelfTestError, DeviceLostError if a kernel traps.
+
+    progress  is told each product before it is launched, as one may never end
+    """
+    if not products:
+        return
+    rng = np.random.default_rng(0)
+    widest = max(one.matrix.columns for one in products)
+    activations = rng.standard_normal((max(ROWS), widest), dtype=np.float32)
+    words = _as_words(activations, device.element)
+    held = device.allocate(words.nbytes, "activations of a self-test")
+    try:
+        for one in products:
+            inputs = one.matrix.columns
+            x = np.ascontiguousarray(words[:, :inputs])
+            device.copy_in(held, x)
+            device.synchronize()
+            numbers = _from_words(x, device.element)
+            outputs = _sampled(one, rng)
+            expected = _expected(one, outputs, numbers)
+            for rows in sorted({min(rows, one.y.shape[0]) for rows in ROWS}):
+                progress(f"{one.name}, {rows} rows")
+                size = one.y.dtype.itemsize
+                device.fill(one.y.address, 0, padded_rows(rows) * one.outputs * size)
+                one.product(Buffer(held, x.shape, ELEMENT), one.matrix, one.y, rows)
+                found = _results(device, one, rows)
+                _compare(one, rows, outputs, found, expected[:rows], device.element)
+    finally:
+        if not device.lost:
+            device.free(held)
+
+
+def checked_products(
+    device: Device, model: Model, spec: ModelSpec, file: GgufFile
+) -> Iterator[CheckedProduct]:
+    """Those that take packed or FP8 weights, one of each kind, format and size."""
+    at = model.activations
+    seen: set[LayerKernels] = set()
+    for index, layer in enumerate(model.layers):
+        kernels, weights = layer.kernels, layer.weights
+        if kernels in seen:
+            continue
+        seen.add(kernels)
+        own, order = spec.layer_weights(index), HeadOrder(spec.layers[index].attention)
+        gated = kernels.gate_up.product.activation
+        inner = layer.at.activated if gated else layer.at.gate_up
+        for role, product, matrix, y, activation in (
+            (Role.QKV, kernels.qkv.product, weights.qkv, layer.at.qkv, None),
+            (Role.ATTN_OUTPUT, kernels.output, weights.attn_output, at.x, None),
+            (Role.GATE_UP, kernels.gate_up.product, weights.gate_up, inner, gated),
+            (Role.FFN_DOWN, kernels.down, weights.ffn_down, at.x, None),
+        ):
+            if not matrix.format.plain:
+                rows = FileRows(file, own[role], order if role is Role.QKV else None)
+                yield CheckedProduct(_name(role, matrix, index), product, matrix, y, activation, rows)
+        if kernels.qkv.takes_packed and spec.layers[index].attention.rope.magnitude == 1:
+            yield _fused_qkv(device, model, spec, file, index)
+    head = model.weights.head
+    if not head.format.plain:
+        role = Role.EMBEDDING if spec.tied_head else Role.HEAD
+        rows = FileRows(file, spec.weights()[role])
+        yield CheckedProduct(_name(Role.HEAD, head, None), model.head, head, at.logits, None, rows)
+
+
+def _fused_qkv(device: Device, model: Model, spec: ModelSpec, file: GgufFile, index: int) -> CheckedProduct:
+    """Queries, keys and values with their rotation; of the first position, where queries are only copied.
+
+    Keys and values are for no row of the pages, so these stay as they are.
+    """
+    layer, attention, own = model.layers[index], spec.layers[index].attention, spec.layer_weights(index)
+    order, numbers = HeadOrder(attention), model.activations.numbers
+    nowhere = dict.fromkeys(StepInputs.__dataclass_fields__, 0)
+    inputs = StepInputs(**nowhere | {"positions": numbers.address, "cache_rows": numbers.address})
+
+    def product(x: Buffer, weight: Matrix, y: Buffer, rows: int) -> None:
+        device.fill(numbers.address, 0xFF, numbers.dtype.itemsize * padded_rows(rows))
+        layer.kernels.qkv(x, layer.weights, inputs, y, layer.cache, rows)
+
+    bias = None
+    if Role.QKV_BIAS in own:
+        bias = FileRows(file, own[Role.QKV_BIAS], order)(np.arange(attention.qkv, dtype=np.int64))[:, 0]
+    matrix = layer.weights.qkv
+    return CheckedProduct(
+        f"rotated {_name(Role.QKV, matrix, index)}", product, matrix, layer.at.qkv, None,
+        FileRows(file, own[Role.QKV], order), attention.queries, bias,
+    )  # fmt: skip
+
+
+class FileRows:
+    """Rows of a weight as the file has them, by their numbers on the GPU; rows that the file lacks are 0."""
+
+    def __init__(self, file: GgufFile, weight: Weight, order: HeadOrder | None = None) -> None:
+        self._file, self._weight, self._order = file, weight, order
+
+    def __call__(self, rows: Indices) -> Floats:
+        columns = self._weight.shape[1] if self._weight.is_matrix else 1
+        found = np.zeros((len(rows), columns))
+        first = 0
+        for name, (count, *_) in self._weight.parts:
+            inside = (rows >= first) & (rows < first + count)
+            if inside.any():
+                places = self._places(first, count)[rows[inside] - first]
+                raw = GgufFile.raw(self._file, name).reshape(count, -1)[places]  # not as weights are loaded
+                numbers = dequantize(np.ascontiguousarray(raw), self._file.tensors[name].kind)
+                found[inside] = numbers.reshape(len(places), columns)
+            first += count
+        return found
+
+    def _places(self, first: int, count: int) -> Indices:
+        """Which row of the file's tensor each row on the GPU is."""
+        numbers = np.arange(count, dtype=np.int64)
+        if self._order is None:
+            return numbers
+        return self._order.arranged(numbers.view(np.uint8), first, count).view(np.int64)
+
+
+def _name(role: Role, matrix: Matrix, index: int | None) -> str:
+    kept = "+".join(one.name for one in matrix.formats)
+    where = "" if index is None else f" of layer {index}"
+    return f"{role.value}{where}: {matrix.rows:,} x {matrix.columns:,}, {kept}"
+
+
+def _sampled(one: CheckedProduct, rng: np.random.Generator) -> Indices:
+    """Some outputs, in order, the ends of all parts among them."""
+    most = one.compared or one.outputs
+    ends = np.cumsum([part.rows for part in one.matrix.parts], dtype=np.int64)
+    edges = np.concatenate([[0, most - 1], ends - 1, ends])
+    return np.unique([*edges[edges < most], *rng.integers(0, most, _SAMPLES)])
+
+
+def _expected(one: CheckedProduct, outputs: Indices, x: Floats) -> Floats:
+    """The chosen outputs of all rows."""
+    sums = x @ one.weights(outputs).T
+    if one.bias is not None:
+        sums += one.bias[outputs]
+    if one.activation is None:
+        return sums
+    up = x @ one.weights(outputs + one.outputs).T
+    gated = ops.swiglu if one.activation is Activation.SILU else ops.geglu
+    return gated(np.concatenate([sums, up], axis=1)).astype(np.float64)
+
+
+def _results(device: Device, one: CheckedProduct, rows: int) -> Floats:
+    if one.y.dtype == FLOAT:
+        return device.download(one.y.address, (rows, one.outputs), np.float32).astype(np.float64)
+    return _from_words(device.download(one.y.address, (rows, one.outputs), np.uint16), device.element)
+
+
+def _compare(
+    one: CheckedProduct, rows: int, outputs: Indices, found: Floats, expected: Floats, element: Element
+) -> None:  # fmt: skip
+    scale = float(np.sqrt(np.mean(np.square(expected))))
+    tolerance = _TOLERANCE if element is Element.F16 else _TOLERANCE_BF16
+    if one.matrix.format is Format.FP8:
+        tolerance = _TOLERANCE_FP8
+    sampled = found[:, outputs]
+    wrong = ~(np.abs(sampled - expected) <= tolerance * (scale + np.abs(expected)))
+    if wrong.any():
+        row, place = (int(places[0]) for places in np.nonzero(wrong))
+        raise SelfTestError(
+            f"the product {one.name} is wrong on this GPU for {rows} rows: {np.count_nonzero(wrong)} of "
+            f"{wrong.size} results that were looked at, as row {row}, output {outputs[place]:,}, which is "
+            f"{sampled[row, place]:g} and should be {expected[row, place]:g}: give --weights 16bit, and "
+            "report it with the model's name"
+        )
+
+
+def _as_words(numbers: npt.NDArray[np.float32], element: Element) -> npt.NDArray[np.uint16]:
+    """As elements; those of bfloat16 are cut, not rounded."""
+    if element is Element.F16:
+        return numbers.astype(np.float16).view(np.uint16)
+    return (numbers.view(np.uint32) >> 16).astype(np.uint16)
+
+
+def _from_words(words: npt.NDArray[np.uint16], element: Element) -> Floats:
+    if element is Element.F16:
+        return words.view(np.float16).astype(np.float64)
+    return (words.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
