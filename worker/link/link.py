@@ -243,6 +243,7 @@ class EngineLink:
 
     def _first_answer(self, while_loading: Callable[[str | None], None]) -> Answer:
         silence = Silence(_SLOW_LOAD_SECONDS, 10 * _LOOK_SECONDS)
+        said = ""
         try:
             while not silence.too_long():
                 if not self._connection.poll(_LOOK_SECONDS):
@@ -252,10 +253,15 @@ class EngineLink:
                 answer: Answer = self._connection.recv()
                 if not isinstance(answer, Loading):
                     return answer
-                while_loading(answer.what)
+                said = answer.what
+                while_loading(said)
         except (EOFError, OSError):
             return Failed("the engine's process ended before it was ready; its output tells more")
-        return Failed(f"the engine has not gone on loading for {silence.limit:.0f} s: is the disk too slow?")
+        last = f", after {said!r}" if said else ""
+        return Failed(
+            f"the engine has not gone on loading for {silence.limit:.0f} s{last}: "
+            "is the disk too slow, or does the GPU hang?"
+        )
 
     def _receive(self) -> None:
         try:

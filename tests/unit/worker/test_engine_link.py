@@ -213,7 +213,8 @@ def test_engine_that_does_not_go_on_loading_is_given_up(monkeypatch: pytest.Monk
     monkeypatch.setattr(engine_link, "_SLOW_LOAD_SECONDS", 0.3)
     ours, theirs = Pipe()
     link = EngineLink(ours, StubHost(), hang_seconds=60.0)
-    with theirs, pytest.raises(RunnerError, match="has not gone on loading for 0 s"):
+    theirs.send(Loading("timing ways to multiply"))
+    with theirs, pytest.raises(RunnerError, match="loading for 0 s, after 'timing ways to multiply'"):
         link.start(lambda completion: None, lambda error: None)
 
 

@@ -211,6 +211,7 @@ class CudaRunner:
         self._found = [device.pinned(self.max_draws, FOUND) for _ in range(self.depth)]
         self._done: list[Any] = [device.event() for _ in range(self.depth)]
         if self._tune:
+            self._report("timing ways to multiply")
             self._tune_many_rows()
 
     def launch(self, batch: StepBatch) -> None:
