@@ -197,6 +197,20 @@ static __device__ __forceinline__ uint64_t tile_descriptor(uint32_t address, uin
     return (uint64_t(address & 0x3ffff) >> 4) | uint64_t(side >> 4) << 16 | uint64_t(64) << 32 | uint64_t(1) << 62;
 }
 
+// The descriptor of what is so many times 16 bytes further on in shared memory: its low word alone, which takes one addition.
+static __device__ __forceinline__ uint64_t further(uint64_t descriptor, int sixteens) {
+    uint64_t moved;
+    asm("{\n"
+        ".reg .b32 low, high;\n"
+        "mov.b64 {low, high}, %1;\n"
+        "add.s32 low, low, %2;\n"
+        "mov.b64 %0, {low, high};\n"
+        "}\n"
+        : "=l"(moved)
+        : "l"(descriptor), "r"(sixteens));
+    return moved;
+}
+
 static __device__ __forceinline__ void wgmma_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 static __device__ __forceinline__ void wgmma_commit() {
     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");

@@ -18,7 +18,7 @@
 // That needs several tiles for each multiprocessor. Where there are fewer, a tile's time is what one warpgroup takes: there
 // the GROUPS are a RELAY. They have a tile together and take turns at TURN chunks of it; each makes all elements of its chunks,
 // then takes the sums from the one before it, multiplies, and hands them on, so that they go through K in order. With one
-// panel for a warp and half of the operand zero, a tile has 32 outputs, and twice as many multiprocessors have one.
+// panel for a warp and nothing in half of the operand, a tile has 32 outputs, and twice as many multiprocessors have one.
 // The blocks of a CLUSTER have tiles of outputs side by side, and fetch a part of x each, for all.
 //
 // FLOPs 2 rows outputs K; bytes from memory: W as it is in the file, x once; from L2: x for each cluster's tile.
@@ -61,10 +61,9 @@ struct PackedLoop {
     // Quarters of a chunk that a lane has as elements: the next is made while one is multiplied, if there are registers for it.
     static constexpr int QUARTERS = RELAY ? 4 * TURN : GROUPS > 4 ? 1 : 2;
     static_assert(BOXES == 1 || BOXES == 2 || RELAY && BOXES == 4, "sums may begin in the middle of a chunk");
-    // A barrier tells no more than one phase from the next. A stage that is always the same warpgroup's, who has seen all of its
-    // phases, may be waited for at any time; others when the sums have come. Of a tile's first turn there are none: there are
-    // stages for a round of turns, so that whoever waits has had a turn since the phase before, which is over.
-    static constexpr bool OWN_STAGES = STAGES % (4 / BOXES * GROUPS * TURN) == 0;
+    // A barrier tells no more than one phase from the next. Turns wait for each other, through all tiles, of which each has a
+    // turn for every group, and there are stages for a round of turns: so whoever waits for a stage knows that the phase before
+    // is over.
     static_assert(!RELAY || STAGES >= 4 / BOXES * GROUPS * TURN, "stages for a round of turns");
     static_assert(!RELAY || PACKETS % (GROUPS * TURN) == 0 && STAGES % (4 / BOXES) == 0, "whole rounds of turns, whole chunks");
 
@@ -85,9 +84,6 @@ struct PackedLoop {
         }
     }
     static __device__ __forceinline__ void take_sums(float (&acc)[BN / 2], uint32_t place) {
-        if (PANELS == 1)  // those of the half that is zero are
-#pragma unroll
-            for (int i = 0; i < BN / 2; ++i) acc[i] = 0.0f;
 #pragma unroll
         for (int i = 0; i < BN / 8 * HELD; i += WORDS) {
             const uint32_t at = place + threadIdx.x % 128 * (4 * WORDS) + i * 512;
@@ -228,7 +224,8 @@ struct PackedLoop {
                 };
                 if constexpr (RELAY) {
                     // Named barriers: one for each group, to which sums are given; and one for the first of the next tile, who
-                    // may write where sums are when the last of this tile has taken them.
+                    // begins when the last of this tile has taken them. Two groups never wait at that one, since a tile has a
+                    // turn for each (`PackedTile.takes`).
                     const int group = warp / 4, own_turn = 1 + group, next_turn = 1 + (group + 1 < GROUPS ? group + 1 : 0);
                     constexpr int TAKEN = 1 + GROUPS;
 #pragma unroll 1
@@ -253,47 +250,42 @@ struct PackedLoop {
                                 first_stage[i] = first_stage[i - 1] + IN_CHUNK, first_parity[i] = first_parity[i - 1];
                                 if (first_stage[i] == STAGES) first_stage[i] = 0, first_parity[i] ^= 1;
                             }
-                            const auto wait_for_x = [&](int i) {
+#pragma unroll
+                            for (int i = 0; i < TURN; ++i)
 #pragma unroll
                                 for (int j = 0; j < IN_CHUNK; ++j) barrier_wait(full + 8 * (first_stage[i] + j), first_parity[i]);
-                            };
-                            if (OWN_STAGES)
-#pragma unroll
-                                for (int i = 0; i < TURN; ++i) wait_for_x(i);
                             if (chunk > 0) {
                                 named_wait(own_turn, 256);
                                 take_sums(acc, base + SUMS_AT);
+                            } else if (tile > first_tile) {
+                                named_wait(TAKEN, 256);
                             }
-                            if (!OWN_STAGES)
-#pragma unroll
-                                for (int i = 0; i < TURN; ++i) wait_for_x(i);
                             wgmma_begin();
 #pragma unroll
                             for (int i = 0; i < TURN; ++i) {
 #pragma unroll
                                 for (int box = 0; box < 4; box += BOXES) {
-                                    const uint64_t b = start + (first_stage[i] + box / BOXES) * (STAGE / 16);
+                                    const uint64_t b = further(start, (first_stage[i] + box / BOXES) * (STAGE / 16));
 #pragma unroll
                                     for (int k = 0; k < 4 * BOXES; ++k)
                                         wgmma(acc, reinterpret_cast<const uint32_t(&)[4]>(a[4 * i + box + k / 4][k % 4 * 4]),
-                                              b + k / 4 * (X_BYTES / 16) + k % 4 * 2, chunk > 0 || i + box + k > 0);
+                                              further(b, k / 4 * (X_BYTES / 16) + k % 4 * 2), chunk > 0 || i + box + k > 0);
                                 }
                             }
                             wgmma_commit();
+                            const bool last = chunk + TURN >= chunks;
+                            if (last && tile + stride < tiles) named_arrive(TAKEN, 256);
                             wgmma_wait<0>();
                             wgmma_keep(acc);
-                            if (chunk + TURN < chunks) {
-                                if (chunk == 0 && tile != first_tile) named_wait(TAKEN, 256);
+                            if (!last) {
                                 put_sums(base + SUMS_AT, acc);
                                 named_arrive(next_turn, 256);
-                            } else if (chunk > 0 && tile + stride < tiles) {
-                                named_arrive(TAKEN, 256);
                             }
 #pragma unroll
                             for (int i = 0; i < TURN; ++i)
 #pragma unroll
                                 for (int j = 0; j < IN_CHUNK; ++j) release(first_stage[i] + j);
-                            if (chunk + TURN >= chunks) finish(acc, own);
+                            if (last) finish(acc, own);
                         }
 #pragma unroll
                         for (int i = 0; i < TURN; ++i) {

@@ -188,6 +188,26 @@ def test_products_have_the_bits_of_those_over_elements(device: Device, kept: For
                 device.free(address)
 
 
+def test_blocks_go_through_many_tiles_of_few_inputs(device: Device) -> None:
+    """As those of a small model's head: where turns at a tile were fewer than warpgroups, launches hung."""
+    outputs, kept = 20_000, Format.Q8_0
+    with all_products(device, kept) as products:
+        for inputs in (256, 576, 896):
+            raw, _ = weights_of(kept, outputs, inputs)
+            weight = packed(device, kept, raw, inputs)
+            held = elements(device, np.random.default_rng(inputs).standard_normal((64, inputs)) / 64)
+            for rows in (1, 16, 64):
+                shape = Shape(padded_rows(rows), outputs, inputs, Kind.FLOAT, kept)
+                ways = products._candidates(shape)
+                old = np.zeros((shape.rows + 1, outputs), dtype=np.float32)
+                first, *others = results_of(device, ways * 10, shape, held, weight, old)
+                assert others
+                for words in others:
+                    np.testing.assert_array_equal(words[:rows], first[:rows])
+            for address in (weight.address, held.address):
+                device.free(address)
+
+
 def test_logits_that_go_through_the_room_in_pieces_have_the_same_bits(device: Device) -> None:
     outputs, inputs, kept = 1000, 768, Format.Q4_K
     raw, exact = weights_of(kept, outputs, inputs)

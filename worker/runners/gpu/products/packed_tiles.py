@@ -99,10 +99,12 @@ class PackedTile:
     def takes(self, inputs: int) -> bool:
         """Whether it goes through so many inputs.
 
-        A relay has several turns at them: only by the sums that turns hand on does one know that what those
-        before it read had come, and so which phase of a barrier it waits for.
+        In a relay every warpgroup has a turn at them. If there were fewer turns than groups, the group that
+        has ended a tile could come to begin another before its successor has begun the next one. Both wait
+        at one barrier, which counts who comes, not who it is: it would let the wrong one pass, and the
+        launch would never end.
         """
-        return not self.relay or inputs > _CHUNK * self.turn
+        return not self.relay or -(-inputs // (_CHUNK * self.turn)) >= self.groups
 
     def worthwhile(self, rows: int) -> bool:
         """Whether it may be the fastest for so many rows."""
@@ -184,11 +186,11 @@ _PLAIN = (
     PackedTile(3, 64, 4, relay=2),
     PackedTile(1, 64, 1, 1, 2),
     PackedTile(1, 128, 1, 2),
-    PackedTile(3, 128),
+    PackedTile(3, 128, 2),
     PackedTile(1, 256, 1, 2),
     PackedTile(2, 256, 1, 2),
 )
-_GATED = (*(tile for tile in _PLAIN if not tile.relay), PackedTile(5, 32), PackedTile(5, 64))
+_GATED = (*(tile for tile in _PLAIN if not tile.relay), PackedTile(5, 32, 2), PackedTile(5, 64, 2))
 PACKED_TILES = {
     Kind.PLAIN: _PLAIN,
     Kind.FLOAT: _PLAIN,
