@@ -100,7 +100,9 @@ class PackedFew:
         if shape.rows > _ROWS * _MOST_TILES or shape.outputs % PANEL_ROWS or shape.inputs % 32:
             return []
         if shape.format is Format.MIXED:
-            known = [kernels for (kind, _), kernels in self._kernels.items() if kind is shape.kind]
+            known = [
+                kernels for (kind, _), kernels in self._kernels.items() if kind is shape.kind is Kind.PLAIN
+            ]  # parts of a gate and what it is multiplied with are no runs of outputs
         else:
             known = [self._kernels.get((shape.kind, shape.format), {})]
         if not known or not all(known):
