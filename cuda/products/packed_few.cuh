@@ -52,6 +52,12 @@ struct PackedFew {
         unsigned char* const scales = own + memory.stages * STAGE;
         const uint32_t barriers = shared_address(dynamic) + ZEROS + buffers * x_bytes +
                                   warps * (memory.stages * STAGE + 2 * SCALES);
+        // BARRIER x_full, barrier: two, for the windows of x that are even and odd. One lane of warp 0 arrives, and expects a window's
+        // bytes; all threads wait for each window. It does so for the next window but one, which has the same barrier, after a
+        // `__syncthreads` that all reach when they have waited for this one: so no phase is over before all have seen the one before.
+        // BARRIER full, barrier: of a stage of packets, which is one warp's alone, as its barrier is. A lane of the warp arrives when it
+        // asks for a chunk, all of them wait for it. It asks for a stage again when the warp has waited for the chunk that was in
+        // it, and is through (`__syncwarp`): so the lanes wait for all phases, one after the other.
         const uint32_t x_full = barriers, full = barriers + 16 + warp * memory.stages * 8;
         const int items = SUMS * tasks, stride = gridDim.x * warps;
         const int64_t panel_bytes = static_cast<int64_t>(packets) * Packed::PACKET;

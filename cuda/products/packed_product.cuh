@@ -61,9 +61,7 @@ struct PackedLoop {
     // Quarters of a chunk that a lane has as elements: the next is made while one is multiplied, if there are registers for it.
     static constexpr int QUARTERS = RELAY ? 4 * TURN : GROUPS > 4 ? 1 : 2;
     static_assert(BOXES == 1 || BOXES == 2 || RELAY && BOXES == 4, "sums may begin in the middle of a chunk");
-    // A barrier tells no more than one phase from the next. Turns wait for each other, through all tiles, of which each has a
-    // turn for every group, and there are stages for a round of turns: so whoever waits for a stage knows that the phase before
-    // is over.
+    static_assert(!RELAY || GROUPS > 1, "whoever hands sums on and whoever takes them are two");
     static_assert(!RELAY || STAGES >= 4 / BOXES * GROUPS * TURN, "stages for a round of turns");
     static_assert(!RELAY || PACKETS % (GROUPS * TURN) == 0 && STAGES % (4 / BOXES) == 0, "whole rounds of turns, whole chunks");
 
@@ -117,7 +115,23 @@ struct PackedLoop {
         const uint32_t base = (shared_address(dynamic) + 1023) & ~1023u;
         unsigned char* const aligned = dynamic + (base - shared_address(dynamic));
         const unsigned char* const raw_stages = aligned + RAW_AT;
+        // BARRIER full: of a stage of x. One thread of the block arrives, that which copies x, and expects the bytes of all blocks
+        // of the cluster; it does so again only when `empty` said that all groups have done with the stage, and they are not before
+        // they have waited. Other blocks send for no phase but that: they, too, have waited for all groups. Where there is no
+        // relay, each group waits for all phases, one after the other. In a relay it does not: the phase before the one that a turn
+        // waits for was waited for in another turn, a round of turns or more earlier, since there are stages for a round. That
+        // turn came no later in the row than the one that this group had last, so it has handed on, and had waited before it did.
+        // BARRIER empty: of a stage of x. Who copies waits for it, for all phases, one after the other; each group of each block of
+        // the cluster (in a relay, the one whose turn it was) arrives once for each filling, when it has multiplied. It cannot do so
+        // a second time in a phase, because the next filling comes from all blocks' copiers, after their own phase is over: if
+        // arrivals for one filling are still on their way to another block then, all groups have done with it all the same.
         const uint32_t full = shared_address(barriers), empty = full + 8 * STAGES;
+        // BARRIER raw_full: of a stage of packets. One thread arrives, that which copies packets, when `raw_empty` let it; each warp
+        // that makes elements of them waits, for all phases, one after the other. In a relay a stage is always the same group's
+        // (PACKETS is a multiple of GROUPS TURN), so that is so there, too.
+        // BARRIER raw_empty: of a stage of packets. Each of the TILE_WARPS warps that read it arrives once for each filling, after
+        // `__syncwarp`; the one thread that copies waits, for all phases, one after the other, and fills only then: a warp has to wait
+        // for that before it can arrive again.
         const uint32_t raw_full = empty + 8 * STAGES, raw_empty = raw_full + 8 * PACKETS;
         const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 32, 0), lane = threadIdx.x % 32;
         const int rank = CLUSTER > 1 ? rank_in_cluster() : 0;
@@ -223,11 +237,12 @@ struct PackedLoop {
                     if (++ring == PACKETS) ring = 0, ring_parity ^= 1;
                 };
                 if constexpr (RELAY) {
-                    // Named barriers: one for each group, to which sums are given; and one for the first of the next tile, who
-                    // begins when the last of this tile has taken them. Two groups never wait at that one, since a tile has a
-                    // turn for each (`PackedTile.takes`).
+                    // BARRIER own_turn, next_turn: one for each group. Turns are in a row, through all tiles, and groups have them one
+                    // after the other. Each turn but the first of all waits at its group's barrier; each but the last arrives at the
+                    // next one's. So two groups come to a barrier and no third: its own, and the one before it. That one arrives a
+                    // second time in its next turn, which comes after this group's in the row, so a phase has one arrival of each.
+                    // It says that sums have been put, or at a tile's end, where there are none, that they have been taken.
                     const int group = warp / 4, own_turn = 1 + group, next_turn = 1 + (group + 1 < GROUPS ? group + 1 : 0);
-                    constexpr int TAKEN = 1 + GROUPS;
 #pragma unroll 1
                     for (int chunk = 0; chunk < chunks; chunk += TURN) {
                         constexpr int IN_CHUNK = 4 / BOXES;  // stages of x
@@ -254,12 +269,9 @@ struct PackedLoop {
                             for (int i = 0; i < TURN; ++i)
 #pragma unroll
                                 for (int j = 0; j < IN_CHUNK; ++j) barrier_wait(full + 8 * (first_stage[i] + j), first_parity[i]);
-                            if (chunk > 0) {
-                                named_wait(own_turn, 256);
-                                take_sums(acc, base + SUMS_AT);
-                            } else if (tile > first_tile) {
-                                named_wait(TAKEN, 256);
-                            }
+                            if (chunk == 0 && tile == first_tile + stride) late_turn();
+                            if (chunk > 0 || tile > first_tile) named_wait(own_turn, 256);
+                            if (chunk > 0) take_sums(acc, base + SUMS_AT);
                             wgmma_begin();
 #pragma unroll
                             for (int i = 0; i < TURN; ++i) {
@@ -274,7 +286,7 @@ struct PackedLoop {
                             }
                             wgmma_commit();
                             const bool last = chunk + TURN >= chunks;
-                            if (last && tile + stride < tiles) named_arrive(TAKEN, 256);
+                            if (last && tile + stride < tiles) named_arrive(next_turn, 256);
                             wgmma_wait<0>();
                             wgmma_keep(acc);
                             if (!last) {

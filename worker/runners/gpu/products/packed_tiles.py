@@ -99,12 +99,10 @@ class PackedTile:
     def takes(self, inputs: int) -> bool:
         """Whether it goes through so many inputs.
 
-        In a relay every warpgroup has a turn at them. If there were fewer turns than groups, the group that
-        has ended a tile could come to begin another before its successor has begun the next one. Both wait
-        at one barrier, which counts who comes, not who it is: it would let the wrong one pass, and the
-        launch would never end.
+        Turns of a relay come in order for any number of them. A single one has no sums to hand on, so that a
+        relay would only be a smaller tile.
         """
-        return not self.relay or -(-inputs // (_CHUNK * self.turn)) >= self.groups
+        return not self.relay or inputs > _CHUNK * self.turn
 
     def worthwhile(self, rows: int) -> bool:
         """Whether it may be the fastest for so many rows."""
