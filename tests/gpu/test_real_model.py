@@ -26,7 +26,7 @@ def test_greedy_texts_are_those_of_llama_cpp(weights: Literal["file", "16bit"]) 
 
 
 def test_with_fp8_weights_it_writes_texts_of_its_own() -> None:
-    """They are other weights, so that texts part from those of the file's; they do not from the first token."""
+    """They are other weights: texts part from those of the file's, but not all of them at once."""
     rows = expected_rows()
     settings = Settings(model=real_model(), gpu=0, max_sequences=32, context=512, weights="fp8")
     params = GenerationParams(max_tokens=TOKENS, temperature=0.0)
