@@ -30,22 +30,25 @@ static __device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-static __device__ __forceinline__ void barrier_wait(uint32_t barrier, int parity) {
-    come_late();
-    const WaitLimit limit;
-    for (uint32_t done = 0; true; limit.check("mbarrier", barrier, parity)) {
-        asm volatile(
-            "{\n"
-            ".reg .pred done;\n"
-            "mbarrier.try_wait.parity.shared::cta.b64 done, [%1], %2;\n"
-            "selp.u32 %0, 1, 0, done;\n"
-            "}\n"
-            : "=r"(done)
-            : "r"(barrier), "r"(parity)
-            : "memory");
-        if (done) return;
+// SCOPE: empty, or "acquire.cluster." for what other blocks of the cluster stored.
+#define BOUNDED_WAIT(NAME, SCOPE)                                                                                 \
+    static __device__ __forceinline__ void NAME(uint32_t barrier, int parity) {                                   \
+        come_late();                                                                                              \
+        const WaitLimit limit;                                                                                    \
+        for (uint32_t done = 0; true; limit.check("mbarrier", barrier, parity)) {                                 \
+            asm volatile("{\n"                                                                                    \
+                         ".reg .pred done;\n"                                                                     \
+                         "mbarrier.try_wait.parity." SCOPE "shared::cta.b64 done, [%1], %2;\n"                    \
+                         "selp.u32 %0, 1, 0, done;\n"                                                             \
+                         "}\n"                                                                                    \
+                         : "=r"(done)                                                                             \
+                         : "r"(barrier), "r"(parity)                                                              \
+                         : "memory");                                                                             \
+            if (done) return;                                                                                     \
+        }                                                                                                         \
     }
-}
+BOUNDED_WAIT(barrier_wait, "")
+BOUNDED_WAIT(barrier_wait_for_cluster, "acquire.cluster.")
 
 #else
 
@@ -63,6 +66,18 @@ static __device__ __forceinline__ void barrier_wait(uint32_t barrier, int parity
         ".reg .pred done;\n"
         "again:\n"
         "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+        "@!done bra again;\n"
+        "}\n" ::"r"(barrier), "r"(parity)
+        : "memory");
+}
+
+// `barrier_wait` for what other blocks of the cluster stored.
+static __device__ __forceinline__ void barrier_wait_for_cluster(uint32_t barrier, int parity) {
+    asm volatile(
+        "{\n"
+        ".reg .pred done;\n"
+        "again:\n"
+        "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
         "@!done bra again;\n"
         "}\n" ::"r"(barrier), "r"(parity)
         : "memory");
@@ -212,35 +227,6 @@ static __device__ __forceinline__ void store_async(uint32_t target, uint32_t bar
         "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(target), "f"(x),
         "f"(y), "r"(barrier)
         : "memory");
-}
-
-// `barrier_wait` for what other blocks of the cluster stored.
-static __device__ __forceinline__ void barrier_wait_for_cluster(uint32_t barrier, int parity) {
-#ifdef NIGHTMILL_BOUNDED_WAITS
-    come_late();
-    const WaitLimit limit;
-    for (uint32_t done = 0; true; limit.check("mbarrier", barrier, parity)) {
-        asm volatile(
-            "{\n"
-            ".reg .pred done;\n"
-            "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%1], %2;\n"
-            "selp.u32 %0, 1, 0, done;\n"
-            "}\n"
-            : "=r"(done)
-            : "r"(barrier), "r"(parity)
-            : "memory");
-        if (done) return;
-    }
-#else
-    asm volatile(
-        "{\n"
-        ".reg .pred done;\n"
-        "again:\n"
-        "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
-        "@!done bra again;\n"
-        "}\n" ::"r"(barrier), "r"(parity)
-        : "memory");
-#endif
 }
 
 // What a wgmma needs to know of a tile: address, 1,024 bytes from 8 rows to the next 8, 128-byte swizzle.
