@@ -24,6 +24,7 @@ from nightmill.worker.model.spec import Activation, ModelSpec
 from nightmill.worker.runners.gpu.catalogue import sources_for
 from nightmill.worker.runners.gpu.device.compiler import COMMON_OPTIONS, cubin_name, kernel_directory
 from nightmill.worker.runners.gpu.device.element import Element
+from nightmill.worker.runners.gpu.device.waits import BOUNDED_WAITS
 from nightmill.worker.runners.gpu.numbers import Numbers, WeightNumbers
 from nightmill.worker.runners.kv_format import KvFormat
 
@@ -31,6 +32,8 @@ ROOT = Path(__file__).resolve().parent.parent
 DONE = ROOT / "build" / "kernels" / "nightmill" / "cubins"  # a worker's, with XDG_CACHE_HOME=build/kernels
 HOPPER = "sm_90a"
 ARCHITECTURES = ("sm_80", HOPPER, "sm_100")
+BOUNDED = ("few_rows", "hopper_attention", "hopper_split", "split_attention")
+"""Files that are compiled with bounded waits, too: together they have every kind of wait."""
 
 
 def main() -> int:
@@ -87,6 +90,9 @@ def every_source() -> Iterator[tuple[Path, tuple[str, ...], str]]:
         for architecture in architectures:
             sources = sources_for(spec, numbers, hopper=architecture == HOPPER)
             yield from ((path, options, architecture) for path, options in sources)
+    for path, options in sources_for(bundled, f16, hopper=True):
+        if path.stem in BOUNDED:
+            yield path, (*options, BOUNDED_WAITS), HOPPER
 
 
 def with_heads(spec: ModelSpec, size: int, style: RopeStyle) -> ModelSpec:

@@ -76,6 +76,7 @@ struct Loader {
             const int row = (page * kv_heads + item.kv_head) * PAGE;
             if (first + TILE_PAGES + place < pages) page = table[first + TILE_PAGES + place];
             const uint32_t target = stage.index * STAGE_BYTES + side * KEYS * 128 + place * BOX_BYTES;
+            // BARRIER full, empty: of the stage's keys or values (`hopper_tiles.cuh`): the warp waits, and one lane arrives, for each.
             auto load = [&](const TensorMap* map, uint32_t tiles, uint32_t full, uint32_t empty) {
                 barrier_wait(empty, stage.parity);
                 if (lane == 0) barrier_expect(full, here * SIDES * BOX_BYTES);
@@ -115,6 +116,8 @@ struct Warpgroup {
         first_of_warpgroup = warp / 4 * 64 / group, last_of_warpgroup = (warp / 4 * 64 + 63) / group;
     }
 
+    // BARRIER barrier: one of the `..._empty` of `hopper_tiles.cuh`. A warp arrives when all its lanes have waited for the filling, since a
+    // warp-wide instruction stands in between; it waits there for nothing.
     __device__ __forceinline__ void release(uint32_t barrier) const {
         if (lane == 0) barrier_arrive(barrier);
     }
@@ -185,8 +188,10 @@ struct Warpgroup {
     // Passes a tile of keys that only other warpgroups see.
     __device__ __forceinline__ void skip() {
         barrier_wait(shared.keys_full(stage.index), stage.parity);
+        __syncwarp();
         release(shared.keys_empty(stage.index));
         barrier_wait(shared.values_full(stage.index), stage.parity);
+        __syncwarp();
         release(shared.values_empty(stage.index));
         stage.advance();
     }
@@ -241,6 +246,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                      const int* __restrict__ lengths, const int* __restrict__ starts, const int* __restrict__ tiles,
                      Element* __restrict__ out, int tile_count, int heads, int kv_heads, float scale, float cap,
                      int window) {
+    KERNEL_BEGINS();
     extern __shared__ unsigned char dynamic[];
     __shared__ uint64_t barriers[Shared::BARRIERS];
     __shared__ Item told[SLOTS];

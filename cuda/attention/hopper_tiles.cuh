@@ -53,6 +53,17 @@ struct Shared {
         k_tiles = (shared_address(tiles) + 1023) & ~1023u, v_tiles = k_tiles + TILE_BYTES;
         q_tiles = k_tiles + STAGES * STAGE_BYTES;
     }
+    // BARRIER keys_full, values_full: of a stage. One lane of the warp that loads arrives, and expects the bytes; it does so again when
+    // the stage's `..._empty` said that all warps have done with it. Each warp that computes waits for all phases, one after the
+    // other, its lanes together: also for tiles that it only passes (`skip`).
+    // BARRIER keys_empty, values_empty: of a stage. Each of the WARPS warps that compute arrives once for each filling, when all its lanes
+    // have waited for that; the lanes of the warp that loads wait for all phases, one after the other, the first of which is over before
+    // it begins. Before it fills a stage nobody can arrive again.
+    // BARRIER queries_full: of a slot. One lane of the warp that loads arrives when the item is written, and expects the queries' bytes;
+    // each warp that computes waits for all phases, one after the other.
+    // BARRIER queries_empty: of a slot. Each of the WARPS warps arrives once for each item that has tokens, when it has taken item and
+    // queries; the warp that loads waits for all phases, one after the other, and only then writes the next item, which a warp has to
+    // wait for before it can arrive again.
     __device__ __forceinline__ uint32_t keys_full(int stage) const { return full + 8 * stage; }
     __device__ __forceinline__ uint32_t values_full(int stage) const { return full + 8 * stage + 8 * STAGES; }
     __device__ __forceinline__ uint32_t keys_empty(int stage) const { return full + 8 * stage + 16 * STAGES; }

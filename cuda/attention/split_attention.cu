@@ -75,6 +75,8 @@ static __device__ __forceinline__ void decode_split(const Element* qkv, const Ke
     const int blocks = cluster_blocks(), rank = segment & (blocks - 1);
     if (segment - rank >= segments) return;  // all blocks of the cluster do
     Sent<ROWS>* inbox = reinterpret_cast<Sent<ROWS>*>(shared);
+    // BARRIER barrier: has one phase. It counts the bytes that the cluster's other blocks store here, in the first block; one of its
+    // threads arrives and expects them all, and all of its threads wait. Bytes may come before that: the arrival is still missing then.
     const uint32_t barrier = shared_address(&all_sent);
     if (blocks > 1) {
         if (rank == 0 && threadIdx.x == 0) {
@@ -201,6 +203,7 @@ static __device__ __forceinline__ void decode_split(const Element* qkv, const Ke
         const int* lengths, const int* starts, const int* listed, Element* out, float* partials, float* sums,      \
         unsigned* counters, int heads, int kv_heads, int segment_pages, int max_segments, float scale, float cap,   \
         int window) {                                                                                             \
+        KERNEL_BEGINS();                                                                                          \
         decode_split<ROWS>(qkv, k_cache, v_cache, tables, table_stride, lengths, starts, listed, out, partials,     \
                          sums, counters, heads, kv_heads, segment_pages, max_segments, Scores{scale, cap, window});\
     }

@@ -8,6 +8,7 @@
 
 #include "common/common.cuh"
 #include "common/store_row.cuh"
+#include "common/waits.cuh"
 
 struct alignas(64) TensorMap {  // CUtensorMap; opaque
     unsigned char bytes[128];
@@ -16,6 +17,40 @@ struct alignas(64) TensorMap {  // CUtensorMap; opaque
 static __device__ __forceinline__ void barrier_init(uint32_t barrier, int count) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
 }
+
+#ifdef NIGHTMILL_BOUNDED_WAITS
+
+static __device__ __forceinline__ void barrier_expect(uint32_t barrier, int bytes) {
+    if (loses(LostArrival::COPIES)) return;
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
+static __device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
+    if (loses(LostArrival::RELEASES)) return;
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+// SCOPE: empty, or "acquire.cluster." for what other blocks of the cluster stored.
+#define BOUNDED_WAIT(NAME, SCOPE)                                                                                 \
+    static __device__ __forceinline__ void NAME(uint32_t barrier, int parity) {                                   \
+        come_late();                                                                                              \
+        const WaitLimit limit;                                                                                    \
+        for (uint32_t done = 0; true; limit.check("mbarrier", barrier, parity)) {                                 \
+            asm volatile("{\n"                                                                                    \
+                         ".reg .pred done;\n"                                                                     \
+                         "mbarrier.try_wait.parity." SCOPE "shared::cta.b64 done, [%1], %2;\n"                    \
+                         "selp.u32 %0, 1, 0, done;\n"                                                             \
+                         "}\n"                                                                                    \
+                         : "=r"(done)                                                                             \
+                         : "r"(barrier), "r"(parity)                                                              \
+                         : "memory");                                                                             \
+            if (done) return;                                                                                     \
+        }                                                                                                         \
+    }
+BOUNDED_WAIT(barrier_wait, "")
+BOUNDED_WAIT(barrier_wait_for_cluster, "acquire.cluster.")
+
+#else
 
 static __device__ __forceinline__ void barrier_expect(uint32_t barrier, int bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
@@ -36,17 +71,29 @@ static __device__ __forceinline__ void barrier_wait(uint32_t barrier, int parity
         : "memory");
 }
 
-// Waits until the 128 threads of a warpgroup are here.
-static __device__ __forceinline__ void group_sync(int group) {
-    asm volatile("bar.sync %0, 128;" ::"r"(group + 1) : "memory");
+// `barrier_wait` for what other blocks of the cluster stored.
+static __device__ __forceinline__ void barrier_wait_for_cluster(uint32_t barrier, int parity) {
+    asm volatile(
+        "{\n"
+        ".reg .pred done;\n"
+        "again:\n"
+        "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
+        "@!done bra again;\n"
+        "}\n" ::"r"(barrier), "r"(parity)
+        : "memory");
 }
 
-// A barrier of so many threads, of which some only say that they have come. What they wrote before is seen by those that wait.
-static __device__ __forceinline__ void named_wait(int barrier, int threads) {
-    asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
-}
-static __device__ __forceinline__ void named_arrive(int barrier, int threads) {
-    asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+#endif
+
+// Waits until the 128 threads of a warpgroup are here.
+// BARRIER group: all 128 threads of one warpgroup arrive and wait, at a barrier of their own, in the order of their program: whoever
+// comes to the next phase has passed this one.
+static __device__ __forceinline__ void group_sync(int group) {
+#ifdef NIGHTMILL_BOUNDED_WAITS
+    named_wait(group + 1, 128);
+#else
+    asm volatile("bar.sync %0, 128;" ::"r"(group + 1) : "memory");
+#endif
 }
 
 // What a thread of this warpgroup may have from now on; all its warps call it.
@@ -152,6 +199,9 @@ static __device__ __forceinline__ uint32_t address_in(uint32_t address, int rank
 
 // Arrives at a barrier of any block of the cluster (`address_in`).
 static __device__ __forceinline__ void barrier_arrive_there(uint32_t barrier) {
+#ifdef NIGHTMILL_BOUNDED_WAITS
+    if (loses(LostArrival::RELEASES)) return;
+#endif
     asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
@@ -179,22 +229,24 @@ static __device__ __forceinline__ void store_async(uint32_t target, uint32_t bar
         : "memory");
 }
 
-// `barrier_wait` for what other blocks of the cluster stored.
-static __device__ __forceinline__ void barrier_wait_for_cluster(uint32_t barrier, int parity) {
-    asm volatile(
-        "{\n"
-        ".reg .pred done;\n"
-        "again:\n"
-        "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
-        "@!done bra again;\n"
-        "}\n" ::"r"(barrier), "r"(parity)
-        : "memory");
-}
-
 // What a wgmma needs to know of a tile: address, 1,024 bytes from 8 rows to the next 8, 128-byte swizzle.
 // `side`: bytes to the next 64 columns where B is row-major in K and wider.
 static __device__ __forceinline__ uint64_t tile_descriptor(uint32_t address, uint32_t side = 16) {
     return (uint64_t(address & 0x3ffff) >> 4) | uint64_t(side >> 4) << 16 | uint64_t(64) << 32 | uint64_t(1) << 62;
+}
+
+// The descriptor of what is so many times 16 bytes further on in shared memory: its low word alone, which takes one addition.
+static __device__ __forceinline__ uint64_t further(uint64_t descriptor, int sixteens) {
+    uint64_t moved;
+    asm("{\n"
+        ".reg .b32 low, high;\n"
+        "mov.b64 {low, high}, %1;\n"
+        "add.s32 low, low, %2;\n"
+        "mov.b64 %0, {low, high};\n"
+        "}\n"
+        : "=l"(moved)
+        : "l"(descriptor), "r"(sixteens));
+    return moved;
 }
 
 static __device__ __forceinline__ void wgmma_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }

@@ -25,6 +25,7 @@
 //
 // Options: -DHEAD_DIM (64), -DINTERLEAVED (0). Dynamic shared memory: `pitch_of` bytes for each row of inputs and of W.
 #include "common/qkv.cuh"
+#include "common/waits.cuh"
 
 static_assert(HEAD_DIM % 8 == 0, "a block has whole pairs of one head");
 
@@ -33,6 +34,7 @@ static constexpr int SWIGLU_THREADS = 256;  // at most
 static constexpr int TOKENS = 8;
 static constexpr int ROWS = 8;  // of W that a product takes
 static constexpr int MAX_PARTS = 32;
+static constexpr int BOTH_SUMS = 1;  // a named barrier
 
 extern __shared__ __align__(16) unsigned char shared[];
 
@@ -301,6 +303,7 @@ static __device__ __forceinline__ void qkv_rows(const float* __restrict__ x, con
 extern "C" __global__ void __launch_bounds__(THREADS)
     few_residual(const Element* __restrict__ in, const Element* __restrict__ w, float* x, int tokens,
                  int outputs, int inputs, int first) {
+    KERNEL_BEGINS();
     __shared__ float2 second[32];  // sums of each lane
     const int first_row = blockIdx.x * ROWS, pitch = pitch_of(inputs);
     const uint32_t inputs_at = shared_address(shared), weights_at = inputs_at + tokens * pitch;
@@ -324,7 +327,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     float2 result = make_float2(old.x + c[0][0], old.y + c[0][1]);
     if (sums > 1) {
         if (mine) second[lane] = make_float2(c[0][0], c[0][1]);
-        asm volatile("bar.sync 1, 64;" ::: "memory");
+        // BARRIER BOTH_SUMS: the two warps that sum arrive and wait, once; all others have ended.
+        named_wait(BOTH_SUMS, 64);
         if (mine) return;
         result = make_float2(result.x + second[lane].x, result.y + second[lane].y);
     }
@@ -367,6 +371,7 @@ static __device__ __forceinline__ void swiglu_rows(const float* __restrict__ x, 
         const float* __restrict__ bias, const int* __restrict__ positions, const int* __restrict__ cache_rows,    \
         const float* __restrict__ table, int table_rows, Element* __restrict__ qkv, Kept* __restrict__ k_cache,     \
         Kept* __restrict__ v_cache, int tokens, int width, int heads, int kv_heads) {                           \
+        KERNEL_BEGINS();                                                                                          \
         const Qkv to{qkv, k_cache, v_cache, bias, positions, cache_rows, table, table_rows, heads, kv_heads};     \
         qkv_rows<HELD>(x, norm, eps, w, to, tokens, width);                                                       \
     }                                                                                                             \
@@ -374,6 +379,7 @@ static __device__ __forceinline__ void swiglu_rows(const float* __restrict__ x, 
         const float* __restrict__ x, const float* __restrict__ norm, float eps, const Element* __restrict__ w,     \
         Element* __restrict__ out, int tokens, int width, int ffn_width, int groups,                               \
         const unsigned char* __restrict__ down, int down_bytes) {                                                 \
+        KERNEL_BEGINS();                                                                                          \
         swiglu_rows<HELD>(x, norm, eps, w, out, tokens, width, ffn_width, groups, down, down_bytes);              \
     }
 

@@ -146,6 +146,7 @@ static __device__ __forceinline__ void product(const TensorMap* x_map, const Ten
             const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w,                             \
             const __grid_constant__ TensorMap y_map, Written<Kind::WHICH>::type* y, int rows, int outputs,         \
             int inputs, int first) {                                                                              \
+        KERNEL_BEGINS();                                                                                          \
         product<Kind::WHICH, GROUPS, BN, STAGES, CLUSTER, BUFFERS>(&x, &w, &y_map, y, rows, outputs, inputs,       \
                                                                   first);                                         \
     }

@@ -82,6 +82,12 @@ static __device__ __forceinline__ void multiply(const TensorMap* x_map, const Te
     extern __shared__ unsigned char dynamic[];
     __shared__ uint64_t barriers[2 * STAGES];
     const uint32_t base = (shared_address(dynamic) + 1023) & ~1023u;
+    // BARRIER full: of a stage. One thread arrives, that which copies, and expects what it and the cluster's other block send here.
+    // It does so again, and the other sends again, only when `empty` said that all groups of both blocks have done with the stage,
+    // and they are not before they have waited: so all groups wait for all phases, one after the other.
+    // BARRIER empty: of a stage. Each group of each block of the cluster arrives once for each filling, when it has multiplied; the
+    // one thread that copies waits, for all phases but that of the last fillings, one after the other. No group arrives a second time
+    // in a phase: the next filling, a part of which is this block's to send, comes after it.
     const uint32_t full = shared_address(barriers), empty = full + 8 * STAGES;
     auto x_tile = [&](int stage) { return base + stage * (X_BYTES + W_BYTES); };
     auto w_tile = [&](int stage) { return base + stage * (X_BYTES + W_BYTES) + X_BYTES; };

@@ -191,6 +191,7 @@ static __device__ __forceinline__ void qkv_product(const TensorMap* x_map, const
             const __grid_constant__ TensorMap qkv_map, const float* bias, const int* positions,                   \
             const int* cache_rows, const float* table, int table_rows, Element* qkv, Kept* keys, Kept* values,       \
             int tokens, int heads, int kv_heads, int width) {                                                     \
+        KERNEL_BEGINS();                                                                                          \
         const Qkv to{qkv, keys, values, bias, positions, cache_rows, table, table_rows, heads, kv_heads};         \
         qkv_product<GROUPS, BN, STAGES, CLUSTER, BUFFERS>(&x, &w, &qkv_map, to, tokens, width);                   \
     }

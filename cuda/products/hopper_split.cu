@@ -60,6 +60,16 @@ static __device__ __forceinline__ void product(const TensorMap* x_map, const Ten
     __shared__ uint64_t barriers[2 * STAGES + 1];
     const uint32_t base = (shared_address(dynamic) + 1023) & ~1023u;
     const uint32_t inbox = base + STAGES * STAGE;
+    // BARRIER full: of a stage. One thread arrives, that which copies, and expects what the blocks that share its weights send here. A
+    // stage is filled again only when all of their groups have given it back, which they do after they have waited for it: so all
+    // groups wait for all phases, one after the other.
+    // BARRIER empty, give_back: of a stage. Each group of each block that shares the weights arrives once for each filling that another
+    // will follow, when it has multiplied; the one thread that copies waits for all of these phases, one after the other. A box is one
+    // block's to send to all. It sends the next when all groups have given the stage back to *it*; an arrival of the same moment may
+    // still be on its way to another block, and one for the filling after it come there first. It then stands for the late one,
+    // whose group has done with the stage, too. It cannot be two phases ahead, as then the sender would lack the late one's.
+    // BARRIER received: has one phase. One thread arrives before the blocks of the cluster meet, and expects all bytes that the other half
+    // stores here; all threads that multiply wait for it, and so no block ends before what is stored in it has come.
     const uint32_t full = shared_address(barriers), empty = full + 8 * STAGES, received = empty + 8 * STAGES;
     // Both are the same in a whole warp, which the compiler sees when they are written so. Copies and wgmma take
     // uniform registers, and moving what they need there takes longer than a small wgmma.
@@ -231,6 +241,7 @@ static __device__ __forceinline__ void product(const TensorMap* x_map, const Ten
         __cluster_dims__((HALVES) * (DOWN), 1, 1) NAME##_##BR##_##BN##_##BOXES##_##HALVES##_##DOWN##_##STAGES(    \
             const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w, const Element* weights,      \
             float* y, int rows, int outputs, int inputs, int first) {                                             \
+        KERNEL_BEGINS();                                                                                          \
         product<ADDS, BR, BN, BOXES, HALVES, DOWN, STAGES>(&x, &w, weights, y, rows, outputs, inputs, first);     \
     }
 #else

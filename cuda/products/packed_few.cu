@@ -59,6 +59,7 @@ static __device__ __forceinline__ void product(const Element* x, const unsigned 
     extern "C" __global__ void __launch_bounds__(MOST_THREADS, 1) NAME##_##PANELS##_##TILES##_##SUMS(                            \
         const Element* x, const unsigned char* weights, Written<Kind::WHICH>::type* y, int rows, int outputs,                 \
         int inputs, int first, int pitch, int window, int stages) {                                                           \
+        KERNEL_BEGINS();                                                                                                      \
         product<Kind::WHICH, PANELS, TILES, SUMS>(x, weights, y, rows, outputs, inputs, first, pitch, {window, stages});      \
     }
 #else

@@ -4,7 +4,7 @@
 //   x  (rows, K) elements, up to 8 TILES rows        W  (outputs, K) packed, K a multiple of 32
 //
 // A warp has one panel of W, 8 outputs, or two, and all rows; it goes through K by itself. Weights are the left operand of mma,
-// of which a lane holds what packets have together: there are no exchanges, and one panel leaves half of the operand zero.
+// of which a lane holds what packets have together: there are no exchanges, and one panel leaves half of the operand unused.
 // Elements have the bits of `dequantize.cu`, sums go through K in order, 16 elements at a time, from one accumulator: so results
 // are those of other products. What bounds few rows of a large matrix is memory, then the making of elements; of a small one,
 // K / 16 products that wait for each other.
@@ -52,6 +52,12 @@ struct PackedFew {
         unsigned char* const scales = own + memory.stages * STAGE;
         const uint32_t barriers = shared_address(dynamic) + ZEROS + buffers * x_bytes +
                                   warps * (memory.stages * STAGE + 2 * SCALES);
+        // BARRIER x_full, barrier: two, for the windows of x that are even and odd. One lane of warp 0 arrives, and expects a window's
+        // bytes; all threads wait for each window. It does so for the next window but one, which has the same barrier, after a
+        // `__syncthreads` that all reach when they have waited for this one: so no phase is over before all have seen the one before.
+        // BARRIER full, barrier: of a stage of packets, which is one warp's alone, as its barrier is. A lane of the warp arrives when it
+        // asks for a chunk, all of them wait for it. It asks for a stage again when the warp has waited for the chunk that was in
+        // it, and is through (`__syncwarp`): so the lanes wait for all phases, one after the other.
         const uint32_t x_full = barriers, full = barriers + 16 + warp * memory.stages * 8;
         const int items = SUMS * tasks, stride = gridDim.x * warps;
         const int64_t panel_bytes = static_cast<int64_t>(packets) * Packed::PACKET;
@@ -146,8 +152,8 @@ struct PackedFew {
         };
         const auto multiply = [&](const Element8 (&made)[PANELS], const uint32_t (&b)[TILES][4], int half) {
             const int low = 2 * half, high = 2 * half + 1;
-            const uint32_t a[4] = {made[0].word[low], PANELS == 2 ? made[PANELS - 1].word[low] : 0, made[0].word[high],
-                                   PANELS == 2 ? made[PANELS - 1].word[high] : 0};
+            const uint32_t a[4] = {made[0].word[low], PANELS == 2 ? made[PANELS - 1].word[low] : packed::anything(),
+                                   made[0].word[high], PANELS == 2 ? made[PANELS - 1].word[high] : packed::anything()};
 #pragma unroll
             for (int i = 0; i < TILES; ++i) mma(acc[i], a, b[i][2 * half], b[i][2 * half + 1]);
         };

@@ -89,6 +89,7 @@ static __device__ __forceinline__ void product(const TensorMap* x_map, const Ten
             NAME##_##GROUPS##_##BN##_##BOXES##_##STAGES##_##PACKETS##_##CLUSTER##_##BLOCKS##_##RELAY##_##TURN(                \
                 const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w,                                     \
                 Written<Kind::WHICH>::type* y, int rows, int outputs, int inputs, int first, int pitch) {                     \
+        KERNEL_BEGINS();                                                                                                      \
         product<PackedLoop<Packed, GROUPS, BN, BOXES, STAGES, PACKETS, CLUSTER, BLOCKS, RELAY, TURN>, Kind::WHICH>(           \
             &x, &w, y, rows, outputs, inputs, first, pitch);                                                                  \
     }

@@ -7,8 +7,8 @@
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
 // What a warp makes of a chunk, 256 elements of K, of its panels, the first of whose packets begin at `packets` and are
-// `packet_set` apart, those of the other `to_high` behind them. With one panel, half of the operand is zero. Scales that have to
-// be computed are, once, and kept at `scales`.
+// `packet_set` apart, those of the other `to_high` behind them. With one panel, half of the operand is anything. Scales that
+// have to be computed are, once, and kept at `scales`.
 template <typename Packed, int PANELS>
 struct PackedMaker {
     static constexpr bool HANDED = Packed::STEP == 256;
@@ -51,7 +51,7 @@ struct PackedMaker {
             }
         if (PANELS == 1)
 #pragma unroll
-            for (int i = 1; i < 16; i += 2) a[i] = 0;
+            for (int i = 1; i < 16; i += 2) a[i] = packed::anything();
     }
 };
 

@@ -18,7 +18,7 @@
 // That needs several tiles for each multiprocessor. Where there are fewer, a tile's time is what one warpgroup takes: there
 // the GROUPS are a RELAY. They have a tile together and take turns at TURN chunks of it; each makes all elements of its chunks,
 // then takes the sums from the one before it, multiplies, and hands them on, so that they go through K in order. With one
-// panel for a warp and half of the operand zero, a tile has 32 outputs, and twice as many multiprocessors have one.
+// panel for a warp and nothing in half of the operand, a tile has 32 outputs, and twice as many multiprocessors have one.
 // The blocks of a CLUSTER have tiles of outputs side by side, and fetch a part of x each, for all.
 //
 // FLOPs 2 rows outputs K; bytes from memory: W as it is in the file, x once; from L2: x for each cluster's tile.
@@ -61,10 +61,7 @@ struct PackedLoop {
     // Quarters of a chunk that a lane has as elements: the next is made while one is multiplied, if there are registers for it.
     static constexpr int QUARTERS = RELAY ? 4 * TURN : GROUPS > 4 ? 1 : 2;
     static_assert(BOXES == 1 || BOXES == 2 || RELAY && BOXES == 4, "sums may begin in the middle of a chunk");
-    // A barrier tells no more than one phase from the next. A stage that is always the same warpgroup's, who has seen all of its
-    // phases, may be waited for at any time; others when the sums have come. Of a tile's first turn there are none: there are
-    // stages for a round of turns, so that whoever waits has had a turn since the phase before, which is over.
-    static constexpr bool OWN_STAGES = STAGES % (4 / BOXES * GROUPS * TURN) == 0;
+    static_assert(!RELAY || GROUPS > 1, "whoever hands sums on and whoever takes them are two");
     static_assert(!RELAY || STAGES >= 4 / BOXES * GROUPS * TURN, "stages for a round of turns");
     static_assert(!RELAY || PACKETS % (GROUPS * TURN) == 0 && STAGES % (4 / BOXES) == 0, "whole rounds of turns, whole chunks");
 
@@ -85,9 +82,6 @@ struct PackedLoop {
         }
     }
     static __device__ __forceinline__ void take_sums(float (&acc)[BN / 2], uint32_t place) {
-        if (PANELS == 1)  // those of the half that is zero are
-#pragma unroll
-            for (int i = 0; i < BN / 2; ++i) acc[i] = 0.0f;
 #pragma unroll
         for (int i = 0; i < BN / 8 * HELD; i += WORDS) {
             const uint32_t at = place + threadIdx.x % 128 * (4 * WORDS) + i * 512;
@@ -121,7 +115,23 @@ struct PackedLoop {
         const uint32_t base = (shared_address(dynamic) + 1023) & ~1023u;
         unsigned char* const aligned = dynamic + (base - shared_address(dynamic));
         const unsigned char* const raw_stages = aligned + RAW_AT;
+        // BARRIER full: of a stage of x. One thread of the block arrives, that which copies x, and expects the bytes of all blocks
+        // of the cluster; it does so again only when `empty` said that all groups have done with the stage, and they are not before
+        // they have waited. Other blocks send for no phase but that: they, too, have waited for all groups. Where there is no
+        // relay, each group waits for all phases, one after the other. In a relay it does not: the phase before the one that a turn
+        // waits for was waited for in another turn, a round of turns or more earlier, since there are stages for a round. That
+        // turn came no later in the row than the one that this group had last, so it has handed on, and had waited before it did.
+        // BARRIER empty: of a stage of x. Who copies waits for it, for all phases, one after the other; each group of each block of
+        // the cluster (in a relay, the one whose turn it was) arrives once for each filling, when it has multiplied. It cannot do so
+        // a second time in a phase, because the next filling comes from all blocks' copiers, after their own phase is over: if
+        // arrivals for one filling are still on their way to another block then, all groups have done with it all the same.
         const uint32_t full = shared_address(barriers), empty = full + 8 * STAGES;
+        // BARRIER raw_full: of a stage of packets. One thread arrives, that which copies packets, when `raw_empty` let it; each warp
+        // that makes elements of them waits, for all phases, one after the other. In a relay a stage is always the same group's
+        // (PACKETS is a multiple of GROUPS TURN), so that is so there, too.
+        // BARRIER raw_empty: of a stage of packets. Each of the TILE_WARPS warps that read it arrives once for each filling, after
+        // `__syncwarp`; the one thread that copies waits, for all phases, one after the other, and fills only then: a warp has to wait
+        // for that before it can arrive again.
         const uint32_t raw_full = empty + 8 * STAGES, raw_empty = raw_full + 8 * PACKETS;
         const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 32, 0), lane = threadIdx.x % 32;
         const int rank = CLUSTER > 1 ? rank_in_cluster() : 0;
@@ -227,10 +237,12 @@ struct PackedLoop {
                     if (++ring == PACKETS) ring = 0, ring_parity ^= 1;
                 };
                 if constexpr (RELAY) {
-                    // Named barriers: one for each group, to which sums are given; and one for the first of the next tile, who
-                    // may write where sums are when the last of this tile has taken them.
+                    // BARRIER own_turn, next_turn: one for each group. Turns are in a row, through all tiles, and groups have them one
+                    // after the other. Each turn but the first of all waits at its group's barrier; each but the last arrives at the
+                    // next one's. So two groups come to a barrier and no third: its own, and the one before it. That one arrives a
+                    // second time in its next turn, which comes after this group's in the row, so a phase has one arrival of each.
+                    // It says that sums have been put, or at a tile's end, where there are none, that they have been taken.
                     const int group = warp / 4, own_turn = 1 + group, next_turn = 1 + (group + 1 < GROUPS ? group + 1 : 0);
-                    constexpr int TAKEN = 1 + GROUPS;
 #pragma unroll 1
                     for (int chunk = 0; chunk < chunks; chunk += TURN) {
                         constexpr int IN_CHUNK = 4 / BOXES;  // stages of x
@@ -253,47 +265,39 @@ struct PackedLoop {
                                 first_stage[i] = first_stage[i - 1] + IN_CHUNK, first_parity[i] = first_parity[i - 1];
                                 if (first_stage[i] == STAGES) first_stage[i] = 0, first_parity[i] ^= 1;
                             }
-                            const auto wait_for_x = [&](int i) {
+#pragma unroll
+                            for (int i = 0; i < TURN; ++i)
 #pragma unroll
                                 for (int j = 0; j < IN_CHUNK; ++j) barrier_wait(full + 8 * (first_stage[i] + j), first_parity[i]);
-                            };
-                            if (OWN_STAGES)
-#pragma unroll
-                                for (int i = 0; i < TURN; ++i) wait_for_x(i);
-                            if (chunk > 0) {
-                                named_wait(own_turn, 256);
-                                take_sums(acc, base + SUMS_AT);
-                            }
-                            if (!OWN_STAGES)
-#pragma unroll
-                                for (int i = 0; i < TURN; ++i) wait_for_x(i);
+                            if (chunk == 0 && tile == first_tile + stride) late_turn();
+                            if (chunk > 0 || tile > first_tile) named_wait(own_turn, 256);
+                            if (chunk > 0) take_sums(acc, base + SUMS_AT);
                             wgmma_begin();
 #pragma unroll
                             for (int i = 0; i < TURN; ++i) {
 #pragma unroll
                                 for (int box = 0; box < 4; box += BOXES) {
-                                    const uint64_t b = start + (first_stage[i] + box / BOXES) * (STAGE / 16);
+                                    const uint64_t b = further(start, (first_stage[i] + box / BOXES) * (STAGE / 16));
 #pragma unroll
                                     for (int k = 0; k < 4 * BOXES; ++k)
                                         wgmma(acc, reinterpret_cast<const uint32_t(&)[4]>(a[4 * i + box + k / 4][k % 4 * 4]),
-                                              b + k / 4 * (X_BYTES / 16) + k % 4 * 2, chunk > 0 || i + box + k > 0);
+                                              further(b, k / 4 * (X_BYTES / 16) + k % 4 * 2), chunk > 0 || i + box + k > 0);
                                 }
                             }
                             wgmma_commit();
+                            const bool last = chunk + TURN >= chunks;
+                            if (last && tile + stride < tiles) named_arrive(next_turn, 256);
                             wgmma_wait<0>();
                             wgmma_keep(acc);
-                            if (chunk + TURN < chunks) {
-                                if (chunk == 0 && tile != first_tile) named_wait(TAKEN, 256);
+                            if (!last) {
                                 put_sums(base + SUMS_AT, acc);
                                 named_arrive(next_turn, 256);
-                            } else if (chunk > 0 && tile + stride < tiles) {
-                                named_arrive(TAKEN, 256);
                             }
 #pragma unroll
                             for (int i = 0; i < TURN; ++i)
 #pragma unroll
                                 for (int j = 0; j < IN_CHUNK; ++j) release(first_stage[i] + j);
-                            if (chunk + TURN >= chunks) finish(acc, own);
+                            if (last) finish(acc, own);
                         }
 #pragma unroll
                         for (int i = 0; i < TURN; ++i) {

@@ -99,6 +99,7 @@ static __device__ __forceinline__ void qkv_products(const TensorMap* x_map, cons
                 const __grid_constant__ TensorMap last_w, const float* bias, const int* positions, const int* cache_rows,     \
                 const float* table, int table_rows, Element* qkv, Kept* keys, Kept* values, int tokens, int heads,            \
                 int kv_heads, int width, int last_heads, int last_blocks) {                                                   \
+        KERNEL_BEGINS();                                                                                                      \
         const Qkv to{qkv, keys, values, bias, positions, cache_rows, table, table_rows, heads, kv_heads};                     \
         using First = PackedLoop<Packed, GROUPS, BN, BOXES, STAGES, PACKETS, CLUSTER, BLOCKS, RELAY, TURN>;                   \
         using Second = PackedLoop<Last, GROUPS, BN, BOXES, LAST_STAGES, LAST_PACKETS, CLUSTER, BLOCKS, RELAY, TURN>;          \

@@ -1,5 +1,6 @@
 """What needs a GPU is skipped where there is none; runners for modules that say which model (`file`)."""
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -9,12 +10,21 @@ import pytest
 from nightmill.worker.model.families import read_spec
 from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.model.spec import ModelSpec
+from nightmill.worker.runners.gpu.device import compiler
 from nightmill.worker.runners.gpu.device.device import Device, device_count
 from nightmill.worker.runners.gpu.device.element import Element
+from nightmill.worker.runners.gpu.device.waits import BOUNDED_WAITS
 from nightmill.worker.runners.gpu.runner import CudaRunner
 from nightmill.worker.runners.kv_format import KvFormat
 
 HERE = Path(__file__).parent
+
+BUILDS = {"service": (), "bounded": (BOUNDED_WAITS,), "jitter": (BOUNDED_WAITS, "-DNIGHTMILL_JITTER")}
+"""How kernels are built in this process, by NIGHTMILL_TEST_KERNELS: as for service, if it is not there.
+
+bounded  a wait that does not end is an error that names the kernel (`cuda/common/waits.cuh`)
+jitter   and warps come late to waits, at random
+"""
 
 Make = Callable[..., CudaRunner]
 
@@ -26,6 +36,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="no NVIDIA GPU that PyCUDA can use"))
     for item in mine:
         item.add_marker(pytest.mark.gpu)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def kernels() -> Iterator[None]:
+    """Built as NIGHTMILL_TEST_KERNELS says."""
+    options = BUILDS[os.environ.get("NIGHTMILL_TEST_KERNELS", "service")]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compiler, "COMMON_OPTIONS", (*compiler.COMMON_OPTIONS, *options))
+        yield
 
 
 @pytest.fixture

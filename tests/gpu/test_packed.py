@@ -20,6 +20,7 @@ from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.runners.gpu.device.device import Device
 from nightmill.worker.runners.gpu.device.operands import ELEMENT, FLOAT, Buffer, Format, Matrix
 from nightmill.worker.runners.gpu.numbers import Numbers, WeightNumbers
+from nightmill.worker.runners.gpu.products.chooser import Products
 from nightmill.worker.runners.gpu.products.packed_rows import PackedRows
 from nightmill.worker.runners.gpu.products.shapes import (
     SUMMED,
@@ -147,7 +148,7 @@ def results_of(
 
 KINDS = (Kind.PLAIN, Kind.FLOAT, Kind.SWIGLU, Kind.GEGLU, Kind.RESIDUAL, Kind.ADDEND)
 EACH_KIND = (Format.Q4_K, Format.Q8_0)  # elsewhere, a kind whose results are elements, and one of floats
-ROWS = (1024, 1, 3, 8, 17, 40, 64, 65, 257)
+ROWS = (1024, 1, 3, 8, 9, 16, 17, 40, 64, 65, 257)
 
 
 @EACH_FORMAT
@@ -186,6 +187,99 @@ def test_products_have_the_bits_of_those_over_elements(device: Device, kept: For
                     )
             for address in (weight.address, plain.address, held.address):
                 device.free(address)
+
+
+HEAD_ROWS = (1, 8, 9, 16, 17, 64)
+SMALL_MODELS = {
+    Format.Q8_0: [
+        *((Kind.FLOAT, 16_384, inputs, HEAD_ROWS) for inputs in (320, 512, 576, 640, 768, 960, 1024)),
+        (Kind.FLOAT, 49_152, 576, (1, 16, 64)),
+        (Kind.PLAIN, 1152, 896, (1, 8, 9, 16, 64)),
+    ],
+    Format.Q6_K: [(Kind.FLOAT, 16_384, inputs, HEAD_ROWS) for inputs in (512, 768, 1024)],
+} | {
+    kept: [
+        (Kind.PLAIN, 960, 576, HEAD_ROWS),
+        (Kind.RESIDUAL, 576, 576, HEAD_ROWS),
+        (Kind.RESIDUAL, 576, 1536, HEAD_ROWS),
+        (Kind.SWIGLU, 1536, 576, HEAD_ROWS),
+        (Kind.GEGLU, 2048, 640, HEAD_ROWS),
+        (Kind.ADDEND, 640, 2048, HEAD_ROWS),
+    ]
+    for kept in (Format.Q4_1, Format.Q5_0)
+}  # fmt: skip
+"""Products of small models, by format: kind, outputs, inputs, rows.
+
+Blocks go through several tiles of a head, whose inputs are few turns of a relay, or whose inputs end in the
+middle of a chunk."""
+
+
+@pytest.mark.parametrize("kept", SMALL_MODELS, ids=lambda kept: kept.name)
+def test_products_of_small_models_have_the_bits_of_those_over_elements(device: Device, kept: Format) -> None:
+    with all_products(device, kept) as products:
+        for kind, outputs, inputs, numbers in SMALL_MODELS[kept]:
+            hold_to_elements(device, products, kept, kind, outputs, inputs, numbers)
+
+
+def test_windows_of_a_long_input_give_the_same_bits(device: Device) -> None:
+    """Few rows whose inputs do not fit in a block's memory at once."""
+    for kept in (Format.Q4_K, Format.Q8_0):
+        with all_products(device, kept) as products:
+            hold_to_elements(device, products, kept, Kind.RESIDUAL, 3584, 18_944, (1, 8))
+
+
+def hold_to_elements(
+    device: Device, products: Products, kept: Format, kind: Kind, outputs: int, inputs: int,
+    numbers: Sequence[int],
+) -> None:  # fmt: skip
+    """Every way to multiply so many rows has the bits of the product over the same weights as elements."""
+    rows_of_weight = outputs * (2 if kind.activation else 1)
+    raw, exact = weights_of(kept, rows_of_weight, inputs)
+    weight = packed(device, kept, raw, inputs)
+    plain = Matrix(elements(device, exact).address, rows_of_weight, inputs, device.element.format)
+    rng = np.random.default_rng(inputs)
+    held = elements(device, rng.standard_normal((max(numbers), inputs)) / 64)
+    before = rng.standard_normal((max(numbers) + 1, outputs)).astype(np.float32)
+    for rows in numbers:
+        shape = Shape(padded_rows(rows), outputs, inputs, kind, device.element.format)
+        old = before[: shape.rows + 1]
+        library = products._candidates(shape)[:1]
+        (expected,) = results_of(device, library, shape, held, plain, old)
+        shape = replace(shape, format=kept)
+        ways = products._candidates(shape)
+        assert ways
+        for way, words in zip(ways, results_of(device, ways, shape, held, weight, old), strict=True):
+            np.testing.assert_array_equal(
+                words[:rows], expected[:rows], err_msg=f"{kind} {rows} {outputs} {inputs} {way.name}"
+            )
+    for address in (weight.address, plain.address, held.address):
+        device.free(address)
+
+
+@pytest.mark.parametrize("kind", [Kind.SWIGLU, Kind.GEGLU], ids=str)
+def test_a_gate_and_what_it_multiplies_may_be_of_different_types(device: Device, kind: Kind) -> None:
+    """They are no runs of outputs: kernels that take one part after the other would go past both."""
+    gate, up, ffn, inputs = Format.Q4_K, Format.Q6_K, 1024, 768
+    numbers = (1, 8, 9, 16, 17, 64)
+    with all_products(device, gate, up) as products:
+        made, exact = [], []
+        for kept in (gate, up):
+            raw, floats = weights_of(kept, ffn, inputs)
+            made.append(packed(device, kept, raw, inputs))
+            exact.append(floats)
+        mixed = Matrix(made[0].address, 2 * ffn, inputs, Format.MIXED, parts=tuple(made))
+        joined = elements(device, np.concatenate(exact))
+        plain = Matrix(joined.address, 2 * ffn, inputs, device.element.format)
+        held = elements(device, np.random.default_rng(3).standard_normal((max(numbers), inputs)) / 64)
+        for rows in numbers:
+            shape = Shape(padded_rows(rows), ffn, inputs, kind, device.element.format)
+            old = np.zeros((1, 1), dtype=np.float32)
+            (expected,) = results_of(device, products._candidates(shape)[:1], shape, held, plain, old)
+            shape = replace(shape, format=Format.MIXED)
+            ways = products._candidates(shape)
+            assert ways
+            for way, words in zip(ways, results_of(device, ways, shape, held, mixed, old), strict=True):
+                np.testing.assert_array_equal(words[:rows], expected[:rows], err_msg=f"{rows} {way.name}")
 
 
 def test_logits_that_go_through_the_room_in_pieces_have_the_same_bits(device: Device) -> None:

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from nightmill.worker.model.rope import RopeStyle
 from nightmill.worker.runners.gpu.device.device import Device
 from nightmill.worker.runners.gpu.device.operands import Format, Matrix
 from nightmill.worker.runners.gpu.products.packed_qkv import PackedQkv
@@ -18,10 +19,16 @@ from tests.specs import dense_spec
 CASES = [
     ("qwen2.5-0.5b", Format.Q8_0), ("qwen2.5-0.5b", Format.Q5_1), ("llama-3.2-1b", Format.Q4_K),
     ("llama-3.2-1b", Format.Q4_0), ("heads-of-128", Format.Q6_K), ("heads-of-128", Format.Q4_K, Format.Q6_K),
-    ("llama-3.2-1b", Format.Q8_0, Format.Q5_K),
+    ("llama-3.2-1b", Format.Q8_0, Format.Q5_K), ("smollm2-135m", Format.Q4_1),
+    ("smollm2-135m", Format.Q5_0, Format.Q8_0),
 ]  # fmt: skip
 """A model, the format of its matrices, and that of values if it is another."""
-SIZES = MODELS | {"heads-of-128": MODELS["heads-of-128"] | {"ffn_width": 4608}}  # whole blocks of K types
+SIZES = MODELS | {
+    "heads-of-128": MODELS["heads-of-128"] | {"ffn_width": 4608},  # whole blocks of K types
+    "smollm2-135m": {
+        "heads": 9, "kv_heads": 3, "width": 576, "ffn_width": 1536, "style": RopeStyle.PAIRS, "bias": False,
+    },
+}  # fmt: skip
 
 
 class PackedBench(Bench):

@@ -5,17 +5,37 @@ import subprocess
 import sys
 from contextlib import closing
 from pathlib import Path
+from typing import Literal
 
+import pytest
+
+from nightmill.jobs.parameters import GenerationParams
 from nightmill.jobs.settings import Settings
+from nightmill.worker.engine.request import Request
 from nightmill.worker.link.loading import build_engine, load_model
-from tests.real_model import expected_rows, hold_to_llama_cpp, real_model
+from tests.engines import complete
+from tests.real_model import TOKENS, expected_rows, hold_to_llama_cpp, real_model
 from tests.servers import worker_env
 
 
-def test_greedy_texts_are_those_of_llama_cpp() -> None:
-    settings = Settings(model=real_model(), gpu=0, max_sequences=32, context=512)
+@pytest.mark.parametrize("weights", ["file", "16bit"])
+def test_greedy_texts_are_those_of_llama_cpp(weights: Literal["file", "16bit"]) -> None:
+    settings = Settings(model=real_model(), gpu=0, max_sequences=32, context=512, weights=weights)
     with closing(load_model(settings)) as model, closing(build_engine(settings, model)) as engine:
         hold_to_llama_cpp(engine, model, expected_rows())
+
+
+def test_with_fp8_weights_it_writes_texts_of_its_own() -> None:
+    """They are other weights: texts part from those of the file's, but not all of them at once."""
+    rows = expected_rows()
+    settings = Settings(model=real_model(), gpu=0, max_sequences=32, context=512, weights="fp8")
+    params = GenerationParams(max_tokens=TOKENS, temperature=0.0)
+    requests = [Request(str(at), 1, tuple(row["prompt_ids"]), params, seed=0) for at, row in enumerate(rows)]
+    with closing(load_model(settings)) as model, closing(build_engine(settings, model)) as engine:
+        done = complete(engine, requests)
+    drawn = [done[request.job_id].token_ids for request in requests]
+    assert all(drawn)
+    assert any(tokens[0] == row["token_ids"][0] for tokens, row in zip(drawn, rows, strict=True))
 
 
 def test_the_demo_generates_on_the_gpu(directory: Path) -> None:

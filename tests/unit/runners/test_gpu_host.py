@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,7 +10,8 @@ import pytest
 from nightmill.worker.runners.gpu.device.device import NoDeviceError
 from nightmill.worker.runners.gpu.device.functions import bindings
 from nightmill.worker.runners.gpu.device.graphs import buckets
-from nightmill.worker.runners.gpu.products.clock import Choices, nearest
+from nightmill.worker.runners.gpu.products import clock as products_clock
+from nightmill.worker.runners.gpu.products.clock import Choices, Clock, nearest
 from nightmill.worker.runners.gpu.products.hopper_qkv import QKV_TILES
 from nightmill.worker.runners.gpu.products.hopper_tiles import TILES, Tile
 from nightmill.worker.runners.gpu.products.shapes import MANY_ROWS, Kind, first_sum, padded_rows
@@ -41,13 +43,15 @@ def test_results_of_a_tile_fill_its_buffers_a_whole_number_of_times(kind: Kind, 
         assert not tile.buffers or results * row_bytes % (128 * tile.buffers) == 0
 
 
-class Clock:
+class NumbersClock:
     """Of ways that are numbers, the largest is the fastest; notes what is timed."""
 
     def __init__(self) -> None:
         self.timed: list[list[int]] = []
 
-    def ranked(self, ways: Sequence[Callable[[int], None]], beside: Callable[[], None]) -> list[int]:
+    def ranked(
+        self, ways: Sequence[Callable[[int], None]], beside: Callable[[], None], *, loaded: bool = False
+    ) -> list[int]:
         self.timed.append([way(0) for way in ways])  # type: ignore[func-returns-value]
         return sorted(range(len(ways)), key=lambda index: -self.timed[-1][index])
 
@@ -57,7 +61,7 @@ def tune(choices: Choices[int], rows: int) -> bool:
 
 
 def test_of_all_ways_the_best_few_are_tried_at_other_sizes_between_the_same_powers_of_two() -> None:
-    clock: Any = Clock()
+    clock: Any = NumbersClock()
     everything = list(range(1, 21))
     suits: Callable[[int, int], bool] = lambda way, rows: way != 19 or rows < 500  # noqa: E731
     choices: Choices[int] = Choices(clock, lambda rows: everything, suits)
@@ -66,6 +70,70 @@ def test_of_all_ways_the_best_few_are_tried_at_other_sizes_between_the_same_powe
     assert clock.timed == [everything, best, [20, *best[2:]], everything]
     assert choices.best(300) == 20
     assert choices.best(8) == 1  # nothing near was tried: the first guess
+
+
+class WarmingDevice:
+    """Time goes on by what is queued; work is slower when there has been work for 0.1 s without a pause.
+
+    A way has two durations, of a device at rest and of one that is warm.
+    """
+
+    WARM_AFTER = 0.1
+    stream = None
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.recorded: list[tuple[float, float]] = []
+
+    def event(self, *, timing: bool) -> "WarmingDevice.Event":
+        assert timing
+        return WarmingDevice.Event(self)
+
+    def fill(self, address: int, value: int, size: int) -> None:
+        self.now += 1e-5
+
+    def wait(self, event: "WarmingDevice.Event", what: str) -> None:
+        assert event.at == self.now
+
+    class Event:
+        def __init__(self, device: "WarmingDevice") -> None:
+            self.device, self.at = device, 0.0
+
+        def record(self, stream: None) -> None:
+            self.at = self.device.now
+
+        def time_till(self, other: "WarmingDevice.Event") -> float:
+            return 1e3 * (other.at - self.at)
+
+    class Graph:
+        def __init__(self, device: "WarmingDevice", record: Callable[[], None]) -> None:
+            device.recorded.clear()  # what was run in the open
+            record()
+            self.device, self.ways = device, list(device.recorded)
+
+        def launch(self) -> None:
+            for at_rest, warm in self.ways:
+                self.device.now += at_rest if self.device.now < self.device.WARM_AFTER else warm
+
+        def close(self) -> None: ...
+
+
+@pytest.mark.parametrize(("rows", "lasting"), [(64, False), (MANY_ROWS, False), (2048, True), (16384, True)])
+def test_what_multiplies_many_rows_is_what_is_fastest_on_a_gpu_at_work(
+    monkeypatch: pytest.MonkeyPatch, rows: int, lasting: bool
+) -> None:
+    """Steps of few rows leave a GPU at rest now and then: there a short run tells what is fastest."""
+    monkeypatch.setattr(products_clock, "Graph", WarmingDevice.Graph)
+    device: Any = WarmingDevice()
+    quick_at_rest, quick_when_warm = (6e-4, 8e-4), (6.5e-4, 7e-4)
+
+    def run(way: tuple[float, float], turn: int) -> None:
+        device.recorded.append(way)
+
+    ways = [(1e-3, 1e-3), quick_at_rest, (7.5e-4, 7.6e-4), quick_when_warm]
+    choices = Choices(Clock(device, 0, 32 << 20), lambda rows: ways)
+    assert choices.tune(rows, lambda way: partial(run, way), lambda: None)
+    assert choices.best(rows) == (quick_when_warm if lasting else quick_at_rest)
 
 
 def test_what_was_timed_at_the_start_tells_how_to_multiply_any_number_of_rows() -> None:

@@ -24,6 +24,7 @@ import numpy.typing as npt
 from nightmill.jobs.errors import RunnerError
 from nightmill.worker.runners.gpu.device.element import Element
 from nightmill.worker.runners.gpu.device.peaks import Peaks, peaks_of
+from nightmill.worker.runners.gpu.device.waits import StuckWaits
 from nightmill.worker.runners.kv_format import KvFormat
 
 log = logging.getLogger(__name__)
@@ -86,6 +87,7 @@ class Device:
         self._allocations: dict[int, Any] = {}
         self._unloads: list[Callable[[], None]] = []
         self._kept: list[Any] = []
+        self.stuck_waits = StuckWaits(self.pinned)
         try:
             cuda.init()
             found = cuda.Device.count()
@@ -260,8 +262,10 @@ class Device:
         text = str(error)
         if self._lost or any(phrase in text.lower() for phrase in _STICKY):
             self._lost = True
+            stuck = self.stuck_waits.found()
             return DeviceLostError(
-                f"the GPU failed while {doing}: {text}. The context is lost: this process must end"
+                f"the GPU failed while {doing}: {text}{stuck and ': '}{stuck}. "
+                "The context is lost: this process must end"
             )
         return CudaError(f"the GPU failed while {doing}: {text}")
 

@@ -37,6 +37,7 @@ class Module:
         self._driver = driver
         self._module = self._check(driver.cuModuleLoadData(cubin), f"loading {name}")
         device.at_close(self._unload)
+        device.stuck_waits.attach(driver, self._module, cubin)
 
     @staticmethod
     def of(device: Device, source: Source) -> "Module":

@@ -99,8 +99,8 @@ class PackedTile:
     def takes(self, inputs: int) -> bool:
         """Whether it goes through so many inputs.
 
-        A relay has several turns at them: only by the sums that turns hand on does one know that what those
-        before it read had come, and so which phase of a barrier it waits for.
+        Turns of a relay come in order for any number of them. A single one has no sums to hand on, so that a
+        relay would only be a smaller tile.
         """
         return not self.relay or inputs > _CHUNK * self.turn
 
@@ -184,11 +184,11 @@ _PLAIN = (
     PackedTile(3, 64, 4, relay=2),
     PackedTile(1, 64, 1, 1, 2),
     PackedTile(1, 128, 1, 2),
-    PackedTile(3, 128),
+    PackedTile(3, 128, 2),
     PackedTile(1, 256, 1, 2),
     PackedTile(2, 256, 1, 2),
 )
-_GATED = (*(tile for tile in _PLAIN if not tile.relay), PackedTile(5, 32), PackedTile(5, 64))
+_GATED = (*(tile for tile in _PLAIN if not tile.relay), PackedTile(5, 32, 2), PackedTile(5, 64, 2))
 PACKED_TILES = {
     Kind.PLAIN: _PLAIN,
     Kind.FLOAT: _PLAIN,
