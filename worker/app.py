@@ -249,15 +249,18 @@ def make_worker_app() -> Celery:
 def _hand_back(service: Service) -> None:
     """End in order, but now (SIGQUIT). Celery would try to kill its tasks, which threads cannot be."""
     service.begin_drain(at_once=True)
-    if not celery_state.should_stop:
+    if not _is_set(celery_state.should_stop):
         celery_state.should_stop = 0
 
 
 def _told_to_end() -> bool:
     """Whether a signal or a failure has asked this process to end."""
-    return any(
-        flag not in (None, False) for flag in (celery_state.should_stop, celery_state.should_terminate)
-    )
+    return _is_set(celery_state.should_stop) or _is_set(celery_state.should_terminate)
+
+
+def _is_set(flag: int | bool | None) -> bool:
+    """Whether a flag of Celery's says to end: it is an exit code then, and 0 is one, which equals False."""
+    return flag is not None and flag is not False
 
 
 def _end_process(reason: str) -> None:

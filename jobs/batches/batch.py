@@ -110,7 +110,7 @@ class Batch:
                 if left <= 0:
                     raise WaitTimeoutError(
                         f"batch {self.name!r} is {status.state} with {status.done} of "
-                        f"{status.row_count or status.rows} rows done in the time given; it goes on"
+                        f"{status.expected_rows} rows done in the time given; it goes on"
                     )
                 pause = min(pause, left)
             time.sleep(pause)

@@ -203,7 +203,7 @@ class EngineLink:
         Where the pipe is full and the engine hangs, this thread or another would be stuck in the middle of a
         command. A small command always fits into a pipe that can be written to.
         """
-        give_up_at = time.monotonic() + (patience or 0.0)
+        give_up_at = time.monotonic() + (0.0 if patience is None else patience)
         if not self._sending.acquire(timeout=-1 if patience is None else patience):
             return False
         try:
@@ -320,7 +320,7 @@ class _Process:
         try:
             self._process.wait(timeout)
         except subprocess.TimeoutExpired:
-            if timeout:
+            if timeout is None or timeout > 0.0:
                 log.error("the engine's process does not end; it is killed")
             self.kill()
             try:

@@ -62,7 +62,7 @@ class Shown:
     @property
     def rows(self) -> int:
         """Of the file, or as many as there are."""
-        return self.status.row_count or self.status.rows
+        return self.status.expected_rows
 
 
 class Watch:
