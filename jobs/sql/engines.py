@@ -73,7 +73,7 @@ def _apply_postgresql_rules(engine: Engine) -> None:
         with patience(PING_SECONDS):
             return ping(connection)
 
-    engine.dialect.do_ping = bounded_ping  # type: ignore[method-assign]  # SQLAlchemy has no event for it
+    engine.dialect.do_ping = bounded_ping  # type: ignore[method-assign,assignment]  # SQLAlchemy has no event for it
 
 
 def _apply_sqlite_rules(engine: Engine) -> None:
