@@ -21,6 +21,7 @@ from celery.worker import state as celery_state
 from nightmill.jobs.batches.batch import Batches
 from nightmill.jobs.commands.terminal import echo
 from nightmill.jobs.errors import NightmillError
+from nightmill.jobs.last_resort import END_SECONDS, LastResort
 from nightmill.jobs.logs import fit
 from nightmill.jobs.messages.announcing import Announcer
 from nightmill.jobs.messages.broker import Broker, make_app, queue_name, resolve_broker_url
@@ -48,7 +49,6 @@ from nightmill.worker.service.gate import GatedAMQP
 from nightmill.worker.service.heart import LOADING, Heart
 from nightmill.worker.service.housekeeper import Housekeeper
 from nightmill.worker.service.lane import Lane
-from nightmill.worker.service.last_resort import END_SECONDS, LastResort
 from nightmill.worker.service.metrics import WorkerMetrics, serve_metrics
 from nightmill.worker.service.nvml import GpuProbe
 from nightmill.worker.service.shards import Service

@@ -50,6 +50,7 @@ def make_app(client: Client, keys: Keys, limits: Limits | None = None) -> Starle
         client.courier.stop()
         await asyncio.to_thread(keeper.stop)
         desk.close()
+        health.close()
 
     app = Starlette(
         routes=[

@@ -31,12 +31,14 @@ from nightmill.jobs.server.folder import Folder
 from nightmill.jobs.server.inputs import EndpointFile, file_error, row_error
 from nightmill.jobs.sql.files import WRITTEN, FileStore, StoredFile
 from nightmill.jobs.sql.http_batches import HttpBatch, HttpBatchStore, HttpStatus, Outcome
+from nightmill.jobs.sql.patience import until
 from nightmill.jobs.sql.sweep import Sweep
 from nightmill.jobs.sql.webhooks import WebhookStore
 
 log = logging.getLogger("nightmill.server")
 
 _LOOK_SECONDS = 1.0
+_END_SECONDS = 5.0  # for the step under way, and for giving claims back, when the server ends
 _AGAIN_SECONDS = 15.0  # after a step that failed
 _SWEEP_SECONDS = 5.0  # as a worker's heartbeat
 _FORGET_SECONDS = 3600.0  # between two looks for what need not be kept
@@ -80,11 +82,14 @@ class Keeper:
         self._bell.set()
 
     def stop(self) -> None:
-        """End after the step that is under way, which is broken off."""
+        """End after the step that is under way, which is broken off; returns in bounded time."""
         self._over.set()
         self._bell.set()
-        self._thread.join()
-        with suppress(NightmillError):  # the claims run out
+        self._thread.join(_END_SECONDS)
+        if self._thread.is_alive():  # it waits for a database or a disk that hangs
+            log.warning("the step of a batch does not end; another server takes it up when its claim ends")
+            return
+        with until(time.monotonic() + _END_SECONDS), suppress(NightmillError):  # the claims run out
             self._store.let_go(self._name)
 
     def look(self) -> None:

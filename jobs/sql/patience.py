@@ -10,6 +10,7 @@ or table (`long_lasting`), for as long as the server says, over another connecti
 it is shorter for callers who have only so much time themselves (`until`).
 """
 
+import math
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
@@ -111,7 +112,8 @@ def bounded_connection() -> Any:
 
         def _bounded(self, steps: Generator[Any, Any, R]) -> Generator[Any, Any, R]:
             """The same steps, which end with an error if none could be taken for too long."""
-            limit, may_last = seconds_for(), _long.get() and _end.get() is None
+            lasts, ends = _long.get(), _end.get() is not None
+            limit, may_last = seconds_for(math.inf if lasts and ends else None), lasts and not ends
             silent, looked_at = 0.0, time.monotonic()
             try:
                 wanted = next(steps)

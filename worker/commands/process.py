@@ -19,8 +19,8 @@ from nightmill.jobs.client import Client
 from nightmill.jobs.commands.terminal import Line, LiveLine
 from nightmill.jobs.errors import NightmillError
 from nightmill.jobs.settings import PREFIX
+from nightmill.jobs.silence import Silence
 from nightmill.worker.service.heart import LOADING
-from nightmill.worker.silence import Silence
 
 # -P: a folder that a person works in may have a `jobs/` or a `queue.py` of its own.
 WORKER_COMMAND = (sys.executable, "-P", "-m", "nightmill", "worker")

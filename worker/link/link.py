@@ -20,6 +20,7 @@ from typing import Protocol
 from nightmill.jobs.arithmetic import Arithmetic
 from nightmill.jobs.errors import RunnerError
 from nightmill.jobs.settings import Settings
+from nightmill.jobs.silence import Silence
 from nightmill.worker.engine.request import Completion, Growth, Progress, Request
 from nightmill.worker.engine.stats import EngineStats
 from nightmill.worker.link.messages import (
@@ -39,7 +40,6 @@ from nightmill.worker.link.messages import (
     Submit,
     Told,
 )
-from nightmill.worker.silence import Silence
 from nightmill.worker.watched import watched_thread
 
 log = logging.getLogger(__name__)

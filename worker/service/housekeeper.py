@@ -15,6 +15,7 @@ from nightmill.jobs.contract import WorkerState
 from nightmill.jobs.errors import BrokerError, DatabaseError
 from nightmill.jobs.messages.broker import Broker
 from nightmill.jobs.settings import Settings
+from nightmill.jobs.silence import Silence
 from nightmill.jobs.sql.claims import Claims
 from nightmill.jobs.sql.sweep import Announcement, Sweep
 from nightmill.worker.service.heart import Heart
@@ -22,7 +23,6 @@ from nightmill.worker.service.load import Load
 from nightmill.worker.service.nvml import GpuProbe
 from nightmill.worker.service.shards import Service
 from nightmill.worker.service.suspects import LOOK_SECONDS, SuspectsTurn
-from nightmill.worker.silence import Silence
 from nightmill.worker.watched import watched_thread
 
 log = logging.getLogger(__name__)

@@ -5,9 +5,9 @@ import threading
 import pytest
 from celery.worker import state as celery_state
 
+from nightmill.jobs import last_resort
+from nightmill.jobs.last_resort import LastResort
 from nightmill.worker import app
-from nightmill.worker.service import last_resort
-from nightmill.worker.service.last_resort import LastResort
 from tests.servers import wait_until
 
 
