@@ -111,7 +111,7 @@ class Broker(Forkable):
 
         One that is there and hangs is no error: jobs are kept without it.
         """
-        if self.settings.embedded_broker:
+        if self.settings.embedded_broker and self._app is None:  # else `app` sees to it
             with suppress(SilentBrokerError), self._guard.passing():
                 _ = self.app
 

@@ -98,7 +98,7 @@ class Standing:
     @long_lasting
     def workers(self) -> dict[tuple[str, str], int]:
         """Workers that there are and were, by model and state."""
-        since = self._database.now() - timedelta(seconds=self._database.settings.stale_seconds)
+        since = self._database.clock_time(ago=timedelta(seconds=self._database.settings.stale_seconds))
         silent = WorkerRow.state.in_([str(state) for state in LIVE]) & (WorkerRow.heartbeat_at <= since)
         said = case((silent, SILENT), else_=WorkerRow.state).label("said")
         query = select(WorkerRow.model, said, func.count()).group_by(WorkerRow.model, said)
