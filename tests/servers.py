@@ -269,7 +269,7 @@ def start_postgres(*, durable: bool = False) -> PostgresServer:
         shutil.rmtree(directory, ignore_errors=True)
 
     atexit.register(stop)
-    started = PostgresServer(make_url(server.get_uri()), stop, pid)
+    started = PostgresServer(make_url(server.get_uri()), stop, pid or 0)
     if durable:
         return started
     with started._engine.connect() as connection:
