@@ -26,6 +26,9 @@ CONNECT_SECONDS: Final = 10.0
 """For a connection to be made, for each address of the host."""
 LEAST_SECONDS: Final = 0.5
 """What a statement is given though its caller's time is over: a database that answers does so sooner."""
+_IDLE_SECONDS = (
+    30  # in a transaction, after which the server ends it; nothing of ours is slow between statements
+)
 _LOOK_SECONDS = 1.0  # psycopg looks ten times a second; longer means that this process was suspended
 
 KEEPALIVE: Final[Mapping[str, int]] = {
@@ -36,6 +39,18 @@ KEEPALIVE: Final[Mapping[str, int]] = {
     "tcp_user_timeout": 20_000,  # milliseconds
 }
 """What libpq asks of the kernel: a peer that acknowledges nothing is given up within half a minute."""
+
+_SESSION: Final = "; ".join(
+    f"SET {name} = {value}"
+    for name, value in {
+        "idle_in_transaction_session_timeout": 1000 * _IDLE_SECONDS,
+        "tcp_keepalives_idle": KEEPALIVE["keepalives_idle"],
+        "tcp_keepalives_interval": KEEPALIVE["keepalives_interval"],
+        "tcp_keepalives_count": KEEPALIVE["keepalives_count"],
+    }.items()
+)
+"""What the server is to do about a client that it hears no more: until it gives up a transaction whose client
+went on with another connection, that one waits for the rows which the first has locked."""
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -105,6 +120,14 @@ def bounded_connection() -> Any:
             """As `connect`; the connection can make another like it."""
             made = cls.connect(*args, **options)
             made.again = partial(cls.connect, *args, **options)
+            try:
+                with patience(PING_SECONDS):
+                    made.autocommit = True
+                    made.execute(_SESSION)
+                    made.autocommit = False
+            except BaseException:
+                made.close()
+                raise
             return made
 
         def wait(self, gen: Generator[Any, Any, R], *args: Any, **kwargs: Any) -> R:

@@ -12,6 +12,7 @@ from sqlalchemy.engine import make_url
 from sqlalchemy.exc import OperationalError
 
 from nightmill.jobs.client import Client
+from nightmill.jobs.contract import JobState
 from nightmill.jobs.errors import DatabaseUnreachableError, WaitTimeoutError
 from nightmill.jobs.settings import Settings
 from nightmill.jobs.sql import patience
@@ -92,6 +93,27 @@ def test_waiting_with_a_timeout_ends_with_it(client: Client, proxy: FreezingProx
     if new:
         batch_error = ends(lambda: list(client.results([job_id], timeout=1.0)))
         assert isinstance(batch_error, WaitTimeoutError)
+
+
+def test_rows_that_a_frozen_connection_has_locked_are_free_again(
+    client: Client, proxy: FreezingProxy
+) -> None:
+    job_id = client.enqueue("a")
+
+    def work() -> None:
+        with client.database.write() as connection, patience.patience(1.0):
+            connection.execute(
+                text("SET idle_in_transaction_session_timeout = 3000")
+            )  # sooner than it is set to
+            connection.execute(text("SELECT id FROM jobs FOR UPDATE"))
+            proxy.freeze(Freeze.ACKNOWLEDGED)
+            connection.execute(text("SELECT 1"))
+
+    assert isinstance(ends(work), DatabaseUnreachableError)
+    assert ends(lambda: client.cancel(job_id)) is JobState.CANCELLED
+    with client.database.read() as connection:
+        limit = connection.execute(text("SHOW idle_in_transaction_session_timeout")).scalar_one()
+    assert limit == "30s"
 
 
 def test_rows_that_keep_coming_are_no_silence(client: Client) -> None:
