@@ -3,8 +3,8 @@
 import logging
 import os
 import threading
-import time
 from collections.abc import Callable
+from typing import Self
 
 from nightmill.jobs.silence import Silence
 
@@ -17,6 +17,8 @@ _LOOK_SECONDS = 0.5
 
 class LastResort:
     """A thread that waits for the order to end, and then for the end, which ends it, too.
+
+    Started for the rest of the process, or in a `with` for as long as that lasts.
 
     ordered  whether the process has been told to end
     abandon  what must not be left behind: called before the process ends by force
@@ -31,6 +33,7 @@ class LastResort:
         what: str = "worker",
     ) -> None:
         self._what = what
+        self._over = threading.Event()
         self._ordered = ordered
         self._seconds = seconds
         self._abandon = abandon
@@ -40,12 +43,21 @@ class LastResort:
         """Begin to look."""
         self._thread.start()
 
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._over.set()
+
     def _watch(self) -> None:
         while not self._ordered():
-            time.sleep(_LOOK_SECONDS)
+            if self._over.wait(_LOOK_SECONDS):
+                return
         waited = Silence(self._seconds, 2 * _LOOK_SECONDS)
         while not waited.too_long():
-            time.sleep(_LOOK_SECONDS)
+            if self._over.wait(_LOOK_SECONDS):
+                return
         log.critical(
             "this %s does not come to its end within %.0f s: it ends by force; others take over its work",
             self._what,

@@ -19,7 +19,7 @@ from nightmill.jobs.client import Client
 from nightmill.jobs.commands.terminal import Line, LiveLine
 from nightmill.jobs.errors import NightmillError
 from nightmill.jobs.last_resort import END_SECONDS
-from nightmill.jobs.settings import PREFIX
+from nightmill.jobs.settings import PREFIX, Settings
 from nightmill.jobs.silence import Silence
 from nightmill.worker.service.heart import LOADING
 
@@ -39,6 +39,11 @@ def end_with_stdin() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=watch, name="parent", daemon=True).start()
+
+
+def end_seconds(settings: Settings) -> float:
+    """How long a worker may take to end once it was told to, before it is killed."""
+    return settings.drain_seconds + END_SECONDS + _KILL_SECONDS
 
 
 class WorkerProcess:
@@ -134,7 +139,7 @@ class WorkerProcess:
         """Drain it and wait for its end; one that does not come to it in time is killed."""
         self.drain()
         try:
-            self.popen.wait(self._client.settings.drain_seconds + END_SECONDS + _KILL_SECONDS)
+            self.popen.wait(end_seconds(self._client.settings))
         except subprocess.TimeoutExpired:  # it is suspended, say: it cannot even end itself by force
             self.popen.kill()
             with suppress(subprocess.TimeoutExpired):  # stuck in the system: the kernel ends it some day
