@@ -84,7 +84,7 @@ class Desk:
         return await self._run(STATEMENT_SECONDS, partial(function, *args, **kwargs))
 
     async def look(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """As `run`, with LOOK_SECONDS: for what counts rows, or reads files, for people to look at."""
+        """As `run`, with LOOK_SECONDS: for what counts or changes many rows, or reads files."""
         return await self._run(LOOK_SECONDS, partial(function, *args, **kwargs))
 
     async def _run(self, seconds: float, function: Callable[[], R]) -> R:

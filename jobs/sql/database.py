@@ -107,10 +107,17 @@ class Database(Forkable):
             return datetime.now(UTC)
         known = self._server_time
         if known is None or _elapsed() - known[1] > _CLOCK_TRUST_SECONDS:
-            with self._mapped_errors(), self._read_only() as connection:
-                known = connection.execute(select(func.clock_timestamp())).scalar_one(), _elapsed()
-            self._server_time = known
+            return self.read_clock()
         return known[0] + timedelta(seconds=_elapsed() - known[1])
+
+    def read_clock(self) -> datetime:
+        """The time, by the database server's clock at this moment; `now` counts on from there."""
+        if self._clock is not None or self.is_sqlite:
+            return self.now()
+        with self._mapped_errors(), self._read_only() as connection:
+            time = connection.execute(select(func.clock_timestamp())).scalar_one()
+            self._server_time = time, _elapsed()
+        return self._server_time[0]
 
     def clock_time(self, ago: timedelta = timedelta()) -> ColumnElement[datetime]:
         """The time, or what it was `ago`, inside a statement: PostgreSQL reads its clock as it runs it."""

@@ -8,6 +8,7 @@ from sqlalchemy import select, update
 from nightmill.jobs.client import Client
 from nightmill.jobs.contract import JobState, WorkerState
 from nightmill.jobs.settings import Settings
+from nightmill.jobs.sql import database
 from nightmill.jobs.sql.claims import Claims
 from nightmill.jobs.sql.sweep import Sweep
 from nightmill.jobs.sql.tables import JobRow, WorkerRow
@@ -82,3 +83,18 @@ def test_times_by_postgresqls_own_clock_are_settled(postgres_settings: Settings)
             sent: datetime | None = connection.execute(query).scalar_one()
         assert sent is not None
         assert max(beat, sent) < ahead - timedelta(minutes=30)
+
+
+def test_a_process_counts_on_from_where_postgresqls_clock_is_now(
+    postgres_settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Client(postgres_settings) as client:
+        right = client.database.now()
+        monkeypatch.setattr(
+            client.database, "_server_time", (right + timedelta(hours=1), database._elapsed())
+        )
+        assert client.database.now() > right + timedelta(
+            minutes=59
+        )  # as if the clock had been set back since
+        Sweep(client.database).rescue(STALE)
+        assert client.database.now() < right + timedelta(minutes=30)
