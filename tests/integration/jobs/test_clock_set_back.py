@@ -10,6 +10,7 @@ from nightmill.jobs.contract import JobState, WorkerState
 from nightmill.jobs.settings import Settings
 from nightmill.jobs.sql import database
 from nightmill.jobs.sql.claims import Claims
+from nightmill.jobs.sql.http_batches import HttpBatch, HttpBatchStore
 from nightmill.jobs.sql.sweep import Sweep
 from nightmill.jobs.sql.tables import JobRow, WorkerRow
 from tests.servers import Clock
@@ -98,3 +99,14 @@ def test_a_process_counts_on_from_where_postgresqls_clock_is_now(
         )  # as if the clock had been set back since
         Sweep(client.database).rescue(STALE)
         assert client.database.now() < right + timedelta(minutes=30)
+
+
+def test_a_servers_claim_on_a_batch_lasts_no_longer_than_set(client: Client, clock: Clock) -> None:
+    store = HttpBatchStore(client.database)
+    batch = HttpBatch("1" * 32, None, "0" * 32, clock())
+    store.add(batch)
+    assert store.claim(batch, "dead", STALE)
+    assert not store.claim(batch, "other", STALE)
+    clock.advance(-DAY)
+    assert store.claim(batch, "other", STALE)
+    assert not store.claim(batch, "dead", STALE)
