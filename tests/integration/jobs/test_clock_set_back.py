@@ -10,6 +10,7 @@ from nightmill.jobs.contract import JobState, WorkerState
 from nightmill.jobs.settings import Settings
 from nightmill.jobs.sql import database
 from nightmill.jobs.sql.claims import Claims
+from nightmill.jobs.sql.files import FileStore, StoredFile
 from nightmill.jobs.sql.http_batches import HttpBatch, HttpBatchStore
 from nightmill.jobs.sql.sweep import Sweep
 from nightmill.jobs.sql.tables import JobRow, WorkerRow
@@ -104,6 +105,7 @@ def test_a_process_counts_on_from_where_postgresqls_clock_is_now(
 def test_a_servers_claim_on_a_batch_lasts_no_longer_than_set(client: Client, clock: Clock) -> None:
     store = HttpBatchStore(client.database)
     batch = HttpBatch("1" * 32, None, "0" * 32, clock())
+    FileStore(client.database).add(StoredFile("0" * 32, None, "batch", "x", 1, clock()), 1)
     store.add(batch)
     assert store.claim(batch, "dead", STALE)
     assert not store.claim(batch, "other", STALE)
