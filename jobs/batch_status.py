@@ -125,6 +125,11 @@ class BatchStatus:
     deleting_at: datetime | None = None  # since when its rows are being deleted
 
     @property
+    def expected_rows(self) -> int:
+        """Rows of the whole batch, as far as is known: those of its file, or those that were added so far."""
+        return _expected(self.row_count, self.rows)
+
+    @property
     def done(self) -> int:
         """Rows in a final state."""
         return sum(number for state, number in self.states.items() if state.final)
@@ -138,6 +143,10 @@ class BatchStatus:
     def unsuccessful(self) -> int:
         """Rows that ended without a (whole) result."""
         return self.done - self.succeeded
+
+
+def _expected(row_count: int | None, rows: int) -> int:
+    return rows if row_count is None else row_count
 
 
 def status_values(status: BatchStatus) -> dict[str, Any]:
@@ -167,7 +176,7 @@ def make_status(
             stop_reasons[count.stop_reason] = stop_reasons.get(count.stop_reason, 0) + count.rows
     rows = sum(states.values())
     state = state_of(record, states, stop_reasons, now)
-    left = (record.row_count or rows) - sum(n for s, n in states.items() if s.final)
+    left = _expected(record.row_count, rows) - sum(n for s, n in states.items() if s.final)
     end = None
     going = served and left and state in (BatchState.RUNNING, BatchState.QUEUED)
     if going and pace and pace.rows and pace.seconds > 0:

@@ -58,9 +58,17 @@ class Client:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
+    def announce_apart(self) -> None:
+        """Send messages on threads of their own: a broker that hangs holds up nobody who hands in jobs.
+
+        For servers, which do not fork.
+        """
+        self._announcer.go_apart()
+
     def close(self) -> None:
         """Close connections. An embedded broker goes on running."""
         self.following.close()
+        self._announcer.close()
         self.broker.close()
         self.database.close()
 

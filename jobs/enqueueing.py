@@ -48,7 +48,7 @@ class Enqueueing:
         defaults = JobSpec.defaults(settings)
         if interactive and settings.get("priority") is None:
             defaults = defaults.waited_for()
-        self._need_broker()
+        self._broker.prepare()
         ids = JobIds()
         checked_models: set[str] = set()
         numbered = zip(count(), items, strict=False)
@@ -78,7 +78,7 @@ class Enqueueing:
 
     def enqueue_spec(self, spec: JobSpec, owner: str | None) -> str:
         """Queue one job; see `Client.enqueue_spec`."""
-        self._need_broker()
+        self._broker.prepare()
         if owner is not None and spec.idempotency_key is not None:
             spec = replace(spec, idempotency_key=owned_key(owner, spec.idempotency_key))
         row = self._row(spec, self._database.now(), set()) | {"owner": owner}
@@ -96,11 +96,6 @@ class Enqueueing:
             f"For a new model, start its worker first: nightmill worker --model FILE --name {model}",
             field="model",
         )
-
-    def _need_broker(self) -> None:
-        """Raise before anything is kept if an embedded broker is missing."""
-        if self._settings.embedded_broker:
-            _ = self._broker.app
 
     def _row(self, spec: JobSpec, now: datetime, checked_models: set[str]) -> dict[str, Any]:
         if spec.model is not None and spec.model not in checked_models:

@@ -340,7 +340,7 @@ class Following(Forkable):
                 self._find_ends(due & by_job.keys(), by_job)
                 trouble_since = None
             except DatabaseError as error:
-                trouble_since = trouble_since or now
+                trouble_since = now if trouble_since is None else trouble_since
                 if now - trouble_since > PATIENCE_SECONDS:
                     for reader in readers:
                         reader.fail(error)

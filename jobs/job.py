@@ -88,7 +88,8 @@ class Job:
         """Its answers in order, once it has ended. One that had not begun to write has none."""
         if self.several or self.text is None or self.stop_reason is None:
             return self.several
-        count, seed = self.completion_tokens or 0, self.seed or 0
+        count = 0 if self.completion_tokens is None else self.completion_tokens
+        seed = 0 if self.seed is None else self.seed
         return (Answer(self.text, self.stop_reason, count, seed, self.told),)
 
     @property

@@ -143,7 +143,7 @@ def read(data: bytes) -> tuple[TokenLogprob, ...] | None:
 
 def total(tokens: Sequence[TokenLogprob]) -> float:
     """The log-probability of all of them together."""
-    return math.fsum(token.logprob or 0.0 for token in tokens)
+    return math.fsum(token.logprob for token in tokens if token.logprob is not None)
 
 
 def _tokens(data: bytes) -> Iterator[TokenLogprob]:

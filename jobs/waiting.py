@@ -6,13 +6,20 @@ takes the steps sleeps as it sees fit: `time.sleep` here, `asyncio.sleep` in `jo
 
 import time
 from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import datetime, timedelta
 from typing import Literal
 
-from nightmill.jobs.errors import InvalidParameterError, JobNotFoundError, WaitTimeoutError
+from nightmill.jobs.errors import (
+    DatabaseUnreachableError,
+    InvalidParameterError,
+    JobNotFoundError,
+    WaitTimeoutError,
+)
 from nightmill.jobs.ids import JobIds
 from nightmill.jobs.job import Job
 from nightmill.jobs.sql.jobs import CHUNK, Selection, Store, chunked
+from nightmill.jobs.sql.patience import until
 
 Order = Literal["enqueued", "finished"]
 
@@ -44,7 +51,7 @@ class Waiting:
     ) -> Iterator[float]:
         """The pauses of `wait`."""
         give_up_at = _deadline(timeout)
-        for selection in self._selections(jobs, batch):
+        for selection in self._selections(jobs, batch, give_up_at):
             yield from self._wait_for(selection, give_up_at)
 
     def steps_to_results(
@@ -60,21 +67,28 @@ class Waiting:
             return self._as_they_finish(ids, batch, wait, _deadline(timeout))
         return self._as_enqueued(ids, batch, wait, _deadline(timeout))
 
-    def _selections(self, jobs: str | Iterable[str] | None, batch: str | None) -> Iterator[Selection]:
+    def _selections(
+        self, jobs: str | Iterable[str] | None, batch: str | None, give_up_at: float | None
+    ) -> Iterator[Selection]:
         if (jobs is None) == (batch is None):
             raise InvalidParameterError("name either jobs or a batch", field="jobs")
         if jobs is None:
             yield Selection(batch=batch)
             return
         for chunk in chunked(_id_list(jobs)):
-            missing = self._store.missing(chunk)
+            with in_time(give_up_at):
+                missing = self._store.missing(chunk)
             if missing:
                 raise JobNotFoundError(f"there is no job {missing[0]!r}")
             yield Selection(ids=chunk)
 
     def _wait_for(self, selection: Selection, give_up_at: float | None) -> Iterator[float]:
         pause = _FIRST_POLL
-        while left := self._store.count_unfinished(selection):
+        while True:
+            with in_time(give_up_at):
+                left = self._store.count_unfinished(selection)
+            if left == 0:
+                return
             pause = yield from self._pause(pause, give_up_at, left)
 
     @staticmethod
@@ -94,26 +108,29 @@ class Waiting:
     def _as_enqueued(
         self, ids: Sequence[str] | None, batch: str | None, wait: bool, give_up_at: float | None
     ) -> Iterator[Job | float]:
-        for selection in self._pages(ids, batch):
+        for selection in self._pages(ids, batch, give_up_at):
             if wait:
                 yield from self._wait_for(selection, give_up_at)
-            found = {job.id: job for job in self._store.find(selection)}
+            with in_time(give_up_at):
+                found = {job.id: job for job in self._store.find(selection)}
             for job_id in selection.ids or ():
                 job = found.get(job_id)
                 if job is not None and job.state.final:
                     yield job
 
-    def _pages(self, ids: Sequence[str] | None, batch: str | None) -> Iterator[Selection]:
+    def _pages(
+        self, ids: Sequence[str] | None, batch: str | None, give_up_at: float | None
+    ) -> Iterator[Selection]:
         """Selections of at most CHUNK ids, in order; a batch is read on as it grows."""
         if ids is not None:
-            yield from self._selections(ids, None)
+            yield from self._selections(ids, None, give_up_at)
             return
         if batch is None:
             raise InvalidParameterError("name either jobs or a batch", field="jobs")
-        for page in self._pages_of_batch(batch):
+        for page in self._pages_of_batch(batch, give_up_at):
             yield Selection(ids=page)
 
-    def _pages_of_batch(self, batch: str) -> Iterator[list[str]]:
+    def _pages_of_batch(self, batch: str, give_up_at: float | None) -> Iterator[list[str]]:
         """The ids of a batch in their order, and then those that came in behind the reader.
 
         A job gets its id when it is enqueued and is seen when that is committed, which with `session=` may be
@@ -126,7 +143,7 @@ class Waiting:
             known = iter(seen)
             next_known = next(known, "")
             last: str | None = None
-            while page := self._store.ids(Selection(batch=batch, after_id=last), CHUNK):
+            while page := self._page(batch, last, give_up_at):
                 last = page[-1]
                 read.extend(page)
                 new: list[str] = []
@@ -138,36 +155,63 @@ class Waiting:
                 if new:
                     yield new
             seen = read
-            if self._store.count(Selection(batch=batch)) <= len(seen):
-                return
+            with in_time(give_up_at):
+                if self._store.count(Selection(batch=batch)) <= len(seen):
+                    return
+
+    def _page(self, batch: str, last: str | None, give_up_at: float | None) -> list[str]:
+        with in_time(give_up_at):
+            return list(self._store.ids(Selection(batch=batch, after_id=last), CHUNK))
 
     def _as_they_finish(
         self, ids: Sequence[str] | None, batch: str | None, wait: bool, give_up_at: float | None
     ) -> Iterator[Job | float]:
-        selections = list(self._selections(ids, batch))
+        selections = list(self._selections(ids, batch, give_up_at))
         seen: set[str] = set()
         pause = _FIRST_POLL
         since: tuple[datetime, str] | None = None
         while True:
             # Counted before reading: when nothing was left before, the reading misses nothing.
-            left = sum(self._store.count_unfinished(selection) for selection in selections)
+            with in_time(give_up_at):
+                left = sum(self._store.count_unfinished(selection) for selection in selections)
             for selection in selections:
-                for job in self._newly_finished(selection, None if left == 0 else since):
+                for job in self._newly_finished(selection, None if left == 0 else since, give_up_at):
                     if job.id not in seen:
                         seen.add(job.id)
                         pause = _FIRST_POLL
                         yield job
             if left == 0 or not wait:
                 return
-            since = (self._store.database.now() - _COMMIT_LAG, "")
+            with in_time(give_up_at):
+                since = (self._store.database.now() - _COMMIT_LAG, "")
             pause = yield from self._pause(pause, give_up_at, left)
 
-    def _newly_finished(self, selection: Selection, since: tuple[datetime, str] | None) -> Iterator[Job]:
-        while page := self._store.finished_since(selection, since, CHUNK):
+    def _newly_finished(
+        self, selection: Selection, since: tuple[datetime, str] | None, give_up_at: float | None
+    ) -> Iterator[Job]:
+        while True:
+            with in_time(give_up_at):
+                page = self._store.finished_since(selection, since, CHUNK)
+            if not page:
+                return
             yield from page
             last = page[-1]
             assert last.finished_at is not None
             since = (last.finished_at, last.id)
+
+
+@contextmanager
+def in_time(give_up_at: float | None) -> Iterator[None]:
+    """Give statements no longer than the caller has; raises WaitTimeoutError if that is over."""
+    with until(give_up_at):
+        try:
+            yield
+        except DatabaseUnreachableError as error:
+            if give_up_at is not None and time.monotonic() >= give_up_at:
+                raise WaitTimeoutError(
+                    f"whether the jobs are finished is not known in the time given: {error}"
+                ) from error
+            raise
 
 
 def _slept(steps: Iterator[Job | float]) -> Iterator[Job]:

@@ -108,6 +108,12 @@ class RedisServer:
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
+    def pid(self) -> int:
+        """Of the process, while it runs."""
+        assert self._process is not None, "it was not started"
+        return self._process.pid
+
+    @property
     def url(self) -> str:
         """The broker URL for Celery."""
         who = f":{self.password}@" if self.password else ""
@@ -208,7 +214,8 @@ def start_redis(directory: Path, password: str | None = None, *, durable: bool =
 class PostgresServer:
     """A PostgreSQL server on which databases may be created; see `start_postgres`."""
 
-    def __init__(self, url: URL, stop: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, url: URL, stop: Callable[[], None] = lambda: None, pid: int = 0) -> None:
+        self.pid = pid  # if it is ours
         self.admin_url = url.set(drivername="postgresql+psycopg")
         self._engine = create_engine(self.admin_url, isolation_level="AUTOCOMMIT", pool_size=1)
         self._stop = stop
@@ -262,7 +269,7 @@ def start_postgres(*, durable: bool = False) -> PostgresServer:
         shutil.rmtree(directory, ignore_errors=True)
 
     atexit.register(stop)
-    started = PostgresServer(make_url(server.get_uri()), stop)
+    started = PostgresServer(make_url(server.get_uri()), stop, pid or 0)
     if durable:
         return started
     with started._engine.connect() as connection:
@@ -270,6 +277,12 @@ def start_postgres(*, durable: bool = False) -> PostgresServer:
             connection.execute(text(f"ALTER SYSTEM SET {setting} = off"))
         connection.execute(text("SELECT pg_reload_conf()"))
     return started
+
+
+def postgres_address(url: URL) -> tuple[str, int] | str:
+    """Where the server of a URL listens: host and port, or the path of its Unix socket."""
+    host, port = str(url.query.get("host") or url.host), url.port or 5432
+    return f"{host}/.s.PGSQL.{port}" if host.startswith("/") else (host, port)
 
 
 @contextmanager

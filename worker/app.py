@@ -21,6 +21,7 @@ from celery.worker import state as celery_state
 from nightmill.jobs.batches.batch import Batches
 from nightmill.jobs.commands.terminal import echo
 from nightmill.jobs.errors import NightmillError
+from nightmill.jobs.last_resort import END_SECONDS, LastResort
 from nightmill.jobs.logs import fit
 from nightmill.jobs.messages.announcing import Announcer
 from nightmill.jobs.messages.broker import Broker, make_app, queue_name, resolve_broker_url
@@ -48,7 +49,6 @@ from nightmill.worker.service.gate import GatedAMQP
 from nightmill.worker.service.heart import LOADING, Heart
 from nightmill.worker.service.housekeeper import Housekeeper
 from nightmill.worker.service.lane import Lane
-from nightmill.worker.service.last_resort import END_SECONDS, LastResort
 from nightmill.worker.service.metrics import WorkerMetrics, serve_metrics
 from nightmill.worker.service.nvml import GpuProbe
 from nightmill.worker.service.shards import Service
@@ -249,15 +249,18 @@ def make_worker_app() -> Celery:
 def _hand_back(service: Service) -> None:
     """End in order, but now (SIGQUIT). Celery would try to kill its tasks, which threads cannot be."""
     service.begin_drain(at_once=True)
-    if not celery_state.should_stop:
+    if not _is_set(celery_state.should_stop):
         celery_state.should_stop = 0
 
 
 def _told_to_end() -> bool:
     """Whether a signal or a failure has asked this process to end."""
-    return any(
-        flag not in (None, False) for flag in (celery_state.should_stop, celery_state.should_terminate)
-    )
+    return _is_set(celery_state.should_stop) or _is_set(celery_state.should_terminate)
+
+
+def _is_set(flag: int | bool | None) -> bool:
+    """Whether a flag of Celery's says to end: it is an exit code then, and 0 is one, which equals False."""
+    return flag is not None and flag is not False
 
 
 def _end_process(reason: str) -> None:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -102,7 +103,8 @@ class ConfinedProcess:
     def kill(self) -> None:
         """End it, whatever it does."""
         self._process.kill()
-        self._process.wait()
+        with suppress(subprocess.TimeoutExpired):  # stuck in the system; nobody needs its end
+            self._process.wait(_DYING)
 
     def lost(self) -> LostError:
         """Why it ended, which it did, or is about to."""

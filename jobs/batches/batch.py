@@ -40,6 +40,7 @@ from nightmill.jobs.spec import JobSpec
 from nightmill.jobs.sql.batches import BatchStore
 from nightmill.jobs.sql.deletion import Deletion
 from nightmill.jobs.sql.workers import WorkerStore
+from nightmill.jobs.waiting import in_time
 
 _OF_CHATS = ("chat_template_kwargs", "add_generation_prompt", "continue_final_message")
 _KEPT = ("priority", "max_attempts", *_OF_CHATS)  # of a batch's settings, beside parameters
@@ -98,9 +99,10 @@ class Batch:
         give_up_at = None if timeout is None else time.monotonic() + timeout
         while True:
             began = time.monotonic()
-            status = self.status(errors=False)
-            if status.state.final:
-                status = self.status()
+            with in_time(give_up_at):
+                status = self.status(errors=False)
+                if status.state.final:
+                    status = self.status()
             on_status(status)
             if status.state.final:
                 return status
@@ -110,7 +112,7 @@ class Batch:
                 if left <= 0:
                     raise WaitTimeoutError(
                         f"batch {self.name!r} is {status.state} with {status.done} of "
-                        f"{status.row_count or status.rows} rows done in the time given; it goes on"
+                        f"{status.expected_rows} rows done in the time given; it goes on"
                     )
                 pause = min(pause, left)
             time.sleep(pause)

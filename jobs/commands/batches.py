@@ -158,7 +158,7 @@ def list_command(limit: int, as_json: bool) -> None:
         (
             status.name,
             status.state,
-            f"{status.row_count or status.rows:,}",
+            f"{status.expected_rows:,}",
             f"{status.done:,}",
             f"{status.unsuccessful:,}",
             "" if status.tokens_per_second is None else f"{status.tokens_per_second:,.0f}",

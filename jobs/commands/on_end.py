@@ -57,6 +57,9 @@ def words_of(command: str) -> list[str]:
     return words
 
 
+_KILLED_SECONDS = 10.0  # for the end of a command that was killed
+
+
 def run_on_end(
     words: list[str],
     status: BatchStatus,
@@ -102,6 +105,7 @@ def _run(words: list[str], said: bytes, environment: Mapping[str, str], seconds:
     except BaseException:  # Ctrl-C too must not leave it behind
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        with suppress(subprocess.TimeoutExpired):  # stuck in the system; nobody needs its end
+            process.wait(_KILLED_SECONDS)
         raise
     return process.returncode

@@ -97,7 +97,7 @@ class BatchProgress:
         fields: dict[str, object] = {
             "batch": status.name,
             "state": status.state,
-            "rows": status.row_count or status.rows,
+            "rows": status.expected_rows,
             "done": status.done,
             "tokens_per_second": status.tokens_per_second,
             "estimated_end": status.estimated_end,
@@ -127,7 +127,7 @@ def line_of(status: BatchStatus) -> Line:
     return Line(
         name=status.name,
         done=status.done,
-        total=status.row_count or status.rows,
+        total=status.expected_rows,
         state=str(status.state),
         failed=f"{status.unsuccessful:,} failed" if status.unsuccessful else "",
         load="" if status.state.final else f"{running:,} running, {queued:,} queued",

@@ -217,7 +217,7 @@ class LiveLine:
 
         seconds = time.monotonic() - self._began
         line = replace(self.line, elapsed=clock(seconds))
-        if self._estimate and line.total and line.done:
+        if self._estimate and line.total is not None and line.done:
             line = replace(line, end=f"{clock(seconds * (line.total - line.done) / line.done)} left")
         yield Text(line.fit(options.max_width, ascii_only=options.ascii_only), no_wrap=True)
 

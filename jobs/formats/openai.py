@@ -235,7 +235,7 @@ def _vllm_forms(given: JsonObject) -> JsonObject:
             add(place, _STRUCTURED[name], _read_json(place, value) if name == "json" else value)
         elif name == "json_object" and value is True:
             add(place, "response_format", {"type": "json_object"})
-        elif value not in (None, False):
+        elif value is not None and value is not False:
             raise unknown_field(place, {f"structured_outputs.{one}" for one in (*_STRUCTURED, "json_object")})
     return forms
 

@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import kombu.exceptions
@@ -16,6 +16,7 @@ from nightmill.jobs.fields import HIGHEST_PRIORITY, INTERACTIVE
 from nightmill.jobs.forking import Forkable
 from nightmill.jobs.ids import is_job_id
 from nightmill.jobs.messages.embedded import EmbeddedRedis
+from nightmill.jobs.messages.hanging import ANSWER_SECONDS, HangGuard, SilentBrokerError
 from nightmill.jobs.messages.shards import TASK, read_shard
 from nightmill.jobs.settings import Settings
 
@@ -68,7 +69,9 @@ def make_app(broker_url: str | None) -> Celery:
             # Whose queue was served last is asked last, within each priority: jobs for any model and jobs for
             # one share a worker.
             "queue_order_strategy": "round_robin",
-            "socket_connect_timeout": 5,
+            # A Redis that hangs is one that is away. Celery's own BRPOP asks for a second only.
+            "socket_timeout": ANSWER_SECONDS,
+            "socket_connect_timeout": ANSWER_SECONDS,
             "socket_keepalive": True,
             "max_retries": 1,
             "interval_start": 0,
@@ -85,6 +88,7 @@ class Broker(Forkable):
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self._lock = threading.Lock()
+        self._guard = HangGuard()
         self._app: Celery | None = None
         self._inherited: list[Any] = []
         self.watch_forks()
@@ -92,16 +96,33 @@ class Broker(Forkable):
     @property
     def app(self) -> Celery:
         """The Celery app. An embedded broker is started here, also if it has died since."""
-        with self._lock:
+        if not self._lock.acquire(timeout=ANSWER_SECONDS):  # another thread waits for the embedded one
+            raise SilentBrokerError(f"the broker at {self.settings.safe_broker_url} does not answer")
+        try:
             if self._app is None or self.settings.embedded_broker:
                 url = resolve_broker_url(self.settings)
                 self._app = self._app or make_app(url)
             return self._app
+        finally:
+            self._lock.release()
+
+    def prepare(self) -> None:
+        """Start an embedded broker, if it is not there; raises NightmillError if it cannot be had.
+
+        One that is there and hangs is no error: jobs are kept without it.
+        """
+        if self.settings.embedded_broker and self._app is None:  # else `app` sees to it
+            with suppress(SilentBrokerError), self._guard.passing():
+                _ = self.app
 
     def announce(self, job_ids: Sequence[str], model: str | None, priority: int) -> None:
-        """Send messages for `job_ids`, a shard each; raises BrokerUnreachableError."""
+        """Send messages for `job_ids`, a shard each; raises BrokerError, at once if it hung a moment ago."""
         size = self.settings.shard_size
-        with self.mapped_errors(), self.app.producer_pool.acquire(block=True) as producer:
+        with (
+            self._guard.passing(),
+            self.mapped_errors(),
+            self.app.producer_pool.acquire(block=True, timeout=ANSWER_SECONDS) as producer,
+        ):
             if priority == INTERACTIVE:
                 producer.channel.client.lpush(lane_name(model), *job_ids)
                 return
@@ -152,7 +173,7 @@ class Broker(Forkable):
     def ping(self) -> None:
         """Raise BrokerUnreachableError unless the broker answers."""
         with self.mapped_errors(), self.connection() as connection:
-            connection.ensure_connection(max_retries=1, timeout=5)
+            connection.ensure_connection(max_retries=1, timeout=ANSWER_SECONDS)
 
     def eviction_policy(self) -> str:
         """What Redis does when its memory is full: its `maxmemory-policy`, or "unknown" if it does not say.
@@ -180,6 +201,7 @@ class Broker(Forkable):
     def after_fork_in_child(self) -> None:
         """Leave the parent's connections alone, and forget the pools that kombu keeps for this URL."""
         self._lock = threading.Lock()
+        self._guard = HangGuard()
         if self._app is None:
             return
         connection = self._app.connection_for_write()

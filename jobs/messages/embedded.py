@@ -20,11 +20,12 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from nightmill.jobs.errors import BrokerUnreachableError, MissingExtraError
+from nightmill.jobs.messages.hanging import ANSWER_SECONDS, SilentBrokerError
 from nightmill.jobs.settings import make_data_dir
 
 _LONGEST_SOCKET_PATH = 100  # sockaddr_un holds 108 bytes
 _START_SECONDS = 10.0
-_ANSWER_SECONDS = 30.0  # how long a server that is there may be silent
+_ANSWER_SECONDS = 4.0  # how long a server that is there may be silent, before the last question
 
 
 class EmbeddedRedis:
@@ -41,7 +42,9 @@ class EmbeddedRedis:
 
     def client(self) -> redis.Redis:
         """A plain connection to the server, which tries once: redis-py would try for seconds by itself."""
-        return redis.Redis(unix_socket_path=str(self.socket), socket_timeout=5.0, retry=Retry(NoBackoff(), 0))
+        return redis.Redis(
+            unix_socket_path=str(self.socket), socket_timeout=ANSWER_SECONDS, retry=Retry(NoBackoff(), 0)
+        )
 
     def running(self) -> bool:
         """True if the server answers (also while it still loads its file)."""
@@ -95,7 +98,7 @@ class EmbeddedRedis:
         return self.url
 
     def stop(self) -> bool:
-        """End the server, keeping its data; False if none ran. BrokerUnreachableError: it is silent."""
+        """End the server, keeping its data; False if none ran. SilentBrokerError: it is silent."""
         if not self.running():
             if self.alive():
                 raise self._silent()
@@ -109,12 +112,12 @@ class EmbeddedRedis:
         """Locked for as long as a server lives."""
         return self.directory / "server.lock"
 
-    def _silent(self) -> BrokerUnreachableError:
+    def _silent(self) -> SilentBrokerError:
         try:
             process = f"process {int((self.directory / 'redis.pid').read_text())}"
         except (OSError, ValueError):
             process = "its process"
-        return BrokerUnreachableError(
+        return SilentBrokerError(
             f"the embedded Redis in {self.directory} runs and does not answer ({process}): is it suspended, "
             "or the machine out of memory? Wait, or end the process; the next use starts it again"
         )
@@ -153,7 +156,15 @@ class EmbeddedRedis:
         command = [executable]
         for name, value in options.items():
             command += [f"--{name}", value]
-        done = subprocess.run(command, capture_output=True, text=True, check=False, pass_fds=[lock])
+        try:
+            done = subprocess.run(
+                command, capture_output=True, text=True, check=False, pass_fds=[lock], timeout=_START_SECONDS
+            )
+        except subprocess.TimeoutExpired:
+            raise BrokerUnreachableError(
+                f"the embedded Redis did not start in {_START_SECONDS:.0f} s: "
+                f"see {self.directory / 'redis.log'}"
+            ) from None
         if done.returncode != 0:
             raise BrokerUnreachableError(
                 f"the embedded Redis did not start: {(done.stderr or done.stdout).strip()[:500]}"

@@ -52,6 +52,7 @@ def make_app(client: Client, keys: Keys, limits: Limits | None = None) -> Starle
         await asyncio.to_thread(keeper.stop)
         checking.close()
         desk.close()
+        health.close()
 
     app = Starlette(
         routes=[

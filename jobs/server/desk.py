@@ -17,7 +17,12 @@ from starlette.requests import Request
 from nightmill.jobs.client import Client
 from nightmill.jobs.contract import JobState
 from nightmill.jobs.enqueueing import owned_key
-from nightmill.jobs.errors import JobNotFoundError, NightmillError, WaitTimeoutError
+from nightmill.jobs.errors import (
+    DatabaseUnreachableError,
+    JobNotFoundError,
+    NightmillError,
+    WaitTimeoutError,
+)
 from nightmill.jobs.ids import is_job_id
 from nightmill.jobs.job import Job
 from nightmill.jobs.pieces import START, Piece, Place
@@ -25,10 +30,15 @@ from nightmill.jobs.server.bodies import Bodies
 from nightmill.jobs.server.errors import HttpError, invalid
 from nightmill.jobs.server.keys import Caller, Keys
 from nightmill.jobs.spec import JobSpec
+from nightmill.jobs.sql.patience import until
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
+STATEMENT_SECONDS = 8.0
+"""For the statements of one step of a request; a database that takes longer counts as away."""
+LOOK_SECONDS = 30.0
+_GRACE_SECONDS = 1.0  # the thread itself gives up before the event loop does
 DATABASE_THREADS = 8  # fewer than the pool has connections
 _LONGEST_KEY = 128  # of an Idempotency-Key
 
@@ -68,14 +78,30 @@ class Desk:
         self._threads = ThreadPoolExecutor(DATABASE_THREADS, thread_name_prefix="database")
 
     def close(self) -> None:
-        """End the threads."""
+        """End the threads; one that still waits for the database does not hold up the end of the process."""
         self.bodies.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def run(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """Run a statement on a thread."""
+        """Run a statement on a thread; raises DatabaseUnreachableError after STATEMENT_SECONDS."""
+        return await self._run(STATEMENT_SECONDS, partial(function, *args, **kwargs))
+
+    async def look(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """As `run`, with LOOK_SECONDS: for what counts or changes many rows, or reads files."""
+        return await self._run(LOOK_SECONDS, partial(function, *args, **kwargs))
+
+    async def _run(self, seconds: float, function: Callable[[], R]) -> R:
+        """Where no thread is free in time the function is not run at all."""
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._threads, partial(function, *args, **kwargs))
+        running = loop.run_in_executor(self._threads, _until, loop.time() + seconds, function)
+        try:
+            async with asyncio.timeout(seconds + _GRACE_SECONDS):
+                return await running
+        except TimeoutError:
+            raise DatabaseUnreachableError(
+                f"the database at {self.client.settings.safe_database_url} has not answered for "
+                f"{seconds:.0f} s. Check that it runs"
+            ) from None
 
     async def enqueue(self, caller: Caller, spec: JobSpec) -> str:
         """Hand in a job that somebody waits for; raises HttpError where nobody would run it."""
@@ -159,6 +185,12 @@ class Desk:
                 504, f"job {job_id} is not finished in time; it goes on", code="timeout"
             ) from None
         return await self.run(self.client.get, job_id)
+
+
+def _until(moment: float, function: Callable[[], R]) -> R:
+    """Call it, with statements that end by this moment; the event loop counts as `time.monotonic` does."""
+    with until(moment):
+        return function()
 
 
 async def caller_left(request: Request) -> None:

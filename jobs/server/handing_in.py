@@ -111,7 +111,7 @@ class HandingIn:
             raise HttpError(409, said, code="invalid_transition")
         if batch.status.final:
             await self._check_room(batch.owner)
-        await self.desk.run(self._retry, batch)
+        await self.desk.look(self._retry, batch)
         self._wake()
         return await self.find(caller, name)
 

@@ -26,12 +26,14 @@ from nightmill.jobs.server.working import OvertakenError, PostponedError, Work
 from nightmill.jobs.sql.files import FileStore
 from nightmill.jobs.sql.http_batches import HttpBatch, HttpBatchStore, HttpStatus
 from nightmill.jobs.sql.jobs import GROUP
+from nightmill.jobs.sql.patience import until
 from nightmill.jobs.sql.sweep import Sweep
 from nightmill.jobs.sql.webhooks import WebhookStore
 
 log = logging.getLogger("nightmill.server")
 
 _LOOK_SECONDS = 1.0
+_END_SECONDS = 5.0  # for the step under way, and for giving claims back, when the server ends
 _AGAIN_SECONDS = 15.0  # after a step that failed
 _SLICE_SECONDS = 0.25  # of one owner in each round
 _MOST_KEPT = 8  # files that are read, and as many batches whose results are written, between rounds
@@ -77,11 +79,14 @@ class Keeper:
         self._bell.set()
 
     def stop(self) -> None:
-        """End after the step that is under way, which is broken off."""
+        """End after the step that is under way, which is broken off; returns in bounded time."""
         self._over.set()
         self._bell.set()
-        self._thread.join()
-        with suppress(NightmillError):  # the claims run out
+        self._thread.join(_END_SECONDS)
+        if self._thread.is_alive():  # it waits for a database or a disk that hangs
+            log.warning("the step of a batch does not end; another server takes it up when its claim ends")
+            return
+        with until(time.monotonic() + _END_SECONDS), suppress(NightmillError):  # the claims run out
             self._store.let_go(self._name)
 
     def look(self) -> None:
@@ -124,17 +129,17 @@ class Keeper:
 
     def _turn(self, batches: Iterable[HttpBatch]) -> None:
         """Work on the batches of one owner until the time is up, first on what is new."""
-        until = time.monotonic() + _SLICE_SECONDS
+        end = time.monotonic() + _SLICE_SECONDS
         for batch in sorted(batches, key=self._place):
             if self._over.is_set():
                 return
             if not self._may_work_on(batch):
                 continue
             try:
-                self._work_on(batch, until)
+                self._work_on(batch, end)
             except OvertakenError:
                 self._overtaken(batch)
-            if time.monotonic() >= until:
+            if time.monotonic() >= end:
                 self.wake()
                 return
 
@@ -159,7 +164,7 @@ class Keeper:
         others = [one for one in kept if one.id != batch.id]
         return len(others) < _MOST_KEPT and all(one.owner != batch.owner for one in others)
 
-    def _work_on(self, batch: HttpBatch, until: float) -> None:
+    def _work_on(self, batch: HttpBatch, end: float) -> None:
         """Go on with a batch until it is through or the time is up; raises OvertakenError."""
         work = self._begin_or_resume(batch)
         if work is None:
@@ -167,7 +172,7 @@ class Keeper:
         progress = False
         try:
             for progress in work.steps:
-                if self._over.is_set() or time.monotonic() >= until:
+                if self._over.is_set() or time.monotonic() >= end:
                     self._put_aside(work, died=0 if progress else work.died)
                     return
         except (OvertakenError, DatabaseUnreachableError):

@@ -132,7 +132,7 @@ class Metrics:
         from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
         async with self._asking:
-            await self._desk.run(self._count)
+            await self._desk.look(self._count)
             return Response(generate_latest(self.traffic.registry), media_type=CONTENT_TYPE_LATEST)
 
     def _count(self) -> None:

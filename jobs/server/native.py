@@ -95,7 +95,7 @@ class Native:
             states=None if state is None else [JobState(state)],
         )
         newest_first = not page.oldest_first
-        found = await desk.run(desk.client.store.find, selection, page.limit + 1, newest_first=newest_first)
+        found = await desk.look(desk.client.store.find, selection, page.limit + 1, newest_first=newest_first)
         return JSONResponse(page.answer([job_object(job) for job in found]))
 
     async def shown(self, request: Request) -> Response:

@@ -298,6 +298,10 @@ SCHEMAS: dict[str, JsonObject] = {
     "Piece": _object({"t": TEXT, "i": _NUMBER}),
     "End": _object({"job_id": TEXT} | _OUTCOME),
     "Health": _object({"status": {"const": "ok"}}),
-    "Ready": _object(dict.fromkeys(("ready", "database", "broker", "worker"), _FLAG)),
+    "Ready": _object(
+        dict.fromkeys(("ready", "database", "broker", "worker"), _FLAG)
+        | {"hangs": {"type": "array", "items": {"enum": ["database", "broker"]}}},
+        optional=("hangs",),
+    ),
 }
 """By name."""

@@ -12,6 +12,7 @@ import uvicorn
 
 from nightmill.jobs.client import Client
 from nightmill.jobs.errors import DeliveryDelayedWarning, SettingsError
+from nightmill.jobs.last_resort import LastResort
 from nightmill.jobs.logs import fit
 from nightmill.jobs.server.app import make_app
 from nightmill.jobs.server.connections import Connection, allow_connections, is_news
@@ -23,6 +24,7 @@ from nightmill.jobs.settings import Settings
 log = logging.getLogger("nightmill.server")
 
 _END_SECONDS = 30  # for answers that are under way when the server is told to stop
+_LAST_SECONDS = 15.0  # and then for the rest; whatever hangs, the process is gone after both
 _HEADER_BYTES = 1 << 16
 _SWITCH_SECONDS = 0.0005
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -67,6 +69,7 @@ def serve(settings: Settings, host: str, port: int, limits: Limits) -> None:
     warnings.simplefilter("ignore", DeliveryDelayedWarning)
     with Client(settings) as client:
         client.database.ensure_schema()
+        client.announce_apart()
         server = _Server(
             uvicorn.Config(
                 make_app(client, keys, limits),
@@ -80,6 +83,7 @@ def serve(settings: Settings, host: str, port: int, limits: Limits) -> None:
                 timeout_graceful_shutdown=_END_SECONDS,
             )
         )
+        LastResort(lambda: server.should_exit, _END_SECONDS + _LAST_SECONDS, what="server").start()
         server.run(_listen(host, port))
 
 

@@ -32,6 +32,7 @@ from nightmill.jobs.sql.jobs import (
     tokens_read,
 )
 from nightmill.jobs.sql.locks import hold_batches, lock_jobs, refuse_deleting
+from nightmill.jobs.sql.patience import long_lasting
 from nightmill.jobs.sql.retrying import retried
 from nightmill.jobs.sql.snapshots import read_jobs
 from nightmill.jobs.sql.tables import QUEUED, RUNNING, BatchRow, JobRow
@@ -156,6 +157,7 @@ class BatchStore:
             found = connection.execute(last.order_by(JobRow.finished_at.desc()).limit(1)).scalar_one_or_none()
         return record, found
 
+    @long_lasting
     def counts(self, name: str) -> list[RowCount]:
         """Rows by state and stop reason, with their tokens."""
         columns = (JobRow.state, JobRow.stop_reason)
@@ -191,6 +193,7 @@ class BatchStore:
         """What was finished from the first start to the last end; reads all rows of the batch."""
         return self._pace(name, (JobRow.finished_at.is_not(None),), None, None)
 
+    @long_lasting
     def _pace(
         self, name: str, conditions: tuple[Any, ...], begin: datetime | None, end: datetime | None
     ) -> Pace | None:
@@ -207,6 +210,7 @@ class BatchStore:
         begin = started if begin is None else max(begin, started)
         return Pace(rows, int(tokens or 0), ((end or finished) - begin).total_seconds())
 
+    @long_lasting
     def error_groups(self, name: str) -> list[ErrorGroup]:
         """The most frequent errors of rows that ended without success."""
         message = func.substr(JobRow.error, 1, 300).label("message")
@@ -281,6 +285,7 @@ class BatchStore:
 
     # -- change of mind --------------------------------------------------------------------------
 
+    @long_lasting
     def cancel(self, name: str) -> tuple[int, int]:
         """Cancel every row that is not final: (cancelled now, running and asked to stop).
 
@@ -309,6 +314,7 @@ class BatchStore:
             if not self._any(name, QUEUED):
                 return cancelled, asked
 
+    @long_lasting
     def retry_failed(
         self, name: str, deadline: datetime | None
     ) -> Iterator[Mapping[tuple[str | None, int], list[str]]]:

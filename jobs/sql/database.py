@@ -1,7 +1,6 @@
 """Connections, transactions and schema version: the one border where SQLAlchemy's errors are mapped."""
 
 import fcntl
-import json
 import sqlite3
 import threading
 import time
@@ -14,9 +13,6 @@ from typing import Any
 from sqlalchemy import (
     ColumnElement,
     Connection,
-    Engine,
-    create_engine,
-    event,
     func,
     inspect,
     literal,
@@ -24,7 +20,6 @@ from sqlalchemy import (
     text,
 )
 from sqlalchemy.exc import (
-    ArgumentError,
     DataError,
     DBAPIError,
     IntegrityError,
@@ -41,18 +36,18 @@ from nightmill.jobs.errors import (
     DatabaseError,
     DatabaseRefusedError,
     DatabaseUnreachableError,
-    MissingExtraError,
     SchemaError,
-    SettingsError,
 )
 from nightmill.jobs.forking import FORK_SECONDS, Forkable, Turnstile
-from nightmill.jobs.settings import Settings, make_data_dir
+from nightmill.jobs.settings import Settings
+from nightmill.jobs.sql.engines import READ_ONLY, make_engine
+from nightmill.jobs.sql.patience import long_lasting, seconds_for
 from nightmill.jobs.sql.tables import SCHEMA_REVISION, UtcDateTime
 
 Clock = Callable[[], datetime]
 
-_READ_ONLY = "nightmill_read_only"
 _CLOCK_TRUST_SECONDS = 300.0
+_SCHEMA_SECONDS = 120.0  # for another's look at the schema, and for the migration of an embedded database
 # Deadlock, serialization failure, lock timeout: PostgreSQL has rolled back, and the next try may succeed.
 _LOCK_NOT_AVAILABLE = "55P03"
 _LOST_TO_OTHERS = ("40P01", "40001", _LOCK_NOT_AVAILABLE)
@@ -80,7 +75,7 @@ class Database(Forkable):
         self._server_time: tuple[datetime, float] | None = None  # and when it was read, by _elapsed
         self._schema_revision: str | None = None
         self._schema_lock = threading.Lock()
-        self.engine = self._create_engine()
+        self.engine = make_engine(settings)
         self._users = Turnstile()
         self._inherited: list[Any] = []
         self.watch_forks()
@@ -115,10 +110,17 @@ class Database(Forkable):
             return datetime.now(UTC)
         known = self._server_time
         if known is None or _elapsed() - known[1] > _CLOCK_TRUST_SECONDS:
-            with self._mapped_errors(), self._read_only() as connection:
-                known = connection.execute(select(func.clock_timestamp())).scalar_one(), _elapsed()
-            self._server_time = known
+            return self.read_clock()
         return known[0] + timedelta(seconds=_elapsed() - known[1])
+
+    def read_clock(self) -> datetime:
+        """The time, by the database server's clock at this moment; `now` counts on from there."""
+        if self._clock is not None or self.is_sqlite:
+            return self.now()
+        with self._mapped_errors(), self._read_only() as connection:
+            time = connection.execute(select(func.clock_timestamp())).scalar_one()
+            self._server_time = time, _elapsed()
+        return self._server_time[0]
 
     def clock_time(self, ago: timedelta = timedelta()) -> ColumnElement[datetime]:
         """The time, or what it was `ago`, inside a statement: PostgreSQL reads its clock as it runs it."""
@@ -130,7 +132,7 @@ class Database(Forkable):
         """Check once that the schema is ours; an embedded database is created and migrated on the way."""
         if self._schema_revision == SCHEMA_REVISION:
             return
-        with self._schema_lock:
+        with self._turn_to_look():
             # The first use of an embedded database creates it; those who come meanwhile must not look yet.
             with self._file_lock() if self.settings.embedded_database else nullcontext():
                 found = self.revision()
@@ -150,6 +152,19 @@ class Database(Forkable):
                 )
             self._schema_revision = found
 
+    @contextmanager
+    def _turn_to_look(self) -> Iterator[None]:
+        """One thread looks at the schema; raises DatabaseUnreachableError after a while."""
+        if not self._schema_lock.acquire(timeout=seconds_for(_SCHEMA_SECONDS)):
+            raise DatabaseUnreachableError(
+                f"the database at {self.settings.safe_database_url} does not answer: another thread still "
+                "waits for its schema. Check that it runs"
+            )
+        try:
+            yield
+        finally:
+            self._schema_lock.release()
+
     def revision(self) -> str | None:
         """The schema revision found in the database; None if it has no Nightmill tables."""
         with self._mapped_errors(), self._read_only() as connection:
@@ -162,6 +177,7 @@ class Database(Forkable):
         with self._file_lock() if self.is_sqlite else nullcontext():
             self._upgrade()
 
+    @long_lasting
     def _upgrade(self) -> None:
         from alembic import command  # 0.2 s to import, needed only here
         from alembic.config import Config
@@ -224,32 +240,7 @@ class Database(Forkable):
     @contextmanager
     def _read_only(self) -> Iterator[Connection]:
         with self._users.passing(), self.engine.connect() as connection:
-            yield connection.execution_options(**{_READ_ONLY: True})
-
-    def _create_engine(self) -> Engine:
-        url = self.settings.resolved_database_url
-        if url.get_backend_name() == "sqlite":
-            if url.database in (None, "", ":memory:"):
-                raise DatabaseError(
-                    "NIGHTMILL_DATABASE_URL names an in-memory SQLite, which other processes cannot see: "
-                    "name a file, as in sqlite:////var/lib/nightmill/nightmill.db"
-                )
-            path = Path(str(url.database))
-            if self.settings.embedded_database:
-                make_data_dir(path.parent)
-            engine = create_engine(url, json_deserializer=_load_json, connect_args={"timeout": 30.0})
-            _apply_sqlite_rules(engine)
-            return engine
-        try:
-            return create_engine(
-                url, pool_pre_ping=True, pool_size=5, max_overflow=10, connect_args={"connect_timeout": 10}
-            )
-        except ArgumentError as error:
-            raise SettingsError(f"NIGHTMILL_DATABASE_URL: {self.settings.scrubbed(error)}") from None
-        except ModuleNotFoundError as error:
-            raise MissingExtraError(
-                f"PostgreSQL needs the package {error.name!r}: pip install 'nightmill[postgres]'"
-            ) from None
+            yield connection.execution_options(**{READ_ONLY: True})
 
     def _switch_to_wal(self) -> None:
         """Readers and a writer at once. The file remembers it; the switch needs the file to itself."""
@@ -273,11 +264,27 @@ class Database(Forkable):
                 f"the database at {self.settings.safe_database_url} cannot be opened: {error}"
             ) from error
         with lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            self._take_turn(lock)
             try:
                 yield
             finally:  # closing would not do: a child forked meanwhile has the file open, too
                 fcntl.flock(lock, fcntl.LOCK_UN)
+
+    def _take_turn(self, lock: Any) -> None:
+        """Wait until nobody else migrates; looks again and again, since flock itself has no limit."""
+        give_up_at = time.monotonic() + seconds_for(_SCHEMA_SECONDS)
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() >= give_up_at:
+                    raise DatabaseUnreachableError(
+                        f"the database at {self.settings.safe_database_url} is being migrated by another "
+                        "program: try again once that is done"
+                    ) from None
+                time.sleep(0.02)
+            else:
+                return
 
     @contextmanager
     def _mapped_errors(self) -> Iterator[None]:
@@ -343,14 +350,6 @@ def _sqlstate(error: StatementError) -> str:
     return getattr(error.orig, "sqlstate", None) or ""
 
 
-def _load_json(text: str | bytes) -> Any:
-    """A JSON column's value; text that is not JSON as it is, for the reader of that one row to refuse."""
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
-
-
 def _lost_to_others(error: BaseException | None) -> bool:
     """Whether a statement failed since other transactions were in its way, and may succeed the next time."""
     if isinstance(error, sqlite3.Error):
@@ -373,17 +372,3 @@ def _first_line(error: BaseException | None) -> str:
 def migrations_dir() -> Path:
     """Where the Alembic scripts are."""
     return package_directory() / "_migrations"
-
-
-def _apply_sqlite_rules(engine: Engine) -> None:
-    @event.listens_for(engine, "connect")
-    def on_connect(connection: Any, record: object) -> None:
-        connection.isolation_level = None  # pysqlite begins nothing by itself; on_begin does
-        cursor = connection.cursor()
-        cursor.execute("PRAGMA foreign_keys = ON")
-        cursor.close()
-
-    @event.listens_for(engine, "begin")
-    def on_begin(connection: Connection) -> None:
-        read_only = connection.get_execution_options().get(_READ_ONLY, False)
-        connection.exec_driver_sql("BEGIN" if read_only else "BEGIN IMMEDIATE")

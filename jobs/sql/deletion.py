@@ -11,6 +11,7 @@ from nightmill.jobs.sql.batches import no_batch
 from nightmill.jobs.sql.database import Database
 from nightmill.jobs.sql.jobs import FINAL, GROUP, UNFINISHED, chunked
 from nightmill.jobs.sql.locks import lock_ids
+from nightmill.jobs.sql.patience import long_lasting
 from nightmill.jobs.sql.retrying import retried
 from nightmill.jobs.sql.tables import BatchRow, JobRow, WebhookRow
 
@@ -33,6 +34,7 @@ class Deletion:
             gone += deleted
             yield gone
 
+    @long_lasting
     @retried
     def begin(self, name: str, ended_before: datetime | None = None) -> bool:
         """Mark a batch as being deleted: from here on nothing is added to it or queued again.
@@ -61,6 +63,7 @@ class Deletion:
             )
         return True
 
+    @long_lasting
     @retried
     def group(self, name: str) -> tuple[int, bool]:
         """Delete some rows of a marked batch, or the batch if none is left: (rows gone, is it over?)."""

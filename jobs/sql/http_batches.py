@@ -221,7 +221,7 @@ class HttpBatchStore:
         """Take a batch in the status that it was seen in, or go on with it; returns whether that worked."""
         now = self.database.now()
         values = {"keeper": keeper, "kept_until": now + duration}
-        return self._change(batch.id, (batch.status,), values, _free(keeper, now))
+        return self._change(batch.id, (batch.status,), values, _free(keeper, now, duration))
 
     def attempt(self, batch: HttpBatch, keeper: str, duration: timedelta, known: int = 0) -> int | None:
         """Claim a batch to read its file, and count that before it begins; None if it cannot be claimed.
@@ -233,7 +233,7 @@ class HttpBatchStore:
         mine = HttpBatchRow.keeper == keeper
         counted = case((mine, literal(known + 1)), else_=HttpBatchRow.attempts + 1)
         values = {"keeper": keeper, "kept_until": now + duration, "attempts": counted}
-        return self._attempt(batch, values, _free(keeper, now))
+        return self._attempt(batch, values, _free(keeper, now, duration))
 
     def hold(self, batch: HttpBatch, keeper: str, duration: timedelta, **values: Any) -> bool:
         """Keep a claim; False if anybody has had the batch, or changed its status, since it was claimed.
@@ -358,9 +358,15 @@ _LET_GO: dict[str, Any] = {"keeper": None, "kept_until": None, "note": None}
 """A step is over: nobody has a claim, and what was said of a step that failed holds no more."""
 
 
-def _free(keeper: str, now: datetime) -> Any:
-    """Whether this server may claim a batch."""
-    return or_(HttpBatchRow.keeper.is_(None), HttpBatchRow.keeper == keeper, HttpBatchRow.kept_until < now)
+def _free(keeper: str, now: datetime, duration: timedelta) -> Any:
+    """Whether this server may claim a batch for so long."""
+    return or_(
+        HttpBatchRow.keeper.is_(None),
+        HttpBatchRow.keeper == keeper,
+        HttpBatchRow.kept_until < now,
+        # Further ahead than anybody sets it: the clock was set back, and who lives claims it anew.
+        HttpBatchRow.kept_until > now + 2 * duration,
+    )
 
 
 def _update(

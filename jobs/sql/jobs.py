@@ -31,6 +31,7 @@ from nightmill.jobs.job import Job
 from nightmill.jobs.sql import answers, logprobs, partials
 from nightmill.jobs.sql.database import Database
 from nightmill.jobs.sql.locks import hold_batches, lock_ids, refuse_deleting
+from nightmill.jobs.sql.patience import long_lasting
 from nightmill.jobs.sql.retrying import retried
 from nightmill.jobs.sql.snapshots import read_jobs
 from nightmill.jobs.sql.tables import QUEUED, JobRow
@@ -217,6 +218,7 @@ class Store:
         with self.database.read() as connection:
             return read_jobs(connection, query)
 
+    @long_lasting
     def count(self, selection: Selection) -> int:
         """How many jobs are selected."""
         query = select(func.count()).select_from(JobRow).where(*selection.conditions())
@@ -251,6 +253,7 @@ class Store:
         with self.database.read() as connection:
             return connection.execute(query).one_or_none() is not None
 
+    @long_lasting
     def counts(self, batch: str | None = None) -> dict[str, dict[str, int]]:
         """Numbers of jobs: {"state": {...}, "stop_reason": {...}}."""
         counted: dict[str, dict[str, int]] = {}
@@ -263,6 +266,7 @@ class Store:
                 counted[column.key] = dict(map(tuple, connection.execute(query)))
         return counted
 
+    @long_lasting
     def tokens(self, batch: str | None = None) -> tuple[int, int]:
         """Sums of prompt tokens that were read and completion tokens over finished jobs."""
         query = select(

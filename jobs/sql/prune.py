@@ -10,6 +10,7 @@ from sqlalchemy import ColumnElement, delete, exists, func, or_, select
 from nightmill.jobs.sql.batches import BatchStore
 from nightmill.jobs.sql.deletion import Deletion, delete_jobs
 from nightmill.jobs.sql.jobs import FINAL, GROUP, UNFINISHED, chunked
+from nightmill.jobs.sql.patience import long_lasting
 from nightmill.jobs.sql.retrying import retried
 from nightmill.jobs.sql.tables import BatchRow, JobRow
 
@@ -35,6 +36,7 @@ class Prune:
         self._deletion = Deletion(store.database)
         self._cutoff = cutoff
 
+    @long_lasting
     def count(self) -> Pruned:
         """What `run` would delete now."""
         whole = self._whole_batches()
@@ -67,6 +69,7 @@ class Prune:
             yield Pruned(jobs, batches)
         yield Pruned(jobs, batches + self._delete_empty_batches())
 
+    @long_lasting
     @retried
     def _delete_single_jobs(self, last: str) -> tuple[int, str | None]:
         """Delete a group from after the id `last` on: how many, and where the next group begins."""
@@ -76,6 +79,7 @@ class Prune:
             ids = connection.execute(locked).scalars().all()
             return delete_jobs(connection, ids), ids[-1] if len(ids) == GROUP else None
 
+    @long_lasting
     @retried
     def _delete_empty_batches(self) -> int:
         with self._database.write() as connection:
@@ -102,6 +106,7 @@ class Prune:
             ~exists().where(JobRow.batch == BatchRow.name),
         )
 
+    @long_lasting
     def _whole_batches(self) -> list[str]:
         of_batch = JobRow.batch == BatchRow.name
         query = select(BatchRow.name).where(

@@ -8,6 +8,7 @@ from itertools import count
 from typing import ParamSpec, TypeVar
 
 from nightmill.jobs.errors import DatabaseBusyError
+from nightmill.jobs.sql.patience import seconds_for
 
 RETRY_SECONDS = 10.0
 _FIRST_PAUSE = 0.01
@@ -27,7 +28,7 @@ def retried(function: Callable[P, T]) -> Callable[P, T]:
 
     @wraps(function)
     def again(*args: P.args, **kwargs: P.kwargs) -> T:
-        give_up_at = time.monotonic() + RETRY_SECONDS
+        give_up_at = time.monotonic() + seconds_for(RETRY_SECONDS)
         for attempt in count():
             try:
                 return function(*args, **kwargs)

@@ -7,6 +7,7 @@ from sqlalchemy import case, func, or_, select
 
 from nightmill.jobs.sql.database import Database
 from nightmill.jobs.sql.jobs import tokens_read
+from nightmill.jobs.sql.patience import long_lasting
 from nightmill.jobs.sql.tables import QUEUED, RUNNING, JobRow, WorkerRow
 from nightmill.jobs.sql.workers import LIVE
 
@@ -40,6 +41,7 @@ class Standing:
     def __init__(self, database: Database) -> None:
         self._database = database
 
+    @long_lasting
     def queued(self) -> dict[Model, Waiting]:
         """The queues; reads queued jobs only."""
         now = self._database.now()
@@ -66,12 +68,14 @@ class Standing:
             for row in rows
         }
 
+    @long_lasting
     def running(self) -> dict[Model, int]:
         """Jobs that run; reads these only."""
         query = select(JobRow.model, func.count().label("jobs")).where(RUNNING).group_by(JobRow.model)
         with self._database.read() as connection:
             return {row.model: row.jobs for row in connection.execute(query)}
 
+    @long_lasting
     def ended(self) -> dict[tuple[Model, str], Ended]:
         """Jobs in final states, by model and state; reads all jobs."""
         query = (
@@ -91,9 +95,10 @@ class Standing:
                 for model, state, jobs, read, written in connection.execute(query)
             }
 
+    @long_lasting
     def workers(self) -> dict[tuple[str, str], int]:
         """Workers that there are and were, by model and state."""
-        since = self._database.now() - timedelta(seconds=self._database.settings.stale_seconds)
+        since = self._database.clock_time(ago=timedelta(seconds=self._database.settings.stale_seconds))
         silent = WorkerRow.state.in_([str(state) for state in LIVE]) & (WorkerRow.heartbeat_at <= since)
         said = case((silent, SILENT), else_=WorkerRow.state).label("said")
         query = select(WorkerRow.model, said, func.count()).group_by(WorkerRow.model, said)

@@ -19,6 +19,7 @@ from nightmill.jobs.sql.claims import hand_back
 from nightmill.jobs.sql.database import Database
 from nightmill.jobs.sql.jobs import GROUP, by_queue, chunked
 from nightmill.jobs.sql.retrying import retried
+from nightmill.jobs.sql.settling import settle_heartbeats, settle_sendings
 from nightmill.jobs.sql.tables import QUEUED, RUNNING, JobRow, WorkerRow
 from nightmill.jobs.sql.workers import LIVE
 
@@ -70,8 +71,8 @@ class Sweep:
         jobs in the order of their ids as everybody does: two workers' jobs in one transaction would be locked
         in two such orders.
         """
-        with self.database.read() as connection:
-            time = connection.execute(select(self.database.clock_time())).scalar_one()
+        settle_heartbeats(self.database)
+        time = self.database.read_clock()  # what is old goes by it, also in a process that still counts on
         if not self._clock_watch.trusted(time, self.database.monotonic(), stale_after):
             return []
         queued: list[str] = []
@@ -192,6 +193,12 @@ class Sweep:
         now = self.database.now()
         of_model = JobRow.model.is_(None) if model is None else JobRow.model == model
         with self.database.write() as connection:
+            for priority in _PRIORITIES:  # each walks the end of an index
+                settle_sendings(
+                    self.database,
+                    connection,
+                    *(QUEUED, of_model, JobRow.sent_at.is_not(None), JobRow.priority == priority),
+                )
             before = {priority: _sent_at(connection, job_ids) for priority, job_ids in heads.items()}
             alternatives = [
                 (priority, [of_model, JobRow.sent_at.is_not(None), JobRow.sent_at < sent - older_than])

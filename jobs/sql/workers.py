@@ -10,6 +10,7 @@ from nightmill.jobs.contract import JsonObject, WorkerState
 from nightmill.jobs.job import Worker
 from nightmill.jobs.sql.database import Database
 from nightmill.jobs.sql.retrying import retried
+from nightmill.jobs.sql.settling import settle_heartbeats
 from nightmill.jobs.sql.tables import WorkerRow
 
 LIVE = (WorkerState.STARTING, WorkerState.READY, WorkerState.DRAINING)
@@ -35,7 +36,8 @@ class WorkerStore:
 
         They beat, and do not drain.
         """
-        since = self.database.now() - timedelta(seconds=self.database.settings.stale_seconds)
+        settle_heartbeats(self.database)
+        since = self.database.clock_time(ago=timedelta(seconds=self.database.settings.stale_seconds))
         of_model = [] if model is None else [WorkerRow.model == model]
         return self._find(WorkerRow.heartbeat_at > since, WorkerRow.state.in_(_SERVING), *of_model)
 

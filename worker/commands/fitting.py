@@ -65,7 +65,7 @@ def card_here(index: int | None) -> Card | None:
     from nightmill.worker.runners.gpu.device.device import Device, NoDeviceError
 
     try:
-        with Device(index or 0) as device:
+        with Device(0 if index is None else index) as device:
             return Card(device.name, device.free_memory(), device.multiprocessors, device.peaks())
     except NoDeviceError:
         return None

@@ -17,7 +17,7 @@ from nightmill.jobs.errors import NightmillError
 from nightmill.jobs.job import Worker
 from nightmill.jobs.settings import make_data_dir
 from nightmill.jobs.sql.sweep import Sweep
-from nightmill.worker.commands.process import WorkerProcess
+from nightmill.worker.commands.process import WorkerProcess, end_seconds
 from nightmill.worker.options import gpu_name
 
 _ID = re.compile("[0-9a-f]{32}")
@@ -81,6 +81,11 @@ class WorkerKeeper:
         self.own.drain()
         seconds = self._client.settings.drain_seconds
         return f"the worker finishes what it can in {seconds:.0f} s and hands the rest back"
+
+    @property
+    def end_seconds(self) -> float:
+        """How long our own worker may take to end, whatever hangs."""
+        return end_seconds(self._client.settings)
 
     @property
     def ended(self) -> bool:

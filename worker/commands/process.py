@@ -12,19 +12,21 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from nightmill.jobs.client import Client
 from nightmill.jobs.commands.terminal import Line, LiveLine
 from nightmill.jobs.errors import NightmillError
-from nightmill.jobs.settings import PREFIX
+from nightmill.jobs.last_resort import END_SECONDS
+from nightmill.jobs.settings import PREFIX, Settings
+from nightmill.jobs.silence import Silence
 from nightmill.worker.service.heart import LOADING
-from nightmill.worker.silence import Silence
 
 # -P: a folder that a person works in may have a `jobs/` or a `queue.py` of its own.
 WORKER_COMMAND = (sys.executable, "-P", "-m", "nightmill", "worker")
 END_WITH_STDIN = "--end-with-stdin"
+_KILL_SECONDS = 10.0  # beyond what a worker may take to end
 _SLOW_START_SECONDS = 1000.0  # without progress; the worker itself gives up a little earlier
 
 
@@ -37,6 +39,11 @@ def end_with_stdin() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=watch, name="parent", daemon=True).start()
+
+
+def end_seconds(settings: Settings) -> float:
+    """How long a worker may take to end once it was told to, before it is killed."""
+    return settings.drain_seconds + END_SECONDS + _KILL_SECONDS
 
 
 class WorkerProcess:
@@ -129,9 +136,14 @@ class WorkerProcess:
         self._signal(signal.SIGQUIT)
 
     def close(self) -> None:
-        """Drain it and wait for its end."""
+        """Drain it and wait for its end; one that does not come to it in time is killed."""
         self.drain()
-        self.popen.wait()
+        try:
+            self.popen.wait(end_seconds(self._client.settings))
+        except subprocess.TimeoutExpired:  # it is suspended, say: it cannot even end itself by force
+            self.popen.kill()
+            with suppress(subprocess.TimeoutExpired):  # stuck in the system: the kernel ends it some day
+                self.popen.wait(_KILL_SECONDS)
         if self.popen.stdin is not None:
             self.popen.stdin.close()
 

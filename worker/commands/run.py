@@ -24,6 +24,7 @@ from nightmill.jobs.commands.terminal import echo, echo_err, echo_json
 from nightmill.jobs.errors import DatabaseError, DatabaseUnreachableError, SettingsError
 from nightmill.jobs.formats import FileFormat
 from nightmill.jobs.formats.places import STANDARD, brought_to, check_apart, errors_name, taken_from
+from nightmill.jobs.last_resort import LastResort
 from nightmill.jobs.logs import LogFormat
 from nightmill.jobs.printable import printable
 from nightmill.jobs.settings import Settings
@@ -32,6 +33,7 @@ from nightmill.worker.fetching import with_model_file
 from nightmill.worker.options import WORKER_SETTINGS, as_arguments, merge_options, worker_options
 
 POLL_SECONDS = 0.5
+_END_SECONDS = 15.0  # after the worker's own end
 _POLL_SHARE = 10  # look at a huge batch a tenth of the time at most
 _HEARD = frozenset({"model", "model_name", "gpu", "reference"})
 """What a worker that is there already is chosen by; other options of a worker are for one that is started."""
@@ -192,7 +194,13 @@ def _follow(
     """Keep the model served and the results flowing until the batch has ended, or a person has enough."""
     note = complaint = ""
     asked = 0
-    with _Interrupts() as interrupts, BatchProgress(batch.name, log=log) as bar:
+    # First the worker ends, or is ended by force, then this process.
+    seconds = keeper.end_seconds + _END_SECONDS
+    with (
+        _Interrupts() as interrupts,
+        LastResort(lambda: interrupts.count > 0, seconds, what="run"),
+        BatchProgress(batch.name, log=log) as bar,
+    ):
         while True:
             began = time.monotonic()
             if interrupts.count > asked:

@@ -98,7 +98,8 @@ class Matchings:
 
     def __init__(self, threads: int | None = None) -> None:
         """threads: by default four fifths of the cores, at most 32"""
-        self.threads = threads or min(32, max(1, len(os.sched_getaffinity(0)) * 4 // 5))
+        usual = min(32, max(1, len(os.sched_getaffinity(0)) * 4 // 5))
+        self.threads = usual if threads is None else threads
         self._executor = LLExecutor(self.threads)
 
     def masks(self, constraints: Mapping[int, Matching], masks: IntArray, /) -> Faults:

@@ -20,6 +20,7 @@ from typing import Protocol
 from nightmill.jobs.arithmetic import Arithmetic
 from nightmill.jobs.errors import RunnerError
 from nightmill.jobs.settings import Settings
+from nightmill.jobs.silence import Silence
 from nightmill.worker.engine.request import Completion, Growth, Progress, Request
 from nightmill.worker.engine.stats import EngineStats
 from nightmill.worker.link.messages import (
@@ -39,7 +40,6 @@ from nightmill.worker.link.messages import (
     Told,
 )
 from nightmill.worker.link.startup import first_answer
-from nightmill.worker.silence import Silence
 from nightmill.worker.watched import watched_thread
 
 log = logging.getLogger(__name__)
@@ -226,7 +226,7 @@ class EngineLink:
         Where the pipe is full and the engine hangs, this thread or another would be stuck in the middle of a
         command. A small command always fits into a pipe that can be written to.
         """
-        give_up_at = time.monotonic() + (patience or 0.0)
+        give_up_at = time.monotonic() + (0.0 if patience is None else patience)
         if not self._sending.acquire(timeout=-1 if patience is None else patience):
             return False
         try:
@@ -347,7 +347,7 @@ class _Process:
         try:
             self._process.wait(timeout)
         except subprocess.TimeoutExpired:
-            if timeout:
+            if timeout is None or timeout > 0.0:
                 log.error("the engine's process does not end; it is killed")
             self.kill()
             try:

@@ -271,7 +271,7 @@ def capacity(settings: Settings) -> int:
 def hang_seconds(settings: Settings) -> float:
     """Silence after which an engine counts as hung."""
     default = REFERENCE_HANG_SECONDS if gpu_index(settings) is None else GPU_HANG_SECONDS
-    return settings.hang_seconds or default
+    return default if settings.hang_seconds is None else settings.hang_seconds
 
 
 def context_length(settings: Settings, spec: ModelSpec) -> int:

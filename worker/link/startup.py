@@ -3,9 +3,9 @@
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 
+from nightmill.jobs.silence import Silence
 from nightmill.worker.link.messages import Answer, Failed, Loading
 from nightmill.worker.runners.starting import StartStep
-from nightmill.worker.silence import Silence
 
 __all__ = ["first_answer"]
 

@@ -14,6 +14,7 @@ from nightmill.jobs.sql.claims import Claims
 log = logging.getLogger(__name__)
 
 LOADING = "loading the model"
+_END_SECONDS = 30.0  # for the last beat: what a statement and a connection may take
 
 
 class Heart:
@@ -79,4 +80,4 @@ class Heart:
             yield tell
         finally:
             done.set()
-            thread.join()
+            thread.join(_END_SECONDS)  # a beat that is under way has an end, too

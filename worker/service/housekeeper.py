@@ -8,6 +8,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
 
@@ -15,6 +16,7 @@ from nightmill.jobs.contract import WorkerState
 from nightmill.jobs.errors import BrokerError, DatabaseError
 from nightmill.jobs.messages.broker import Broker
 from nightmill.jobs.settings import Settings
+from nightmill.jobs.silence import Silence
 from nightmill.jobs.sql.claims import Claims
 from nightmill.jobs.sql.sweep import Announcement, Sweep
 from nightmill.worker.service.heart import Heart
@@ -22,8 +24,7 @@ from nightmill.worker.service.load import Load
 from nightmill.worker.service.nvml import GpuProbe
 from nightmill.worker.service.shards import Service
 from nightmill.worker.service.suspects import LOOK_SECONDS, SuspectsTurn
-from nightmill.worker.silence import Silence
-from nightmill.worker.watched import watched_thread
+from nightmill.worker.watched import Rounds, end_threads, watched_thread
 
 log = logging.getLogger(__name__)
 
@@ -31,6 +32,8 @@ CANCEL_POLL_SECONDS = 0.2
 REPORT_SECONDS = 10.0
 SWEEP_LIMIT = 4096  # jobs announced in one transaction
 SWEEP_TRANSACTIONS = 16  # in one round, of each kind; the next round sends more
+END_SECONDS = 20.0  # for all chores together, when the worker ends
+ROUND_SECONDS = 900.0  # a chore that is at it for longer hangs, where nobody thought that it could
 DEAF_SECONDS = 120.0  # an idle worker that hears nothing for so long, while messages wait, is broken
 
 
@@ -66,6 +69,7 @@ class Housekeeper:
         probe = probe or GpuProbe(None)
         self._load = Load(service, probe)
         self._closing = threading.Event()
+        self._rounds = Rounds(ROUND_SECONDS, self._closing, service.fail)
         self._reported = (time.monotonic(), 0)
         beat = settings.heartbeat_seconds
         chores = [
@@ -85,19 +89,20 @@ class Housekeeper:
         self._service.in_flight.pause()  # ends with the first look for them
         for thread in self._threads:
             thread.start()
+        self._rounds.start()
 
     def close(self) -> None:
-        """End the threads after what they are doing."""
+        """End the threads after what they are doing, in END_SECONDS at most."""
         self._closing.set()
-        for thread in self._threads:
-            if thread.is_alive():
-                thread.join()
+        end_threads(self._threads, END_SECONDS)
 
     def _repeat(self, seconds: float, chore: Callable[[], None]) -> None:
         complaint = ""
         while True:
             try:
-                chore()
+                # A group of suspects may take hours to run; the threads that run it have limits of their own.
+                with nullcontext() if chore == self._suspects.look else self._rounds.one(chore.__name__):
+                    chore()
                 complaint = ""
             except (DatabaseError, BrokerError) as error:
                 if str(error) != complaint:  # once, not in every round

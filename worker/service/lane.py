@@ -20,6 +20,7 @@ log = logging.getLogger(__name__)
 MOST_AT_ONCE = 64  # jobs of one claim
 _LISTEN_SECONDS = 1.0  # before it looks whether it is to end
 _LOOK_SECONDS = 0.1  # from one look at what waits to the next, while all places are taken
+_END_SECONDS = 10.0  # for an answer of Redis, and a claim, that are under way when the worker ends
 _PAUSE_SECONDS = 1.0  # after a failure of Redis
 
 
@@ -55,8 +56,9 @@ class Lane:
         """Take no more, and end the thread."""
         self._closing.set()
         if self._thread.is_alive():
-            self._thread.join()
-        self._redis.close()
+            self._thread.join(_END_SECONDS)
+        if not self._thread.is_alive():  # else it is still using the connection
+            self._redis.close()
 
     def _run(self) -> None:
         while not self._closing.is_set():

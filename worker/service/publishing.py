@@ -29,6 +29,7 @@ LOOK_SECONDS = 0.025  # from one look at who follows to the next, while there ar
 EAGER_LOOK_SECONDS = 0.005
 EAGER_SECONDS = 0.1  # after interactive jobs began: whoever waits for them is about to say so
 MOST_TEXTS = 2048  # followed on one worker at once; the others come whole
+_END_SECONDS = 10.0  # for an answer of Redis that is under way when the worker ends
 _PAUSE_SECONDS = 1.0  # after a failure of Redis
 
 Lines = Mapping[str, Mapping[str, str]]
@@ -145,8 +146,9 @@ class Publisher:
         self._closing.set()
         self._news.put(None)
         if self._thread.is_alive():
-            self._thread.join()
-        self._followers.close()
+            self._thread.join(_END_SECONDS)
+        if not self._thread.is_alive():  # else it is still using the connection
+            self._followers.close()
 
     def _run(self) -> None:
         while True:

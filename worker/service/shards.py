@@ -26,6 +26,7 @@ from nightmill.jobs.messages.streams import Followers
 from nightmill.jobs.sql.claims import Claim, Claims, Outcome
 from nightmill.jobs.sql.jobs import chunked
 from nightmill.jobs.sql.partials import SavedTokens
+from nightmill.jobs.sql.settling import AHEAD
 from nightmill.worker.engine.request import Completion, Progress, Request
 from nightmill.worker.link.link import EngineLink
 from nightmill.worker.service.answering import Answering, key_of
@@ -322,8 +323,13 @@ class Service:
         after = set(self.in_flight.keys())
         for key in (before & after) - running.keys():
             self._cancel(key)  # its completion, if it makes one, is fenced off
-        long_ago = self.claims.database.now() - _CLAIM_SETTLED
-        strays = [key for key, since in running.items() if key not in after and since < long_ago]
+        now = self.claims.database.now()
+        # Of a claim that lies ahead, the clock was set back since.
+        strays = [
+            key
+            for key, since in running.items()
+            if key not in after and not now - _CLAIM_SETTLED <= since <= now + AHEAD
+        ]
         if strays:
             log.warning("%d claims that this worker lost sight of are handed back", len(strays))
             self.claims.hand_back(strays)

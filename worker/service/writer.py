@@ -20,6 +20,7 @@ LINGER_SECONDS = 0.01  # waiting this long turns the completions of a step into 
 # interpreter from those who claim. A lone job never waits for this.
 PACE_SECONDS = 0.05
 _LONGEST_PAUSE = 5.0
+_END_SECONDS = 30.0  # for the groups that are queued when the worker ends
 
 
 class ResultWriter:
@@ -51,10 +52,12 @@ class ResultWriter:
         self._queue.put(outcome)
 
     def close(self) -> None:
-        """Write what is queued (one try, if the database is away) and end the thread."""
+        """Write what is queued (one try, if the database is away) and end the thread, in bounded time."""
         self._closing.set()
         self._queue.put(None)
-        self._thread.join()
+        self._thread.join(_END_SECONDS)
+        if self._thread.is_alive():
+            log.error("results are still being written: the database hangs; their jobs will run again")
 
     def _run(self) -> None:
         while True:

@@ -41,7 +41,7 @@ class Actions:
         batch, http = await self._desk.run(self._views.watch.batch, caller, form.get("name", ""))
         caller.need_to_change(None if http is None else http.owner)
         if http is None or http.status.final:
-            await self._desk.run(batch.cancel)
+            await self._desk.look(batch.cancel)
         elif http.status is not HttpStatus.CANCELLING:
             await self._handing_in.cancel(caller, http.batch)
         self._views.watch.standings.forget(batch.name)
@@ -53,7 +53,7 @@ class Actions:
         batch, http = await self._desk.run(self._views.watch.batch, caller, form.get("name", ""))
         caller.need_to_change(None if http is None else http.owner)
         if http is None:
-            await self._desk.run(batch.retry_failed)
+            await self._desk.look(batch.retry_failed)
         else:
             await self._handing_in.retry(caller, http.batch)
         self._views.watch.standings.forget(batch.name)

@@ -62,7 +62,7 @@ class Shown:
     @property
     def rows(self) -> int:
         """Of the file, or as many as there are."""
-        return self.status.row_count or self.status.rows
+        return self.status.expected_rows
 
 
 class Watch:
@@ -70,7 +70,7 @@ class Watch:
 
     def __init__(self, desk: Desk, http: HttpBatchStore) -> None:
         self._desk = desk
-        self.standings = Standings(desk.run)
+        self.standings = Standings(desk.look)
         self._http = http
         self.looking = Looking(desk.client.database)
         nothing = Night(0, 0, {}, 0.0, 0, None)
@@ -106,7 +106,7 @@ class Watch:
 
     async def batches(self, caller: Caller) -> list[Shown]:
         """What runs, what waits, then what has ended: of each the newest first."""
-        found = await self._desk.run(self._newest, caller)
+        found = await self._desk.look(self._newest, caller)
         standing = await asyncio.gather(*(self._shown_of(*one) for one in found))
         shown = [one for one in standing if one is not None]
         return sorted(shown, key=_place)[:MOST_BATCHES]

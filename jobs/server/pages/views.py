@@ -79,7 +79,7 @@ class Views:
 
     async def night(self, request: Request) -> Response:
         """GET /."""
-        caller, run = self.sessions.caller(request), self.desk.run
+        caller, run = self.sessions.caller(request), self.desk.look
         now = await run(self.watch.looking.now)
         batches = await self.watch.batches(caller)
         values: dict[str, Any] = {"batches": batches, "night": None, "workers": []}
@@ -92,7 +92,7 @@ class Views:
 
     async def batch(self, request: Request) -> Response:
         """GET /batch?name=...: how it goes, and its rows."""
-        caller, run, query = self.sessions.caller(request), self.desk.run, request.query_params
+        caller, run, query = self.sessions.caller(request), self.desk.look, request.query_params
         batch, http = await run(self.watch.batch, caller, query.get("name", ""))
         status = await self.watch.standings.of(batch)
         wanted = _filter(query)
@@ -126,7 +126,7 @@ class Views:
         caller = self.sessions.caller(request)
         job = await self._job(caller, request)
         values = {"job": job, "may_change": caller.may_change(job.owner)}
-        now = await self.desk.run(self.watch.looking.now)
+        now = await self.desk.look(self.watch.looking.now)
         return self.pages.page(request, "job.html", caller, values, now=now)
 
     async def events(self, request: Request) -> Response:
@@ -138,12 +138,12 @@ class Views:
     async def hand_in(self, request: Request) -> Response:
         """GET /hand-in: the form for a file."""
         caller = self.sessions.caller(request)
-        now = await self.desk.run(self.watch.looking.now)
+        now = await self.desk.look(self.watch.looking.now)
         return self.pages.page(request, "hand_in.html", caller, {}, now=now)
 
     async def checked(self, request: Request) -> Response:
         """GET /hand-in/file?id=...: what an uploaded file holds, before it is handed in."""
-        caller, run = self.sessions.caller(request), self.desk.run
+        caller, run = self.sessions.caller(request), self.desk.look
         file = await self._files.find(caller, request.query_params.get("id", ""))
         found = await self._checking.look(request, file, self._folder.find(file.id))
         if found is None:
@@ -163,7 +163,7 @@ class Views:
 
     async def playground(self, request: Request) -> Response:
         """GET /try: the form for one prompt."""
-        caller, run = self.sessions.caller(request), self.desk.run
+        caller, run = self.sessions.caller(request), self.desk.look
         models = sorted({worker.model for worker in await run(self.desk.client.serving)})
         now = await run(self.watch.looking.now)
         return self.pages.page(request, "try.html", caller, {"models": models}, now=now)
@@ -173,12 +173,12 @@ class Views:
         if not self.sessions.needed:
             return RedirectResponse("/", 303)
         values = {"next": request.query_params.get("next", "/"), "wrong": False}
-        now = await self.desk.run(self.watch.looking.now)
+        now = await self.desk.look(self.watch.looking.now)
         return self.pages.page(request, "sign_in.html", None, values, now=now)
 
     async def _download(self, request: Request, *, errors: bool) -> Response:
         caller = self.sessions.caller(request)
-        batch, _ = await self.desk.run(self.watch.batch, caller, request.query_params.get("name", ""))
+        batch, _ = await self.desk.look(self.watch.batch, caller, request.query_params.get("name", ""))
         kind = FileFormat.OPENAI if batch.format is FileFormat.OPENAI else FileFormat.JSONL
         name = quote(f"{batch.name}.{'errors' if errors else 'results'}.jsonl", safe="")
         return StreamingResponse(
@@ -193,7 +193,7 @@ class Views:
 
     async def _rows(self, batch: Batch, kind: FileFormat, errors: bool) -> AsyncIterator[str]:
         jobs: Iterator[Job] = batch.errors() if errors else batch.results()
-        while rows := await self.desk.run(lambda: list(islice(jobs, _ROWS_AT_ONCE))):
+        while rows := await self.desk.look(lambda: list(islice(jobs, _ROWS_AT_ONCE))):
             yield "".join(
                 json.dumps(output_row(job, kind, errors=errors), ensure_ascii=False) + "\n" for job in rows
             )
@@ -216,7 +216,7 @@ class Views:
         with suppress(SignInNeeded):
             caller = self.sessions.caller(request)
         values = {"status": error.status, "said": error.body["error"]["message"]}
-        now = await self.desk.run(self.watch.looking.now)
+        now = await self.desk.look(self.watch.looking.now)
         return self.pages.page(request, "problem.html", caller, values, now=now, status=error.status)
 
 

@@ -8,7 +8,7 @@ import psutil  # type: ignore[import-untyped]
 
 from nightmill.jobs.client import Client
 from nightmill.jobs.contract import JobState, StopReason
-from nightmill.worker.service.last_resort import END_SECONDS
+from nightmill.jobs.last_resort import END_SECONDS
 from tests.integration.worker.conftest import StartWorker, on_postgresql, on_sqlite
 from tests.servers import LONG_TOKENS, wait_until
 

@@ -10,11 +10,11 @@ import redis
 from nightmill.jobs.contract import JobState, WorkerState
 from nightmill.jobs.errors import BrokerUnreachableError
 from nightmill.jobs.settings import Settings
+from nightmill.jobs.silence import Silence
 from nightmill.jobs.sql.claims import Claims
 from nightmill.worker.service.heart import Heart
 from nightmill.worker.service.housekeeper import DEAF_SECONDS, Housekeeper
 from nightmill.worker.service.nvml import GpuProbe
-from nightmill.worker.silence import Silence
 from tests.nvml import FakeNvml
 from tests.servers import Clock, wait_until
 from tests.unit.engine.scripted import ScriptedRunner

@@ -3,9 +3,11 @@
 import threading
 
 import pytest
+from celery.worker import state as celery_state
 
-from nightmill.worker.service import last_resort
-from nightmill.worker.service.last_resort import LastResort
+from nightmill.jobs import last_resort
+from nightmill.jobs.last_resort import LastResort
+from nightmill.worker import app
 from tests.servers import wait_until
 
 
@@ -26,3 +28,16 @@ def test_a_worker_that_does_not_end_is_ended_with_its_engine(monkeypatch: pytest
     ordered.set()
     wait_until(over.is_set)
     assert done == ["engine killed", 1]
+
+
+@pytest.mark.parametrize("flag", ["should_stop", "should_terminate"])
+@pytest.mark.parametrize(
+    ("value", "told"), [(None, False), (False, False), (0, True), (True, True), (1, True)]
+)
+def test_an_exit_code_of_0_is_an_order_to_end(
+    monkeypatch: pytest.MonkeyPatch, flag: str, value: object, told: bool
+) -> None:
+    monkeypatch.setattr(celery_state, "should_stop", None)
+    monkeypatch.setattr(celery_state, "should_terminate", None)
+    monkeypatch.setattr(celery_state, flag, value)  # SIGTERM sets should_stop to 0
+    assert app._told_to_end() is told

@@ -146,7 +146,9 @@ class Keys:
         heads = self._same_in_all_layers("attention.head_count", layers)
         if heads is None:
             self.file.fail(f"{self.name('attention.head_count')}: the key is missing")
-        kv_heads = self._same_in_all_layers("attention.head_count_kv", layers) or heads
+        kv_heads = self._same_in_all_layers("attention.head_count_kv", layers)
+        if kv_heads is None:
+            kv_heads = heads
         if heads % kv_heads:
             self.file.fail(
                 f"{self.name('attention.head_count_kv')}: {kv_heads} does not divide {heads} heads"
@@ -280,6 +282,7 @@ class Keys:
             file.fail(f"{factor_key}: is {factor:g}, expected more than 0")
         if kind == "linear" and factor == 1.0:
             kind = "none"
+        log_multiplier = self.optional("rope.scaling.yarn_log_multiplier")
         return RopeScaling(
             kind=cast(Literal["none", "linear", "yarn"], kind),
             factor=factor if kind != "none" else 1.0,
@@ -293,5 +296,5 @@ class Keys:
             beta_fast=self.positive("rope.scaling.yarn_beta_fast", 32.0),
             beta_slow=self.positive("rope.scaling.yarn_beta_slow", 1.0),
             own_magnitude=self.optional("rope.scaling.yarn_attn_factor"),
-            log_multiplier=self.optional("rope.scaling.yarn_log_multiplier") or 0.0,
+            log_multiplier=0.0 if log_multiplier is None else log_multiplier,
         )

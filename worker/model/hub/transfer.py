@@ -187,7 +187,9 @@ def _check_space(source: Source, partial: Path) -> None:
 
 def _left(source: Source, partial: Path) -> int:
     """Bytes to fetch, as far as is known."""
-    return max((source.size or 0) - (partial.stat().st_size if partial.exists() else 0), 0)
+    if source.size is None:
+        return 0
+    return max(source.size - (partial.stat().st_size if partial.exists() else 0), 0)
 
 
 def _full(what: str, needed: int | None, folder: Path) -> str:

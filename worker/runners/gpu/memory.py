@@ -77,7 +77,7 @@ def plan_memory(
     """
     budget = allowed(free, gpu_memory)
     room = (budget - weights - workspace) // page - 1  # one page more is kept for padding
-    wanted = kv_blocks or slots * -(-context // PAGE)
+    wanted = slots * -(-context // PAGE) if kv_blocks is None else kv_blocks
     least = min(wanted, _LEAST_PAGES) if kv_blocks is None else kv_blocks
     if room < least:
         raise DeviceMemoryError(

@@ -113,8 +113,8 @@ class CudaRunner:
         self.vocab = spec.vocab
         self._row_of_logits = padded_vocab(spec)
         self.max_tokens = max_tokens
-        self.max_draws = max(max_draws or most_draws(slots), slots)
-        self._context = min(context or spec.context_length, spec.context_length)
+        self.max_draws = max(most_draws(slots) if max_draws is None else max_draws, slots)
+        self._context = spec.context_length if context is None else min(context, spec.context_length)
         self._report = report
         self._progress = progress
         self._pending: deque[_Launch] = deque()

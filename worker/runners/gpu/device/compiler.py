@@ -78,7 +78,9 @@ def find_nvcc() -> str:
 def compiler_version(nvcc: str) -> str:
     """What `nvcc --version` prints; raises CompilerMissingError where it does not run."""
     try:
-        return subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout
+        return subprocess.run(
+            [nvcc, "--version"], capture_output=True, text=True, check=True, timeout=60
+        ).stdout
     except (OSError, subprocess.SubprocessError) as error:
         raise CompilerMissingError(f"{nvcc} does not run: {error}") from error
 
