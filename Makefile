@@ -66,7 +66,7 @@ test-all: fetched browser ## Run all tests, as continuous integration does
 	$(PYTEST)
 
 quick: $(VENV)/dev.stamp ## Run the tests that start no process, for the edit loop: a minute
-	$(PYTEST) -m 'not parity and not slow and not process' tests/unit
+	$(PYTEST) -m 'not parity and not slow and not heavy' tests/unit
 
 # Test processes that begin together in a fresh clone would each compile all tests: 14 s of a core, afterwards 5.
 collected: $(VENV)/dev.stamp

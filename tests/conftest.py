@@ -37,6 +37,9 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 LONG = Path(__file__).parent / "integration" / "worker"  # tests that start workers
 
+_SERVERS = {"redis_url", "redis_server", "postgres_server", "chromium"}
+_SERVED = Path(__file__).parent / "unit" / "server"
+
 REDIS_URL = os.environ.get("NIGHTMILL_TEST_REDIS_URL")
 DATABASE_URL = os.environ.get("NIGHTMILL_TEST_DATABASE_URL")
 
@@ -56,6 +59,13 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.section("not tested here")
         for line in lines:
             terminalreporter.write_line(line, yellow=True)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Whatever starts a server or a browser is `heavy`; other modules and tests say so themselves."""
+    if _SERVERS.intersection(getattr(item, "fixturenames", ())) or item.path.is_relative_to(_SERVED):
+        item.add_marker(pytest.mark.heavy)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -16,6 +16,8 @@ from nightmill.worker.model.chat.renderer import Limits, Renderer
 from tests.fetched import Need, missing
 from tests.unit.model.conftest import DOWNLOADED
 
+pytestmark = pytest.mark.heavy
+
 TEMPLATES = sorted(path.name for path in (DOWNLOADED / "templates").glob("*.jinja"))
 WEATHER = {
     "type": "function",

@@ -19,6 +19,8 @@ from tests.fetched import Need, missing
 from tests.ggufs import CONTROL, TestVocabulary, byte_vocabulary, sentencepiece_vocabulary, write_model
 from tests.unit.model.conftest import DOWNLOADED, real_tokenizer
 
+pytestmark = pytest.mark.heavy
+
 FILES = sorted(path.name.removeprefix("ggml-vocab-") for path in DOWNLOADED.glob("ggml-vocab-*.gguf"))
 REFUSED = {  # and why; no model that generates here has such a vocabulary, or the file is too old
     "bert-bge.gguf": "tokenizer.ggml.model: 'bert'",

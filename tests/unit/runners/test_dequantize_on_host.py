@@ -24,6 +24,8 @@ from tests.blocks import random_blocks
 from tests.elements import as_words
 from tests.fetched import Need, missing
 
+pytestmark = pytest.mark.heavy
+
 HERE = Path(__file__).parent / "cuda_on_host"
 THREADS = 64
 BLOCKS = 7  # of a type; an odd number

@@ -25,6 +25,8 @@ from tests.fetched import Need, missing
 from tests.gpu.operands import fetched, poisoned
 from tests.unit.runners.host_kernels import HostDevice, run_packed_on_host
 
+pytestmark = pytest.mark.heavy
+
 HERE = Path(__file__).parent / "cuda_on_host"
 PACKED = [kept for kept in Format if kept.packed]
 THREADS = 256
