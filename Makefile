@@ -68,7 +68,7 @@ test-all: fetched browser ## Run all tests, as continuous integration does
 quick: $(VENV)/dev.stamp ## Run the tests that start no process, for the edit loop: a minute
 	$(PYTEST) -m 'not parity and not slow and not heavy' tests/unit
 
-# Test processes that begin together in a fresh clone would each compile all tests: 14 s of a core, afterwards 5.
+# Test processes that begin together in a fresh clone would each compile all tests: 14 s of a core, afterwards 6.
 collected: $(VENV)/dev.stamp
 	@$(BIN)/python -m pytest --collect-only -qq >/dev/null || { echo 'make test says what cannot be collected.' >&2; exit 1; }
 
@@ -77,7 +77,7 @@ fetched: $(VENV)/dev.stamp
 	@test -e $(VENV)/vocabularies || $(MAKE) --no-print-directory vocabularies || \
 		echo "They cannot be had: no real vocabularies and chat templates are tested."
 
-# What continuous integration then requires: a test that needs one of these and does not find it fails.
+# For NIGHTMILL_TEST_REQUIRES: a test that needs one of these and does not find it fails (tests/fetched.py).
 present:
 	@test ! -e $(VENV)/model.stamp || echo model
 	@test ! -e $(VENV)/vocabularies || echo vocabularies
@@ -97,7 +97,8 @@ browser: $(VENV)/dev.stamp ## Install Chromium for the tests of pages, if there 
 	@$(FIND_BROWSER) || test -n "$$NIGHTMILL_TEST_CHROMIUM" || test -x $(VENV)/chromium/chromium || { \
 		echo "Installing Chromium ..."; \
 		test "$$(id -u)" = 0 && command -v apt-get >/dev/null && apt-get -qq update && \
-		DEBIAN_FRONTEND=noninteractive apt-get -qq install --no-install-recommends chromium >/dev/null && $(FIND_BROWSER); \
+		DEBIAN_FRONTEND=noninteractive apt-get -qq install --no-install-recommends chromium >/dev/null && \
+		$(FIND_BROWSER); \
 	} || $(BIN)/python -m tools.chromium $(VENV)/chromium || \
 		echo "Chromium cannot be had: no page is tested in a browser. Install it, or set NIGHTMILL_TEST_CHROMIUM."
 
