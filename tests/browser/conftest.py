@@ -3,39 +3,38 @@
 import os
 import shutil
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.fetched import Need, missing
 from tests.unit.server.conftest import Server, start  # noqa: F401 - a fixture
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, ConsoleMessage, Page
 
 _NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+_INSTALLED = Path(__file__).parents[2] / ".venv" / "chromium" / "chromium"  # by `make browser`, without root
 
 
 def find_chromium() -> str | None:
     """Where the browser is, if there is one."""
-    return os.environ.get("NIGHTMILL_TEST_CHROMIUM") or next(filter(None, map(shutil.which, _NAMES)), None)
+    named = os.environ.get("NIGHTMILL_TEST_CHROMIUM")
+    return named or next(filter(None, map(shutil.which, (*_NAMES, str(_INSTALLED)))), None)
 
 
 @pytest.fixture(scope="module")
 def chromium() -> "Iterator[Browser]":
-    """A browser; without one, tests are skipped on a laptop and fail in CI.
+    """A browser, which `make browser` installs; without one, tests are skipped, or fail if one is required.
 
     It ends with the module: Playwright's event loop would be in the way of other tests' loops.
     """
     path = find_chromium()
-    try:
-        from playwright.sync_api import sync_playwright
-    except ModuleNotFoundError:
-        path = None
     if path is None:
-        said = "needs Chromium and playwright: apt-get install chromium, pip install -e '.[dev]'"
-        if os.environ.get("CI"):
-            pytest.fail(said)
-        pytest.skip(said)
+        missing(Need.BROWSER)
+    from playwright.sync_api import sync_playwright
+
     with sync_playwright() as playwright:
         # As root, which containers are, Chromium starts only without its sandbox. The pages are our own.
         browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])

@@ -81,6 +81,7 @@ def test_a_batch_is_cancelled_by_a_button_and_its_page_shows_it(start: Start, pa
         page.get_by_role("button", name="Show").click()
         page.get_by_text("row fits").wait_for()
         assert ALICE not in page.content()
+        page.close()  # which asks the server how the batch goes for as long as it is open
 
 
 def test_a_prompt_is_answered_before_ones_eyes(server: Server, page: "Page") -> None:

@@ -16,6 +16,7 @@ from nightmill.worker.runners.gpu.device.element import Element
 from nightmill.worker.runners.gpu.device.waits import BOUNDED_WAITS
 from nightmill.worker.runners.gpu.runner import CudaRunner
 from nightmill.worker.runners.kv_format import KvFormat
+from tests.fetched import Need, reason
 
 HERE = Path(__file__).parent
 
@@ -33,7 +34,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     mine = [item for item in items if HERE in item.path.parents]
     if mine and not device_count():
         for item in mine:
-            item.add_marker(pytest.mark.skip(reason="no NVIDIA GPU that PyCUDA can use"))
+            item.add_marker(pytest.mark.skip(reason=reason(Need.GPU)))
     for item in mine:
         item.add_marker(pytest.mark.gpu)
 

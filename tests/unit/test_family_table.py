@@ -20,6 +20,8 @@ from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.model.spec import ModelSpec
 from tests.gpu.driving import Reference
 
+pytestmark = pytest.mark.heavy
+
 FINE = Agreement(704, 4.7, 2e-6, 1e-5, 0.99, 700, 1.0, 0.004)
 
 

@@ -15,6 +15,7 @@ from tests.servers import REFERENCE, RedisServer, wait_until
 PATIENCE = 120.0
 
 
+@pytest.mark.slow  # the campaign kills Redis under workers, too
 def test_worker_outlives_its_broker(
     sqlite_settings: Settings, redis_server: RedisServer, tmp_path: Path
 ) -> None:

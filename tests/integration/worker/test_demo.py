@@ -77,6 +77,7 @@ def test_without_the_distribution_there_is_no_installed_model(monkeypatch: pytes
     assert installed_model() is None
 
 
+@pytest.mark.slow  # a real model: half of the file's time
 def test_questions_go_to_the_installed_model_and_what_to_type_next_can_be_typed(
     install: Install, directory: Path
 ) -> None:

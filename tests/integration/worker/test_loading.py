@@ -18,6 +18,7 @@ from tests.servers import wait_until
 PATIENCE = 120.0
 
 
+@pytest.mark.slow  # tests/unit/worker/test_heart.py and test_loading.py hold its parts
 @on_sqlite
 def test_a_slow_load_is_seen_outlasts_the_stale_time_and_can_be_stopped(
     jobs_client: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -3,6 +3,8 @@
 import time
 from pathlib import Path
 
+import pytest
+
 from benchmarks.poisoned_worker import COMMAND, POISON, TOKENS
 from nightmill.jobs.client import Client
 from nightmill.jobs.contract import JobState
@@ -12,6 +14,7 @@ from tests.integration.worker.conftest import on_postgresql
 PATIENCE = 120.0
 
 
+@pytest.mark.slow  # tests/unit/worker/test_suspects.py finds the job that kills
 @on_postgresql
 def test_the_job_that_kills_the_engine_fails_and_no_other(jobs_client: Client, tmp_path: Path) -> None:
     settings = {"max_tokens": TOKENS, "ignore_eos": True, "max_attempts": 1}

@@ -41,7 +41,10 @@ def saved_tokens(client: Client, ids: list[str]) -> dict[str, int]:
 
 @pytest.mark.parametrize(
     ("server_settings", "stop"),
-    [("sqlite", signal.SIGTERM), ("postgresql", signal.SIGKILL)],
+    [
+        pytest.param("sqlite", signal.SIGTERM, marks=pytest.mark.slow),  # the campaign drains workers, too
+        ("postgresql", signal.SIGKILL),
+    ],
     indirect=["server_settings"],
 )
 def test_interrupted_jobs_go_on_from_what_was_saved(

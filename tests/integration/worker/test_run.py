@@ -184,6 +184,7 @@ def kill(client: Client, process: "subprocess.Popen[str]") -> None:
     process.wait()
 
 
+@pytest.mark.slow  # the campaign kills runs of files at random moments
 @on_sqlite  # killed at random moments, and more of it, the command is a part of the campaign
 def test_results_are_on_disk_while_it_runs_and_a_torn_line_is_repaired(
     own_settings: Settings, run: Run, redis_server: RedisServer, prompts: Path, tmp_path: Path
@@ -242,6 +243,7 @@ def test_ctrl_c_once_drains_and_the_same_command_goes_on(
     assert len(after) == ROWS - len(BAD)
 
 
+@pytest.mark.slow  # tests/integration/worker/test_lifecycle.py hands jobs back at a signal
 @on_sqlite
 def test_ctrl_c_twice_hands_everything_back_at_once(jobs_client: Client, run: Run, tmp_path: Path) -> None:
     path = tmp_path / "long.jsonl"
@@ -258,6 +260,7 @@ def test_ctrl_c_twice_hands_everything_back_at_once(jobs_client: Client, run: Ru
     assert states == {JobState.QUEUED}
 
 
+@pytest.mark.slow  # the campaign kills workers of runs
 @on_sqlite
 def test_a_worker_that_dies_in_the_middle_is_replaced(
     jobs_client: Client, run: Run, start_worker: StartWorker, prompts: Path
@@ -321,6 +324,7 @@ def test_the_deadline_ends_a_run_with_partial_texts_and_a_code_of_its_own(
     assert any(row.get("text") for row in rows(tmp_path / "out.errors.jsonl"))
 
 
+@pytest.mark.slow  # tests/unit/hub fetches models
 @on_sqlite
 def test_a_model_may_be_named_and_is_fetched_before_anything_is_queued(
     quick: Settings, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -3,6 +3,8 @@
 import signal
 import threading
 
+import pytest
+
 from nightmill.jobs.client import Client
 from nightmill.jobs.contract import JobState
 from nightmill.jobs.pieces import Piece
@@ -13,6 +15,7 @@ PATIENCE = 120.0
 JOBS = 6
 
 
+@pytest.mark.slow  # the campaign's readers follow streams over killed workers
 @on_postgresql
 def test_streams_outlive_the_worker_and_joined_are_the_rows_texts(
     jobs_client: Client, start_worker: StartWorker

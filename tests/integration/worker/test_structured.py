@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import pytest
 from jsonschema import validate
 from pydantic import BaseModel, Field
 
@@ -22,6 +23,7 @@ class Haiku(BaseModel):
     lines: int = Field(ge=1, le=9)
 
 
+@pytest.mark.slow  # tests/unit/grammar and tests/unit/worker hold the same without a process
 @on_postgresql
 def test_answers_are_what_their_rows_ask_for(
     jobs_client: Client, start_worker: StartWorker, tmp_path: Path

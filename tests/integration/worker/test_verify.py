@@ -34,6 +34,7 @@ def verify(settings: Settings, *arguments: str) -> Result:
     )
 
 
+@pytest.mark.slow  # tests/integration/jobs/verifying compares rows
 @on_sqlite
 def test_rows_computed_again_are_equal_to_the_bit_and_what_is_not_is_found(
     jobs_client: Client, start_worker: StartWorker

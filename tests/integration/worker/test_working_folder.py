@@ -38,6 +38,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow  # six commands as processes, for what seldom changes
 def test_a_whole_run_takes_nothing_from_the_working_folder(folder: Path, sqlite_settings: Settings) -> None:
     nightmill = str(Path(sys.executable).with_name("nightmill"))
     model = ["--model", str(demo_model())]

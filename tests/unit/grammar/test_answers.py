@@ -22,6 +22,8 @@ from tests.constrained import Constrained
 from tests.ggufs import byte_vocabulary, sentencepiece_vocabulary, write_model
 from tests.schemas import FAMILIES, schemas
 
+pytestmark = pytest.mark.heavy
+
 SCHEMAS = int(os.environ.get("NIGHTMILL_TEST_SCHEMAS", "162"))
 """How many are tried; the whole sample has 1,000."""
 PERSON = {

@@ -24,6 +24,8 @@ from tests.constrained import QUICK, Constrained
 from tests.ggufs import write_model
 from tests.schemas import hostile
 
+pytestmark = pytest.mark.heavy
+
 HOSTILE = int(os.environ.get("NIGHTMILL_TEST_HOSTILE", "240"))
 """How many are tried; the whole sample has 2,000."""
 STEP_SECONDS = 5.0  # on a machine with other things to do; the parser's limits for a step are some 15 ms

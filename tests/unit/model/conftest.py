@@ -8,7 +8,7 @@ import pytest
 
 from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.model.tokenizer import Tokenizer
-from tests.fetched import missing
+from tests.fetched import Need, missing
 from tests.ggufs import write_model
 
 REPOSITORY = Path(__file__).parents[3]
@@ -29,7 +29,7 @@ DOWNLOADED = _downloaded()
 def vocab_dir() -> Path:
     """llama.cpp's vocabulary-only GGUF files with texts (.inp) and the ids expected for them (.out)."""
     if not (DOWNLOADED / "ggml-vocab-qwen2.gguf").exists():
-        missing(f"no vocabularies in {DOWNLOADED}: run `make vocabularies`, or set NIGHTMILL_TEST_VOCAB")
+        missing(Need.VOCABULARIES)
     return DOWNLOADED
 
 

@@ -21,6 +21,8 @@ from nightmill.worker.model.tokenizer import Tokenizer
 from tests.ggufs import CHATML, CONTROL, byte_vocabulary, sentencepiece_vocabulary, write_model
 from tests.unit.model.conftest import real_tokenizer
 
+pytestmark = pytest.mark.heavy
+
 TRIMMING = (
     "{%- for message in messages %}"
     "<|im_start|>{{ message.role }}\n{{ message.content | trim }}<|im_end|>\n"

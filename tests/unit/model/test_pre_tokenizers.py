@@ -16,6 +16,8 @@ from nightmill.worker.model.tokenizer.engines import splitter
 from nightmill.worker.model.tokenizer.pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
 from tests.ggufs import byte_vocabulary, write_model
 
+pytestmark = pytest.mark.heavy
+
 # The lengths of the words of 29 texts in 25 scripts, with numbers, code, emoji and control characters; for
 # each group of names that cut alike. They come from llama.cpp's own splitter (unicode_regex_split), which
 # agrees in all groups but eight. For gpt-4o, tekken, kimi-k2, tiny_aya and youtu it approximates the patterns

@@ -22,6 +22,8 @@ from nightmill.jobs.errors import ChatTemplateError, RunnerError
 from nightmill.worker.model.chat import renderer as module
 from nightmill.worker.model.chat.renderer import Limits, Renderer
 
+pytestmark = pytest.mark.heavy
+
 # Processor time decides, not the clock: so the outcome is the same on a busy machine.
 LIMITS = Limits(memory=96 << 20, compile_seconds=0.4, render_seconds=0.1, answer_bytes=1 << 20)
 GROWING = "{%% set ns = namespace(s='x') %%}{%% for a in range(60) %%}{%% set ns.s = %s %%}{%% endfor %%}"

@@ -13,8 +13,10 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from nightmill.worker.model.chat.renderer import Limits, Renderer
-from tests.fetched import missing
+from tests.fetched import Need, missing
 from tests.unit.model.conftest import DOWNLOADED
+
+pytestmark = pytest.mark.heavy
 
 TEMPLATES = sorted(path.name for path in (DOWNLOADED / "templates").glob("*.jinja"))
 WEATHER = {
@@ -183,7 +185,7 @@ def test_what_templates_use_of_jinja(name: str) -> None:
 @pytest.mark.parametrize("name", TEMPLATES or ["none"])
 def test_real_templates_are_rendered_as_plain_jinja_does(name: str) -> None:
     if name not in TEMPLATES:
-        missing(f"no templates in {DOWNLOADED}: run `make vocabularies`, or set NIGHTMILL_TEST_VOCAB")
+        missing(Need.VOCABULARIES)
     source = (DOWNLOADED / "templates" / name).read_text(encoding="utf-8")
     common = {"bos_token": "<s>", "eos_token": "</s>", "documents": None}
     with_tools = {"tools": [WEATHER], "functions": json.dumps([WEATHER]), "datetime": "today"}

@@ -24,6 +24,8 @@ from nightmill.worker.model.tokenizer.pre_tokenizers import PRE_TOKENIZERS
 from nightmill.worker.model.tokenizer.vocabulary import MAX_SPECIAL
 from tests.ggufs import CONTROL, TestVocabulary, byte_vocabulary, sentencepiece_vocabulary, write_model
 
+pytestmark = pytest.mark.heavy
+
 VOCABULARIES = {"bytes": byte_vocabulary(), "spm": sentencepiece_vocabulary()}
 
 

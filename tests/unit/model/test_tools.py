@@ -16,7 +16,7 @@ from nightmill.worker.model.chat.template import thinking_marks
 from nightmill.worker.model.chat.tools import tool_use
 from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.model.tokenizer import Tokenizer
-from tests.fetched import missing
+from tests.fetched import Need, missing
 from tests.ggufs import CHATML, byte_vocabulary, write_model
 from tests.unit.model.conftest import DOWNLOADED
 from tests.unit.model.test_templates import plain_jinja
@@ -81,7 +81,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tokenizer]:
 def test_how_real_templates_write_calls_is_found_out() -> None:
     paths = sorted((DOWNLOADED / "templates").glob("*.jinja"))
     if not paths:
-        missing(f"no templates in {DOWNLOADED}: run `make vocabularies`, or set NIGHTMILL_TEST_VOCAB")
+        missing(Need.VOCABULARIES)
     found, ignorant = {}, 0
     for path in paths:
         plain = plain_jinja().from_string(path.read_text(encoding="utf-8"))
@@ -115,7 +115,7 @@ def test_how_real_templates_write_calls_is_found_out() -> None:
 def test_tools_are_rendered_as_transformers_does(name: str, tokenizer: Tokenizer) -> None:
     path = DOWNLOADED / "templates" / f"{name}.jinja"
     if not path.exists():
-        missing(f"no templates in {DOWNLOADED}: run `make vocabularies`, or set NIGHTMILL_TEST_VOCAB")
+        missing(Need.VOCABULARIES)
     source = path.read_text(encoding="utf-8")
     arguments = {"place": "Zürich <b>", "days": [1, None]}
     template = ChatTemplate(source, tokenizer, "model.gguf")
@@ -237,7 +237,7 @@ def test_a_prompt_may_open_the_thinking(tokenizer: Tokenizer, ending: str, opene
 
 def test_real_templates_say_how_their_models_think(tokenizer: Tokenizer) -> None:
     if not (DOWNLOADED / "templates").exists():
-        missing(f"no templates in {DOWNLOADED}: run `make vocabularies`, or set NIGHTMILL_TEST_VOCAB")
+        missing(Need.VOCABULARIES)
     marked = {
         "Qwen-Qwen3-0.6B": "</think>",
         "deepseek-ai-DeepSeek-R1-Distill-Qwen-32B": "</think>",

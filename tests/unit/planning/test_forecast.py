@@ -21,6 +21,8 @@ from nightmill.worker.commands.planning.measure import Measurement, Speed, fit, 
 from nightmill.worker.engine.request import Request
 from tests.unit.planning.night import PER_STEP, PER_TOKEN, SLOTS, surveyed, time_of, timed_engine
 
+pytestmark = pytest.mark.heavy
+
 
 def requests(count: int, *, seed: int = 1, endless: float = 0.2, most: int = 60) -> list[Request]:
     draw = random.Random(seed)

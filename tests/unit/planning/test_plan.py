@@ -15,6 +15,8 @@ from nightmill.worker.commands.planning.report import describe_plan
 from tests.unit.formats.files import chat, completion, write_lines
 from tests.unit.planning.night import LIMITS, SLOTS, timed_engine
 
+pytestmark = pytest.mark.heavy
+
 NOW = datetime(2026, 3, 1, 20, 0, tzinfo=UTC)
 
 

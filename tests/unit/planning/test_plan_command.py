@@ -17,6 +17,8 @@ from nightmill.worker.link.loading import demo_model
 from tests.servers import Clock
 from tests.unit.formats.files import chat, write_lines
 
+pytestmark = pytest.mark.heavy
+
 Plan = Callable[..., Result]
 
 

@@ -27,6 +27,7 @@ from nightmill.worker.runners.gpu.products import packed_rows
 from nightmill.worker.runners.gpu.rows import activate, embedding, logits, norms, quantise, rotation
 from nightmill.worker.runners.gpu.weights import repacker
 from nightmill.worker.runners.kv_format import KvFormat
+from tests.fetched import Need, missing
 
 HERE = Path(__file__).parent / "cuda_on_host"
 _DYNAMIC = re.compile(r"extern __shared__[^;]*?(\w+)\[\];")
@@ -227,7 +228,7 @@ def _launch_on_host(
 ) -> set[str]:
     """stands: the folder with what stands for headers of ours."""
     if not any(map(shutil.which, ("c++", "g++", "clang++"))):
-        pytest.skip("no C++ compiler")
+        missing(Need.COMPILER)
     launched: set[str] = set()
     said = {"folder": folder, "launched": launched, "stands": stands, "together": stands == "rows"}
     for name, value in said.items():

@@ -18,6 +18,8 @@ from tests.gpu.attending import decode_oracle, prefill_oracle, run_decode, run_p
 from tests.gpu.oracles import ATTENTION, assert_close, attention_of, make_paged, make_queries, poison_before
 from tests.unit.runners.host_kernels import HostDevice, run_on_host
 
+pytestmark = pytest.mark.heavy
+
 Shape = tuple[int, int, int]
 TILE = 64  # keys, whose tiles count from a sequence's first
 BF16_ERROR = 1e-4

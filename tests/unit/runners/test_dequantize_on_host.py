@@ -22,6 +22,9 @@ from nightmill.worker.runners.gpu.weights.dequantizer import SUPPORTED
 from nightmill.worker.runners.gpu.weights.grids import grid_of
 from tests.blocks import random_blocks
 from tests.elements import as_words
+from tests.fetched import Need, missing
+
+pytestmark = pytest.mark.heavy
 
 HERE = Path(__file__).parent / "cuda_on_host"
 THREADS = 64
@@ -42,7 +45,7 @@ def element(request: pytest.FixtureRequest) -> Element:
 def kernels(element: Element, tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     compiler = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
-        pytest.skip("no C++ compiler")
+        missing(Need.COMPILER)
     library = tmp_path_factory.mktemp("kernels") / "dequantize.so"
     path, of_element = for_element(source_of("dequantize"), element)
     includes = [f"-I{folder}" for folder in (HERE, path.parent, kernel_directory())]

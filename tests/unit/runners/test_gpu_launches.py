@@ -49,6 +49,8 @@ from tests.specs import dense_spec
 from tests.unit.model.test_family_keys import FILES, file_of
 from tests.unit.runners.recorded_cuda import RecordedDriver, nvcc_is_there
 
+pytestmark = pytest.mark.heavy  # kernels are compiled where nvcc is
+
 ROOT = Path(__file__).parents[3]
 MODEL = ROOT / "models" / "nightmill-demo.gguf"
 HOPPER, AMPERE = (9, 0), (8, 0)

@@ -15,6 +15,8 @@ from tests.gpu.oracles import ATTENTION, assert_close, attention_of, make_paged,
 from tests.gpu.test_kv_fp8 import check_written
 from tests.unit.runners.host_kernels import HostDevice, run_on_host, run_rows_on_host
 
+pytestmark = pytest.mark.heavy
+
 FP8 = KvFormat.FP8
 TILE = 64  # keys
 

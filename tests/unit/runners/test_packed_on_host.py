@@ -21,8 +21,11 @@ from nightmill.worker.runners.gpu.rows.activate import Activate
 from nightmill.worker.runners.gpu.weights.repacker import Repacker
 from tests.blocks import random_blocks
 from tests.elements import as_words, rounded, without_signs_of_zeros
+from tests.fetched import Need, missing
 from tests.gpu.operands import fetched, poisoned
 from tests.unit.runners.host_kernels import HostDevice, run_packed_on_host
+
+pytestmark = pytest.mark.heavy
 
 HERE = Path(__file__).parent / "cuda_on_host"
 PACKED = [kept for kept in Format if kept.packed]
@@ -43,7 +46,7 @@ def element(request: pytest.FixtureRequest) -> Element:
 def kernels(element: Element, tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     compiler = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
-        pytest.skip("no C++ compiler")
+        missing(Need.COMPILER)
     folder = tmp_path_factory.mktemp("kernels")
     source, library = folder / "packed.cpp", folder / "packed.so"
     source.write_text('#include "weights/repack.cu"\n#include "weights/unpack.cu"\n')

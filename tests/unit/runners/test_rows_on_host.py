@@ -14,6 +14,8 @@ from nightmill.worker.runners.gpu.device.element import Element
 from tests.gpu import test_kernels_rows as on_gpu
 from tests.unit.runners.host_kernels import HostDevice, run_rows_on_host
 
+pytestmark = pytest.mark.heavy
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
