@@ -14,6 +14,7 @@ the template too.
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import datetime
 from typing import Any, Self
 
 from nightmill.jobs.contract import AS_USUAL, CallFormat, Markup, Rendering
@@ -45,6 +46,7 @@ class _Chat:
     """Messages and tools as the template takes them, and how to render them.
 
     end    a character of its own behind a last message to go on with
+    time   what `strftime_now` shows; None: now
     fault  why the template cannot be given them
     """
 
@@ -52,6 +54,7 @@ class _Chat:
     rendering: Rendering
     end: str
     tools: Messages | None = None
+    time: datetime | None = None
     fault: ChatTemplateError | None = None
 
     def variables(self) -> dict[str, Any]:
@@ -139,14 +142,25 @@ class ChatTemplate:
         return ids
 
     def encode_all(
-        self, chats: Sequence[Messages], renderings: Sequence[Rendering] | None = None
+        self,
+        chats: Sequence[Messages],
+        renderings: Sequence[Rendering] | None = None,
+        times: Sequence[datetime | None] | None = None,
     ) -> list[list[int] | NightmillError]:
-        """`encode` for many chats at once; what it raises for one of them is the answer to that one."""
+        """`encode` for many chats at once; what it raises for one of them is the answer to that one.
+
+        times  what the template takes for the time, for each; None: now
+        """
         answers: list[list[int] | NightmillError] = []
         said = renderings or [AS_USUAL] * len(chats)
         prompts = [
             rendered if isinstance(rendered, ChatTemplateError) else list(self._pieces(*rendered))
-            for rendered in self._marked([self._chat(*one) for one in zip(chats, said, strict=True)])
+            for rendered in self._marked(
+                [
+                    replace(self._chat(chat, rendering), time=time)
+                    for chat, rendering, time in zip(chats, said, times or [None] * len(chats), strict=True)
+                ]
+            )
         ]
         encoded = iter(
             self._tokenizer.encode_each(
@@ -215,8 +229,10 @@ class ChatTemplate:
 
     def _render_all(self, chats: Sequence["_Chat"]) -> list[Rendered]:
         faults = [self._fault(chat) for chat in chats]
-        fit = [chat.variables() for chat, fault in zip(chats, faults, strict=True) if fault is None]
-        texts = iter(self._renderer.render_all(fit))
+        fit = [chat for chat, fault in zip(chats, faults, strict=True) if fault is None]
+        texts = iter(
+            self._renderer.render_all([chat.variables() for chat in fit], [chat.time for chat in fit])
+        )
         return [fault or chat.cut(next(texts)) for chat, fault in zip(chats, faults, strict=True)]
 
     def _fault(self, chat: "_Chat") -> ChatTemplateError | None:
