@@ -326,7 +326,8 @@ def test_a_last_message_that_is_continued_ends_the_prompt(
 
 
 def test_a_template_that_hides_the_last_message_cannot_continue_it(tokenizer: Tokenizer) -> None:
-    template = chat("{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}", tokenizer)
+    hiding = "{% if not loop.last or m.role == 'user' %}{{ m.content }}{% endif %}"
+    template = chat(f"{{% for m in messages %}}{hiding}{{% endfor %}}", tokenizer)
     messages = [*user("hello"), {"role": "assistant", "content": "So"}]
     with pytest.raises(ChatTemplateError, match="does not show the end of the last message"):
         template.render(messages, Rendering(add_generation_prompt=False, continue_final_message=True))

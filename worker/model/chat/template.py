@@ -13,13 +13,14 @@ the template too.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Any, Self
 
 from nightmill.jobs.contract import AS_USUAL, CallFormat, Markup, Rendering
 from nightmill.jobs.errors import ChatTemplateError, NightmillError
 from nightmill.jobs.thinking import CHANNELS
+from nightmill.worker.model.chat.content import ContentUse, content_use
 from nightmill.worker.model.chat.renderer import Limits, Renderer
 from nightmill.worker.model.chat.shield import Messages, Shield, strings, unused_character
 from nightmill.worker.model.chat.tools import ToolUse, tool_use
@@ -47,6 +48,7 @@ class _Chat:
 
     end    a character of its own behind a last message to go on with
     time   what `strftime_now` shows; None: now
+    use    in which form the template takes contents
     fault  why the template cannot be given them
     """
 
@@ -55,6 +57,7 @@ class _Chat:
     end: str
     tools: Messages | None = None
     time: datetime | None = None
+    use: ContentUse = field(default_factory=ContentUse)
     fault: ChatTemplateError | None = None
 
     def variables(self) -> dict[str, Any]:
@@ -63,6 +66,7 @@ class _Chat:
         if self.end:
             last = messages[-1]
             messages[-1] = {**last, "content": last["content"] + self.end}
+        messages = [self.use.given(message) for message in messages]
         opens = self.rendering.add_generation_prompt
         tools = None if self.tools is None else list(self.tools)
         ours = {"messages": messages, "tools": tools, "add_generation_prompt": opens}
@@ -98,6 +102,7 @@ class ChatTemplate:
         """
         self._calls = calls
         self._use: ToolUse | None = None
+        self._contents: ContentUse | None = None
         self._source = source
         self._tokenizer = tokenizer
         self._shield = Shield(tokenizer.markers)
@@ -194,16 +199,25 @@ class ChatTemplate:
             if rendering.continue_final_message
             else ""
         )
-        if rendering.tools is None and not any(map(_concerns_tools, messages)):
-            return _Chat(messages, rendering, end)
-        try:
-            use = self._tool_use()
-        except ChatTemplateError as error:
-            if rendering.tools is not None:
-                return _Chat(messages, rendering, end, fault=error)
-            use = ToolUse(CallFormat.JSON)  # earlier calls alone: the template may do with them what it likes
-        told, tools = use.told(messages, rendering.tools)
-        return _Chat(told, rendering, end, tools)
+        contents = self.contents()
+        told: Sequence[Mapping[str, Any]] = messages
+        tools = None
+        if rendering.tools is not None or any(map(_concerns_tools, messages)):
+            try:
+                use = self._tool_use()
+            except ChatTemplateError as error:
+                if rendering.tools is not None:
+                    return _Chat(messages, rendering, end, fault=error)
+                use = ToolUse(CallFormat.JSON)  # earlier calls alone: the template may do what it likes
+            told, tools = use.told(messages, rendering.tools)
+        fault = next(filter(None, map(contents.fault, told)), None)
+        return _Chat(told, rendering, end, tools, use=contents, fault=fault)
+
+    def contents(self) -> ContentUse:
+        """In which form the template takes what messages say, and which roles it leaves out."""
+        if self._contents is None:
+            self._contents = content_use(lambda chat: self._renderer.render_all([chat])[0])
+        return self._contents
 
     def _tool_use(self) -> ToolUse:
         """What the template does with tools; raises ChatTemplateError."""
