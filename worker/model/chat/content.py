@@ -14,6 +14,7 @@ Render = Callable[[Mapping[str, Any]], str | ChatTemplateError]
 """A chat's variables to its text."""
 
 _SOUGHT: Final = "qzwordthatnobodywritesqz"  # lower case and one word: templates strip, split and fold
+_PIECES: Final = (_SOUGHT[3:12], _SOUGHT[12:-3])  # of which a template may change one
 _HELLO: Final = {"role": "user", "content": "Hello"}
 _FUNCTION: Final = {"name": "look_up", "arguments": {"word": "mill"}}
 _CALLING: Final = {
@@ -94,4 +95,4 @@ def _variables(messages: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _shown(text: str | ChatTemplateError) -> bool:
-    return isinstance(text, str) and _SOUGHT in text.lower()
+    return isinstance(text, str) and any(piece in text.lower() for piece in _PIECES)

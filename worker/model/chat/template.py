@@ -17,6 +17,8 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Any, Self
 
+from gguf import TokenType
+
 from nightmill.jobs.contract import AS_USUAL, CallFormat, Markup, Rendering
 from nightmill.jobs.errors import ChatTemplateError, NightmillError
 from nightmill.jobs.thinking import CHANNELS
@@ -296,10 +298,54 @@ class ChatTemplate:
 
         rendered = [index for index, text in enumerate(plain) if isinstance(text, str)]
         again(again(rendered, broken=False), broken=True)
-        return [
+        found = [
             text if isinstance(text, ChatTemplateError) else (text, marks[index])
             for index, text in enumerate(marked)
         ]
+        return self._unforged(chats, found)
+
+    def _unforged(
+        self, chats: Sequence["_Chat"], found: list[tuple[str, str] | ChatTemplateError]
+    ) -> list[tuple[str, str] | ChatTemplateError]:
+        """The same, but for chats of which a template's edits make control tokens.
+
+        A template that deletes "/think" from a message joins what stood around it. So a chat that has a
+        character of those that mark special tokens is rendered with marks between all characters, too: what
+        control tokens there are then, the template has written itself.
+        """
+        divided: dict[int, _Chat] = {}
+        for index, one in enumerate(found):
+            chat = chats[index]
+            if isinstance(one, ChatTemplateError):
+                continue
+            given = [*chat.messages, *(chat.tools or ())]
+            if self._shield.concerns(given):
+                changed = self._shield.divide(given, one[1])
+                count = len(chat.messages)
+                tools = None if chat.tools is None else changed[count:]
+                divided[index] = replace(chat, messages=changed[:count], tools=tools)
+        anew = self._render_all(list(divided.values()))
+        for index, text in zip(divided, anew, strict=True):
+            one = found[index]
+            if isinstance(one, ChatTemplateError) or isinstance(text, ChatTemplateError):
+                continue  # it refuses marked messages
+            if self._control_tokens(text) != self._control_tokens(*one):
+                found[index] = ChatTemplateError(
+                    "the model's chat template makes control tokens of what these messages say, by what it "
+                    "deletes or replaces in them: remove what looks like parts of such tokens"
+                )
+        return found
+
+    def _control_tokens(self, text: str, mark: str | None = None) -> list[int]:
+        """The control tokens of a rendered text, without those that a mark precedes."""
+        kinds, found, start = self._tokenizer.vocabulary.kinds, [], 0
+        while match := self._tokenizer.next_marker(text, start):
+            start = match.start() + 1
+            if mark is None or text[match.start() - 1 : match.start()] != mark:
+                start = self._tokenizer.after(match)
+                token_id = self._tokenizer.markers[match[0]]
+                found += [token_id] * (kinds[token_id] == TokenType.CONTROL)
+        return found
 
     def _pieces(self, text: str, mark: str) -> Iterator[Piece]:
         """Special tokens that no mark precedes as ids, the rest as text without marks."""
