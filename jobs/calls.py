@@ -4,7 +4,6 @@ What is not a call after all, since it cannot be parsed or names no function, st
 """
 
 import json
-import math
 import re
 from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -12,12 +11,14 @@ from typing import Any, NamedTuple
 from nightmill.jobs.contract import CallFormat, Tools
 from nightmill.jobs.thinking import undecided_from
 
-_MOST_ENDS = 8  # marks of an end that may stand within the arguments of a call
+_MOST_ENDS = 8  # marks of an end, outside of strings, up to which calls are looked for
 _BEGIN_MISTRAL, _BEGIN_LLAMA = "[TOOL_CALLS]", "<|python_tag|>"
 _NAMED = re.compile(r"([A-Za-z0-9_.-]{1,64})(?:\[CALL_ID\][\w-]{0,64})?(?:\[ARGS\]|(?=\s*\{))\s*")
 _BETWEEN = re.compile(r"[\s;,]*")  # calls that follow one another
 _MARKS = re.compile(r"(?:\s|\[TOOL_CALLS\])*")
 _NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,256}")  # as messages have it
+# Of a string of JSON, what is left of it up to its closing quotation mark.
+_STRING_REST = re.compile(r'(?:[^"\\]++|\\.)*+', re.DOTALL)
 _FENCE = "```"
 
 Found = tuple[str, str]
@@ -51,7 +52,8 @@ class Calls:
         self._held = ""
         self._blank = ""  # white space that counts only if text follows
         self._begins = bool(self._style.bare)  # nothing but white space was seen
-        self._inside = self._marked = self._had = False
+        self._inside = self._marked = self._had = self._quoted = False
+        self._edge = re.compile(f'"|{re.escape(self._style.end)}')
         self._looked = 0  # how far the end was looked for
         self._ends = 0
 
@@ -99,14 +101,13 @@ class Calls:
             return False
         self._held = self._held.removeprefix(begin)
         self._inside = self._marked = True
+        self._quoted = False
         self._looked = self._ends = 0
         return True
 
     def _closed(self) -> Generator[str | Found, None, bool]:
         """Calls up to a mark; returns whether there is one."""
-        end = self._style.end
-        while end and (place := self._held.find(end, self._looked)) >= 0:
-            self._looked = place + len(end)
+        while self._style.end and (place := self._next_end()) >= 0:
             self._ends += 1
             found = self._read(self._held[:place])
             if found or self._ends == _MOST_ENDS:
@@ -114,8 +115,26 @@ class Calls:
                 self._inside = False
                 yield from self._taken(found) if found else self._said(self._style.begin + inside)
                 return True
-        self._looked = max(self._looked, len(self._held) - len(end))
         return False
+
+    def _next_end(self) -> int:
+        """Where the next mark of an end stands outside of strings, or -1. The search goes past it."""
+        while True:
+            if self._quoted:
+                rest = _STRING_REST.match(self._held, self._looked)
+                self._looked = self._looked if rest is None else rest.end()
+                if self._held[self._looked : self._looked + 1] != '"':
+                    return -1
+                self._quoted = False
+                self._looked += 1
+            edge = self._edge.search(self._held, self._looked)
+            if edge is None:
+                self._looked = max(self._looked, len(self._held) - len(self._style.end) + 1)
+                return -1
+            self._looked = edge.end()
+            if edge[0] != '"':
+                return edge.start()
+            self._quoted = True
 
     def _read(self, text: str) -> list[Found]:
         try:
@@ -191,7 +210,7 @@ def _of(value: Any) -> list[Found]:
     found: list[Found] = []
     for one in value if isinstance(value, list) else [value]:
         name = one.get("name") if isinstance(one, dict) else None
-        if not isinstance(name, str) or not _NAME.fullmatch(name):
+        if not isinstance(name, str) or isinstance(name, _Number) or not _NAME.fullmatch(name):
             raise ValueError("not a call")
         arguments: Any = next((one[key] for key in ("arguments", "parameters") if key in one), {})
         found.append((name, _arguments(arguments)))
@@ -200,23 +219,35 @@ def _of(value: Any) -> list[Found]:
 
 def _arguments(value: Any) -> str:
     """Arguments as JSON; a model that was trained on APIs may write them as a text with JSON."""
-    if isinstance(value, str):
+    if isinstance(value, str) and not isinstance(value, _Number):
         value = _json(value)
     if not isinstance(value, dict):
         raise ValueError("arguments are not an object")
-    text = json.dumps(value, ensure_ascii=False)
+    text = _written(value)
     text.encode()  # raises for half a character, which no file or answer can hold
     return text
 
 
-def _finite(text: str) -> float:
-    number = float(text)
-    if not math.isfinite(number):
-        raise ValueError("not a number of JSON")
-    return number
+class _Number(str):
+    """A number as it was written: of any size, and with each of its digits."""
+
+    __slots__ = ()
 
 
-_decoder = json.JSONDecoder(parse_float=_finite, parse_constant=_finite)
+def _written(value: Any) -> str:
+    """A value of `_decoder` as JSON."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{_written(key)}: {_written(one)}" for key, one in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_written, value)) + "]"
+    return str(value) if isinstance(value, _Number) else json.dumps(value, ensure_ascii=False)
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not JSON")
+
+
+_decoder = json.JSONDecoder(parse_float=_Number, parse_int=_Number, parse_constant=_no_constant)
 
 
 def _json(text: str) -> Any:

@@ -61,6 +61,7 @@ class Job:
     prompt_tokens: int | None = None
     completion_tokens: int | None = None  # of all answers together
     arithmetic: str | None = None  # that computed the text (`jobs.arithmetic`); older rows have none
+    prompt_digest: str | None = None  # of the prompt's token ids; older rows have none
     error: str | None = None
     errors: list[JsonObject] = field(default_factory=list)  # one entry per attempt that failed or was charged
     attempt: int = 0  # times claimed; the fencing token

@@ -120,7 +120,7 @@ def open_object(draw: random.Random, depth: int) -> Schema:
 
 
 def counted_object(draw: random.Random, depth: int) -> Schema:
-    low = draw.randrange(3)
+    low = draw.randrange(2)
     return {
         "type": "object",
         "additionalProperties": {"type": "boolean"},

@@ -41,7 +41,7 @@ class Verdict(StrEnum):
     """What comparing a row with its copy has shown.
 
     equal           the same text and stop reason, to the bit
-    explained       another text, and another arithmetic, whose differing parts are named
+    explained       another text, and another prompt or arithmetic, whose differing parts are named
     unrecorded      another text; the arithmetic of one of the two was not recorded
     defect          another text by the same arithmetic, which must not be
     not_compared    the copy did not succeed, or the row is gone
@@ -73,7 +73,7 @@ class VerifiedRow:
     custom_id: str | None = None
     arithmetic_then: str | None = None  # None: not recorded
     arithmetic_now: str | None = None
-    differences: tuple[str, ...] = ()  # the parts in which the two arithmetics differ, in words
+    differences: tuple[str, ...] = ()  # in which prompt and arithmetic are not the same, in words
     parting: Parting | None = None  # if texts differ
     stop_reason_then: str | None = None
     stop_reason_now: str | None = None
@@ -217,15 +217,17 @@ def compare(job_id: str, then: Job | None, now: Job) -> VerifiedRow:
         return VerifiedRow(job_id=job_id, verdict=Verdict.NOT_COMPARED, error=gone)
     done = now.state is JobState.SUCCEEDED
     recorded = then.arithmetic is not None and now.arithmetic is not None
-    differences = difference(str(then.arithmetic), str(now.arithmetic)) if recorded else ()
+    differences = _prompts(then, now)
+    if recorded:
+        differences += difference(str(then.arithmetic), str(now.arithmetic))
     if not done:
         verdict = Verdict.NOT_COMPARED
     elif _said(then) == _said(now):
         verdict = Verdict.EQUAL
-    elif not recorded:
-        verdict = Verdict.UNRECORDED
+    elif differences:
+        verdict = Verdict.EXPLAINED
     else:
-        verdict = Verdict.EXPLAINED if differences else Verdict.DEFECT
+        verdict = Verdict.DEFECT if recorded else Verdict.UNRECORDED
     return VerifiedRow(
         job_id=job_id,
         verdict=verdict,
@@ -238,6 +240,20 @@ def compare(job_id: str, then: Job | None, now: Job) -> VerifiedRow:
         stop_reason_then=then.stop_reason,
         stop_reason_now=now.stop_reason,
         error=None if done else now.error or f"its copy was {now.state}",
+    )
+
+
+def _prompts(then: Job, now: Job) -> tuple[str, ...]:
+    """Whether the prompt became other tokens: by digests, or by number if an older row has no digest."""
+    if then.prompt_digest is None or now.prompt_digest is None:
+        if then.prompt_tokens == now.prompt_tokens:
+            return ()
+        return (f"prompt: {then.prompt_tokens} tokens, now {now.prompt_tokens}",)
+    if then.prompt_digest == now.prompt_digest:
+        return ()
+    return (
+        f"prompt: the tokens {then.prompt_digest}, now {now.prompt_digest}, since its chat template or the "
+        "version of Jinja is another",
     )
 
 

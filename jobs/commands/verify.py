@@ -114,13 +114,19 @@ def _finding(row: VerifiedRow) -> str:
     if row.verdict is Verdict.NOT_COMPARED:
         return f"not computed again: {printable(row.error)}"
     why = {
-        Verdict.EXPLAINED: f"by another arithmetic ({printable('; '.join(row.differences))})",
+        Verdict.EXPLAINED: f"by another {_what_differs(row)} ({printable('; '.join(row.differences))})",
         Verdict.UNRECORDED: "by an arithmetic that was not recorded, then or now",
         Verdict.DEFECT: "by the same arithmetic, which is a defect: please report it",
     }[row.verdict]
     if row.parting is None:
         return f"the same text, but another stop reason, {why}"
     return f"another text after {counted(row.parting.at, 'equal character')}, {why}"
+
+
+def _what_differs(row: VerifiedRow) -> str:
+    prompts = sum(part.startswith("prompt: ") for part in row.differences)
+    words = ["prompt"] * bool(prompts) + ["arithmetic"] * (len(row.differences) > prompts)
+    return " and ".join(words)
 
 
 def _notes(found: Verification) -> Iterable[str]:

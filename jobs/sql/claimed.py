@@ -13,7 +13,7 @@ from nightmill.jobs.parameters import GenerationParams
 from nightmill.jobs.sql.partials import SavedTokens
 from nightmill.jobs.tools import check_read
 
-__all__ = ["Claim", "read_claim"]
+__all__ = ["Claim", "read_claim", "requested_at"]
 
 log = logging.getLogger(__name__)
 
@@ -29,11 +29,17 @@ class Claim:
     params: GenerationParams  # with its seed
     priority: int
     deadline_at: datetime | None
+    requested_at: datetime | None = None  # it was handed in, or its batch: the time for its chat template
     prompt_ids: list[int] | None = None  # in place of a text
     rendering: Rendering | None = None  # of the messages; None: as usual
     saved: SavedTokens | None = None  # what an earlier attempt had drawn
     constrained: Constrained | None = None  # what the answer must be
     unreadable: str | None = None  # why this version cannot run it, as when a newer one wrote the row
+
+
+def requested_at(created_at: datetime, batch_created_at: datetime | None) -> datetime:
+    """When a job was asked for: all rows of a batch at the same time, however long they took to enter."""
+    return created_at if batch_created_at is None else min(created_at, batch_created_at)
 
 
 def read_claim(row: Any, saved: SavedTokens | None) -> Claim:
@@ -78,6 +84,7 @@ def read_claim(row: Any, saved: SavedTokens | None) -> Claim:
         params=params,
         priority=row.priority,
         deadline_at=row.deadline_at,
+        requested_at=requested_at(row.created_at, row.batch_created_at),
         saved=saved,
         constrained=constrained,
         unreadable=fault,

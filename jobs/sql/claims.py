@@ -22,7 +22,7 @@ from nightmill.jobs.sql.jobs import chunked, mark_unsent
 from nightmill.jobs.sql.locks import lock_ids, lock_jobs
 from nightmill.jobs.sql.partials import SavedTokens
 from nightmill.jobs.sql.retrying import retried
-from nightmill.jobs.sql.tables import QUEUED, RUNNING, JobRow, UtcDateTime, WorkerRow
+from nightmill.jobs.sql.tables import BATCH_CREATED_AT, QUEUED, RUNNING, JobRow, UtcDateTime, WorkerRow
 from nightmill.jobs.sql.workers import RegisteredWorker
 
 __all__ = ["Claim", "Claims", "Outcome", "hand_back"]
@@ -40,6 +40,7 @@ class Outcome:
     completion_tokens: int  # of all answers
     error: str | None = None
     arithmetic: str | None = None  # by which the text was computed; None if nothing was
+    prompt_digest: str | None = None  # of the prompt's token ids
     markup: Markup | None = None  # what the texts hold beside the answers
     answers: tuple[Answer, ...] = ()  # all of them, where the job was to have several
     logprobs: tuple[bytes | None, ...] = ()  # of the answers in order, where they were asked for
@@ -298,6 +299,8 @@ def _claiming(*conditions: Any) -> Any:
             JobRow.seed,
             JobRow.priority,
             JobRow.deadline_at,
+            JobRow.created_at,
+            BATCH_CREATED_AT,
         )
     )
 
@@ -323,6 +326,7 @@ _FINISH = (
         prompt_tokens=bindparam("new_prompt_tokens"),
         completion_tokens=bindparam("new_completion_tokens"),
         arithmetic=bindparam("new_arithmetic"),
+        prompt_digest=bindparam("new_prompt_digest"),
         markup=bindparam("new_markup"),
         error=bindparam("new_error"),
         finished_at=bindparam("new_finished_at"),
@@ -351,6 +355,7 @@ def _finish_values(outcome: Outcome, worker_id: str, now: datetime) -> dict[str,
         "new_prompt_tokens": outcome.prompt_tokens,
         "new_completion_tokens": outcome.completion_tokens,
         "new_arithmetic": outcome.arithmetic,
+        "new_prompt_digest": outcome.prompt_digest,
         "new_markup": None if outcome.markup is None else outcome.markup.values(),
         "new_error": error,
         "new_finished_at": now,

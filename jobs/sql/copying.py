@@ -9,9 +9,10 @@ from sqlalchemy import RowMapping, func, select
 from nightmill.jobs.contract import JobState
 from nightmill.jobs.ids import IdSource
 from nightmill.jobs.sql import inserting
+from nightmill.jobs.sql.claimed import requested_at
 from nightmill.jobs.sql.database import Database
 from nightmill.jobs.sql.jobs import JOBS, chunked, retried_values
-from nightmill.jobs.sql.tables import JobRow, WorkerRow
+from nightmill.jobs.sql.tables import BATCH_CREATED_AT, JobRow, WorkerRow
 
 COPIED_FROM = "copied_from"
 """The key of a copy's metadata: the id of the job that it is a copy of."""
@@ -36,7 +37,7 @@ def copy_jobs(
 ) -> list[dict[str, Any]]:
     """Queue copies of those of these jobs that have succeeded, in `batch`; returns the new rows."""
     query = (
-        select(JOBS, _MODEL.label("computed_by"))
+        select(JOBS, _MODEL.label("computed_by"), BATCH_CREATED_AT)
         .select_from(_JOBS_AND_WORKERS)
         .where(JobRow.id.in_(job_ids), JobRow.state == JobState.SUCCEEDED)
         .order_by(JobRow.id)
@@ -64,5 +65,6 @@ def _copy(row: RowMapping, now: datetime) -> dict[str, Any]:
         "idempotency_key": None,
         "fingerprint": None,
         "metadata": {COPIED_FROM: row["id"]},
-        "created_at": now,
+        # The copy's prompt has the date that the original's had.
+        "created_at": requested_at(row["created_at"], row["batch_created_at"]),
     }

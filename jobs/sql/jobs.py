@@ -325,6 +325,7 @@ def retried_values(now: datetime, deadline: datetime | None) -> dict[str, Any]:
         "prompt_tokens": None,
         "completion_tokens": None,
         "arithmetic": None,
+        "prompt_digest": None,
         "markup": None,
         "error": None,
         "started_at": None,

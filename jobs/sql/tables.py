@@ -17,6 +17,7 @@ from sqlalchemy import (
     Text,
     UniqueConstraint,
     literal,
+    select,
     text,
 )
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
@@ -24,7 +25,7 @@ from sqlalchemy.types import TypeDecorator
 
 from nightmill.jobs.contract import MAX_ERROR_LENGTH, JobState, JsonObject, storable
 
-SCHEMA_REVISION = "0020"
+SCHEMA_REVISION = "0021"
 """The migration that these declarations match."""
 
 
@@ -166,6 +167,7 @@ class JobRow(Base):
     prompt_tokens: Mapped[int | None]
     completion_tokens: Mapped[int | None]
     arithmetic: Mapped[str | None] = mapped_column(StorableText())  # that computed the text
+    prompt_digest: Mapped[str | None] = mapped_column(String(16))  # of its token ids
     markup: Mapped[JsonObject | None] = mapped_column(JSON(none_as_null=True))  # what the text holds beside
     error: Mapped[str | None] = mapped_column(StorableText(MAX_ERROR_LENGTH))
     errors: Mapped[list[Any] | None] = mapped_column(JSON(none_as_null=True))
@@ -218,6 +220,16 @@ class JobRow(Base):
             "uq_jobs_idempotency_key", "idempotency_key", where="idempotency_key IS NOT NULL", unique=True
         ),
     )
+
+
+BATCH_CREATED_AT = (
+    select(BatchRow.created_at)
+    .where(BatchRow.name == JobRow.batch)
+    .correlate(JobRow)
+    .scalar_subquery()
+    .label("batch_created_at")
+)
+"""Of a job's batch; None if it has none."""
 
 
 class PartialRow(Base):

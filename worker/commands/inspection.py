@@ -38,6 +38,8 @@ class Inspection:
     """Tokens that end a text, by their ids."""
     chat: str | None
     no_chat: str | None
+    dropped: list[str]
+    """Roles whose messages the template leaves out."""
 
     def lines(self) -> dict[str, str]:
         """What there is to say, by a word for each line."""
@@ -48,6 +50,8 @@ class Inspection:
         if self.chat is not None:
             shown = printable(self.chat, _LONGEST_EXAMPLE)
             chat = f'a chat template, which makes of the message "{EXAMPLE}": {shown}'
+            if self.dropped:
+                chat += f"; it leaves out messages of {' and '.join(self.dropped)}: jobs with such fail"
         count = "1 file" if len(self.files) == 1 else f"{len(self.files)} parts"
         return {
             "model": f"{self.family}, {_rounded(self.parameters, 'million', 'billion')} parameters, "
@@ -86,6 +90,7 @@ def inspect(model: LoadedModel) -> Inspection:
         ends={token: vocabulary.text_of(token) for token in sorted(vocabulary.eos_ids)},
         chat=chat,
         no_chat=no_chat,
+        dropped=[] if isinstance(model.chat, str) else sorted(model.chat.contents().dropped),
     )
 
 

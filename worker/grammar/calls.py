@@ -5,7 +5,8 @@ until it begins a call.
 """
 
 import json
-from typing import Any, Final
+from collections.abc import Callable
+from typing import Final
 
 from nightmill.jobs.contract import CallFormat, Constrained, ConstraintKind, JsonObject, Tools
 
@@ -33,8 +34,11 @@ def _parameters(function: JsonObject, tools: Tools) -> JsonObject:
     return {"type": "object"} | parameters
 
 
-def calls_lark(text: str, schema_options: dict[str, Any]) -> str:
-    """The grammar of `calls_asked`'s text. Raises ValueError, TypeError and KeyError for what is none."""
+def calls_lark(text: str, enforced: Callable[[JsonObject], JsonObject]) -> str:
+    """The grammar of `calls_asked`'s text. Raises ValueError, TypeError and KeyError for what is none.
+
+    enforced  makes a schema what the parser is to read
+    """
     said = json.loads(text)
     written, free, functions = CallFormat(said["written"]), said["free"], said["functions"]
     mark = _MARKS.get(written, "") if free else ""  # which the rule `head` has eaten
@@ -46,7 +50,7 @@ def calls_lark(text: str, schema_options: dict[str, Any]) -> str:
         opening = before.replace("NAME", quoted).removeprefix(mark)
         rules += [
             f"call{number}: {json.dumps(opening)} arguments{number} {_literal(after)}",
-            f"arguments{number}: %json {json.dumps(parameters | {'x-guidance': schema_options})}",
+            f"arguments{number}: %json {json.dumps(enforced(parameters))}",
         ]
     rules.append("call: " + " | ".join(f"call{number}" for number in range(len(functions))))
     several = f"({_literal(between)} call){{0,{MOST_CALLS - 1}}}" if said["several"] else ""

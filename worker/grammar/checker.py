@@ -6,7 +6,7 @@ import threading
 from dataclasses import asdict, dataclass, field
 from multiprocessing import Pipe
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import llguidance
 from llguidance import LLParserLimits
@@ -14,7 +14,7 @@ from llguidance import LLParserLimits
 from nightmill.jobs.contract import Constrained, ConstraintKind
 from nightmill.jobs.errors import ConstraintError, RunnerError
 from nightmill.worker.confined import TRIES, ConfinedProcess, LostError, Words
-from nightmill.worker.grammar.source import complete, lark_of
+from nightmill.worker.grammar.source import complete, lark_of, lark_of_schema
 
 PROGRAM: Final = Path(__file__).with_name("checker_process.py")
 _LONGEST: Final = 500  # characters of what the parser says
@@ -74,7 +74,7 @@ class Checker:
         if the process cannot be started.
         """
         try:
-            lark = lark_of(asked)
+            lark = lark_of(asked, lambda schema: self._can_open(asked, schema))
         except (
             ValueError,
             TypeError,
@@ -82,19 +82,10 @@ class Checker:
             RecursionError,
         ) as error:  # a row that no client of ours has written
             raise ConstraintError(f"{_named(asked)}: cannot be read: {error}") from error
-        question = json.dumps(
-            {"lark": lark, "may_be_gbnf": asked.kind is ConstraintKind.GRAMMAR, "options": complete("")}
-        ).encode()
-        for last in (*[False] * (TRIES - 1), True):
-            try:
-                said = self._ask(question)
-                break
-            except LostError as lost:
-                self._drop()
-                if lost.convicts:
-                    raise ConstraintError(f"{_named(asked)}: {lost}; simplify it") from lost
-                if last:
-                    raise UncheckedError(f"{_named(asked)}: {lost}; retry the job, or simplify it") from lost
+        said = self._answer(
+            asked,
+            {"lark": lark, "may_be_gbnf": asked.kind is ConstraintKind.GRAMMAR, "options": complete("")},
+        )
         if "lark" in said:
             return said["lark"]
         raise ConstraintError(f"{_named(asked)}: {_plain(said.get('refused', ''), asked.kind)}")
@@ -105,6 +96,26 @@ class Checker:
             self._closed = True
             if self._child is not None:
                 self._child.process.kill()
+
+    def _can_open(self, asked: Constrained, schema: dict[str, Any]) -> bool:
+        return "lark" in self._answer(
+            asked,
+            {"lark": lark_of_schema(schema), "after": "{", "next": '"', "options": complete("")},
+        )
+
+    def _answer(self, asked: Constrained, question: dict[str, Any]) -> dict[str, str]:
+        """What the process says; raises ConstraintError and UncheckedError."""
+        frame = json.dumps(question).encode()
+        for last in (*[False] * (TRIES - 1), True):
+            try:
+                return self._ask(frame)
+            except LostError as lost:
+                self._drop()
+                if lost.convicts:
+                    raise ConstraintError(f"{_named(asked)}: {lost}; simplify it") from lost
+                if last:
+                    raise UncheckedError(f"{_named(asked)}: {lost}; retry the job, or simplify it") from lost
+        raise AssertionError("the last try returns or raises")
 
     def _ask(self, question: bytes) -> dict[str, str]:
         limits = self._limits

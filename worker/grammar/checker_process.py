@@ -38,17 +38,24 @@ def confine(memory: int) -> None:
 
 
 def answer(asked: dict[str, Any], tokenizer: LLTokenizer, limits: LLParserLimits) -> dict[str, str]:
-    """Compile a grammar and look at its first mask, which must leave something to begin with."""
+    """Compile a grammar and look at its first mask, which must leave something to begin with.
+
+    If there is an `after`, it must leave `next`, a character, behind that text.
+    """
     lark = asked["lark"]
-    if asked["may_be_gbnf"]:
+    if asked.get("may_be_gbnf"):
         try:
             lark = any_to_lark(lark)
         except Exception as error:  # noqa: BLE001 - its errors are of any type, and whatever it is, it is the answer
             nested = isinstance(error, RecursionError)
             return {"refused": f"is neither Lark nor GBNF: {'it is nested too deeply' if nested else error}"}
     matcher = LLMatcher(tokenizer, lark + asked["options"], log_level=0, limits=limits)
+    if "after" in asked:
+        matcher.try_consume_tokens(list(asked["after"].encode()))
     if not matcher.is_error():
-        matcher.compute_bitmask()
+        mask = matcher.compute_bitmask()
+        if "next" in asked and not mask[ord(asked["next"]) // 8] >> ord(asked["next"]) % 8 & 1:
+            return {"refused": "it cannot go on so"}
     return {"refused": matcher.get_error()} if matcher.is_error() else {"lark": lark}
 
 

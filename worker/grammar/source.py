@@ -1,12 +1,15 @@
 """What a row asks for as a grammar in Lark's syntax, as llguidance reads it."""
 
 import json
+from functools import partial
 from typing import Any, Final
 
 from llguidance import regex_to_lark
 
 from nightmill.jobs.contract import Constrained, ConstraintKind
+from nightmill.jobs.schemas import check_schema
 from nightmill.worker.grammar.calls import calls_lark
+from nightmill.worker.grammar.exact import CanOpen, make_exact
 
 WHITESPACE: Final = r" |\n {0,12}"
 """What may stand between two marks of JSON: nothing, a blank, or a line's end and an indentation.
@@ -21,19 +24,23 @@ _JSON: Final[dict[str, Any]] = {
     "key_separator": ":",
     "coerce_one_of": False,  # `anyOf` in its place would let answers through that do not validate
     "lenient": False,  # a keyword that is not enforced is an error
+    # One spelling of each character: a key with other escapes would pass for one that no property names.
+    "json_allowed_escapes": '"\\bfnrt',
+    "json_allow_general_unicode_escapes": False,
 }
 # Where a text can go on in one way only, llguidance would allow one spelling of that in tokens. The model may
 # spell it as it likes: else masks would depend on a tokenizer, and on what was looked at before.
 _OPTIONS: Final = '\n%llguidance {"no_forcing": true}\n'
 
 
-def lark_of(asked: Constrained) -> str:
-    """The grammar; one that the row itself brings may still be GBNF."""
+def lark_of(asked: Constrained, can_open: CanOpen | None = None) -> str:
+    """The grammar; one that the row itself brings may still be GBNF. `can_open`: see `make_exact`.
+
+    Raises ValueError, TypeError or KeyError for what cannot be enforced.
+    """
     match asked.kind:
         case ConstraintKind.JSON_SCHEMA:
-            # The key is llguidance's own; what a row says there does not count.
-            schema = json.loads(asked.text) | {"x-guidance": _JSON}
-            return f"start: %json {json.dumps(schema)}"
+            return lark_of_schema(_enforced(json.loads(asked.text), can_open))
         case ConstraintKind.REGEX:
             return f"start: /{regex_to_lark(asked.text, use_ascii='d')}/"
         case ConstraintKind.CHOICE:
@@ -42,8 +49,20 @@ def lark_of(asked: Constrained) -> str:
         case ConstraintKind.GRAMMAR:
             return asked.text
         case ConstraintKind.CALLS:
-            return calls_lark(asked.text, _JSON)
+            return calls_lark(asked.text, partial(_enforced, can_open=can_open))
     raise ValueError(f"{asked.kind} is not known")
+
+
+def lark_of_schema(schema: dict[str, Any]) -> str:
+    """The grammar of a schema that needs no rewriting."""
+    return f"start: %json {json.dumps(schema | {'x-guidance': _JSON})}"
+
+
+def _enforced(schema: dict[str, Any], can_open: CanOpen | None) -> dict[str, Any]:
+    """Make a schema one that llguidance enforces, in place; raises ValueError if it cannot be enforced."""
+    check_schema(schema)
+    make_exact(schema, can_open)
+    return schema | {"x-guidance": _JSON}  # the key is llguidance's own; what a row says there does not count
 
 
 def complete(lark: str) -> str:

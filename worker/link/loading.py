@@ -4,6 +4,7 @@ import logging
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard
 
@@ -86,7 +87,11 @@ class LoadedModel(OpenModel):
 
         Raises RunnerError where the process that renders chats cannot be started, which is no job's fault.
         """
-        return self.encode_all([_prompt_of(claim) for claim in claims], [claim.rendering for claim in claims])
+        return self.encode_all(
+            [_prompt_of(claim) for claim in claims],
+            [claim.rendering for claim in claims],
+            [claim.requested_at for claim in claims],
+        )
 
     def markup(self, claim: "Claim", prompt_ids: Sequence[int]) -> Markup | None:
         """What the texts of a chat, whose prompt this is, hold beside its answers; None for other prompts."""
@@ -125,17 +130,21 @@ class LoadedModel(OpenModel):
         return ids
 
     def encode_all(
-        self, prompts: Sequence[Prompt], renderings: Sequence[Rendering | None] = ()
+        self,
+        prompts: Sequence[Prompt],
+        renderings: Sequence[Rendering | None] = (),
+        times: Sequence[datetime | None] = (),
     ) -> list[tuple[int, ...] | NightmillError]:
         """As `tokenize_all`, for plain texts, chats and token ids, which stay as they are.
 
         renderings: how each of them becomes a prompt if it is a chat; by default all as usual
+        times: when each was asked for, which is the time for chat templates; by default now
         """
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]
         said = renderings or [None] * len(prompts)
         chats = [
-            (prompt, rendering or AS_USUAL)
-            for prompt, rendering in zip(prompts, said, strict=True)
+            (prompt, rendering or AS_USUAL, time)
+            for prompt, rendering, time in zip(prompts, said, times or [None] * len(prompts), strict=True)
             if not isinstance(prompt, str) and _is_chat(prompt)
         ]
         of_texts = iter(
@@ -144,7 +153,11 @@ class LoadedModel(OpenModel):
         of_chats = iter(
             [ChatTemplateError(self.chat)] * len(chats)
             if isinstance(self.chat, str)
-            else self.chat.encode_all([chat for chat, _ in chats], [rendering for _, rendering in chats])
+            else self.chat.encode_all(
+                [chat for chat, _, _ in chats],
+                [rendering for _, rendering, _ in chats],
+                [time for _, _, time in chats],
+            )
         )
         answers: list[tuple[int, ...] | NightmillError] = []
         for prompt in prompts:

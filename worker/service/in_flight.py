@@ -64,6 +64,7 @@ class InFlight:
         self._urgent = False  # an interactive job waits for a place
         self._jobs: dict[JobKey, str] = {}  # with the fingerprint of its prompt, once that is known
         self._markups: dict[JobKey, Markup] = {}  # of those whose texts hold more than answers
+        self._prompt_digests: dict[JobKey, str] = {}
         self._further: dict[JobKey, int] = {}  # places beyond the first, of jobs with several answers
         self._awaited: dict[JobKey, list[Countdown]] = {}
         self._closed = False
@@ -151,13 +152,17 @@ class InFlight:
                 self._further[key] = further
                 self._changed.notify_all()
 
-    def mark(self, key: JobKey, fingerprint: str, markup: Markup | None = None) -> None:
-        """Note what saved tokens of a job depend on, and what its texts hold."""
+    def mark(
+        self, key: JobKey, fingerprint: str, markup: Markup | None = None, prompt_digest: str | None = None
+    ) -> None:
+        """Note what saved tokens of a job depend on, what its texts hold, and which tokens its prompt has."""
         with self._changed:
             if key in self._jobs:
                 self._jobs[key] = fingerprint
                 if markup is not None:
                     self._markups[key] = markup
+                if prompt_digest is not None:
+                    self._prompt_digests[key] = prompt_digest
 
     def fingerprint(self, key: JobKey) -> str:
         """What `mark` noted; empty if the job is not in flight."""
@@ -169,12 +174,18 @@ class InFlight:
         with self._changed:
             return self._markups.get(key)
 
+    def prompt_digest(self, key: JobKey) -> str | None:
+        """What `mark` noted."""
+        with self._changed:
+            return self._prompt_digests.get(key)
+
     def remove(self, keys: Sequence[JobKey]) -> None:
         """These jobs are not this worker's any more."""
         with self._changed:
             for key in keys:
                 self._jobs.pop(key, None)
                 self._markups.pop(key, None)
+                self._prompt_digests.pop(key, None)
                 self._further.pop(key, None)
                 self._interactive.discard(key)
                 for waiting in self._awaited.pop(key, ()):

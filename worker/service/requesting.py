@@ -16,7 +16,7 @@ from nightmill.worker.engine.request import Request
 from nightmill.worker.grammar.calls import calls_asked
 from nightmill.worker.service.answering import Answering
 from nightmill.worker.service.in_flight import InFlight
-from nightmill.worker.service.resume import fingerprint, tokens_to_resume
+from nightmill.worker.service.resume import fingerprint, prompt_digest, tokens_to_resume
 from nightmill.worker.service.telling import check_told, echo_of
 from nightmill.worker.watched import describe
 
@@ -103,7 +103,7 @@ class Requesting:
             markup = replace(markup, thinking=None)  # there is no room for thoughts
         if tools is not None and markup is not None and markup.calls is not None:
             constrained = calls_asked(tools, markup.calls) if tools.required or tools.strict else constrained
-        self._in_flight.mark((claim.job_id, claim.attempt), mark, markup)
+        self._in_flight.mark((claim.job_id, claim.attempt), mark, markup, prompt_digest(prompt_ids))
         deadline = None
         if claim.deadline_at is not None:  # the engine counts on this host's clock, the row on the database's
             deadline = time.time() + (claim.deadline_at - self._now()).total_seconds()

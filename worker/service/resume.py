@@ -4,13 +4,18 @@ import hashlib
 from array import array
 from collections.abc import Sequence
 
-from nightmill.jobs.arithmetic import Arithmetic
+from nightmill.jobs.arithmetic import DIGITS, Arithmetic
 from nightmill.jobs.sql.partials import SavedTokens
 
 SAVE_TOKENS = 8
 """A job is saved once it has so many tokens more than before: less is not worth a row."""
 SAVE_GROUP = 128
 """Jobs that are read from the engine and written together: 1 ms of the engine's time at 400 tokens each."""
+
+
+def prompt_digest(prompt_ids: Sequence[int]) -> str:
+    """What tells a prompt from others, by its token ids alone."""
+    return hashlib.sha256(array("i", prompt_ids).tobytes()).hexdigest()[:DIGITS]
 
 
 def fingerprint(arithmetic: Arithmetic, prompt_ids: Sequence[int]) -> str:

@@ -251,8 +251,9 @@ class Service:
     def _on_completion(self, completion: Completion) -> None:
         outcome = self._answering.completed(completion, str(self.engine.arithmetic))
         if outcome is not None:
-            markup = self.in_flight.markup((outcome.job_id, outcome.attempt))
-            self._writer.put(outcome if markup is None else replace(outcome, markup=markup))
+            key = (outcome.job_id, outcome.attempt)
+            markup, digest = self.in_flight.markup(key), self.in_flight.prompt_digest(key)
+            self._writer.put(replace(outcome, markup=markup, prompt_digest=digest))
         else:
             self._publisher.answered(completion.job_id, completion.text, completion.told)
 

@@ -6,6 +6,7 @@ from itertools import product
 
 import pytest
 
+from nightmill.jobs.calls import Calls
 from nightmill.jobs.contract import CallFormat, Markup, Tools
 from nightmill.jobs.reading import Reading, Reply, call_id, read_reply
 from nightmill.jobs.thinking import CHANNELS
@@ -28,8 +29,14 @@ CASES: list[tuple[CallFormat, str, str, list[tuple[str, object]]]] = [
     (HERMES, '<tool_call>{"name": "weather", "arguments": "{\\"place\\": \\"Bonn\\"}"}</tool_call>',
      "", [BONN]),
     (HERMES, "<tool_call>{bad}</tool_call> or", "<tool_call>{bad}</tool_call> or", []),
-    (HERMES, '<tool_call>{"name": "weather", "arguments": {"n": 1e999}}</tool_call>',
-     '<tool_call>{"name": "weather", "arguments": {"n": 1e999}}</tool_call>', []),
+    (HERMES, '<tool_call>{"name": "weather", "arguments": {"n": NaN}}</tool_call>',
+     '<tool_call>{"name": "weather", "arguments": {"n": NaN}}</tool_call>', []),
+    (HERMES,
+     '<tool_call>{"name": "weather", "arguments": {"place": "' + 20 * "</tool_call>" + '"}}</tool_call>.',
+     ".", [("weather", {"place": 20 * "</tool_call>"})]),
+    (HERMES,
+     '<tool_call>{"name": "weather", "arguments": {"a": "\\\\", "b": "\\"</tool_call>\\""}}</tool_call>.',
+     ".", [("weather", {"a": "\\", "b": '"</tool_call>"'})]),
     (HERMES, '<tool_call>{"name": "weather", "arguments": {"n": "\\ud800"}}</tool_call>',
      '<tool_call>{"name": "weather", "arguments": {"n": "\\ud800"}}</tool_call>', []),
     (HERMES, '<tool_call>{"name": "wea', '<tool_call>{"name": "wea', []),
@@ -125,6 +132,31 @@ def test_text_without_marks_is_not_looked_at() -> None:
     text = f"<think>hm</think><tool_call>{CALL}</tool_call>"
     assert read_reply(text, None, TOOLS, "j") == Reply(text)
     assert read_reply(text, Markup(HERMES), None, "j") == Reply(text)  # it was not told of tools
+
+
+@pytest.mark.parametrize(
+    "number",
+    ["1e999", "1.50E1844520", "-0.10", "12345678901234567890.0", "7" * 5_000, "-" + "7" * 5_000 + ".5e-7"],
+)
+def test_numbers_are_what_the_model_wrote(number: str) -> None:
+    text = f'<tool_call>{{"name": "weather", "arguments": {{"n": [{number}], "{{": "1e5"}}}}</tool_call>'
+    (call,) = read_reply(text, Markup(HERMES), TOOLS, "j").tool_calls
+    assert call.arguments == f'{{"n": [{number}], "{{": "1e5"}}'
+
+
+def test_marks_in_strings_cost_no_parsing() -> None:
+    count = 0
+
+    def parse(text: str) -> list[tuple[str, str]]:
+        nonlocal count
+        count += 1
+        return []
+
+    calls = Calls(HERMES, TOOLS)
+    calls._style = calls._style._replace(parse=parse)
+    text = '<tool_call>{"name": "weather", "arguments": {"a": "' + 5_000 * "</tool_call>" + '"}}'
+    assert list(calls.push(text)) == [] and "".join(map(str, calls.end())) == text
+    assert count == 1  # at the end
 
 
 def test_one_call_at_most() -> None:

@@ -1,6 +1,7 @@
 """Which rows a verification chooses, and where it says that two texts part."""
 
 import random
+from dataclasses import replace
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -62,3 +63,19 @@ def test_every_answer_is_compared() -> None:
     assert (found.verdict, found.parting) == (Verdict.UNRECORDED, Parting(1, "two", "tea"))
     cut = job(text="one", several=(answers[0], Answer("two", StopReason.LENGTH, 3, 8)))
     assert compare(then.id, then, cut).verdict is not Verdict.EQUAL
+
+
+def test_another_prompt_explains_another_text() -> None:
+    then = job(text="Monday", arithmetic="a", prompt_digest="1" * 16)
+    now = job(text="Tuesday", arithmetic="a", prompt_digest="2" * 16)
+    found = compare(then.id, then, now)
+    assert found.verdict is Verdict.EXPLAINED
+    assert found.differences[0].startswith(f"prompt: the tokens {'1' * 16}, now {'2' * 16}")
+    same = compare(then.id, then, replace(now, prompt_digest="1" * 16))
+    assert (same.verdict, same.differences) == (Verdict.DEFECT, ())
+
+
+def test_an_older_row_has_only_the_number_of_its_prompts_tokens() -> None:
+    then = job(text="Monday", arithmetic="a", prompt_tokens=12)
+    found = compare(then.id, then, replace(then, text="Tuesday", prompt_tokens=14, prompt_digest="2" * 16))
+    assert (found.verdict, found.differences) == (Verdict.EXPLAINED, ("prompt: 12 tokens, now 14",))

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterator
-from datetime import datetime
+from datetime import UTC, datetime, timedelta, timezone
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -200,7 +200,23 @@ def test_whitespace_filters_and_functions_are_as_hugging_face_has_them(tokenizer
         "{{ tools is none }}{{ {'a': '<ü>'} | tojson(indent=1) }}{{ 'x' ~ 1 ~ none }}"
     )
     rendered = chat(source, tokenizer).render(user("<é>") * 3)
-    assert rendered == f'"<é>"\n"<é>"\n{datetime.now().year}True' + '{\n "a": "<ü>"\n}x1None'
+    assert rendered == f'"<é>"\n"<é>"\n{datetime.now(UTC).year}True' + '{\n "a": "<ü>"\n}x1None'
+
+
+def test_the_time_of_a_chat_is_when_it_was_asked_for_in_utc(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = "{{ strftime_now('%d %B %Y %H:%M %Z') }}{{ messages[0].content }}"
+    east = timezone(timedelta(hours=14))
+    times = [datetime(2025, 3, 1, 1, 30, tzinfo=east), datetime(2026, 2, 28, 23, 59, tzinfo=UTC)]
+    ids = []
+    for zone in ("Pacific/Kiritimati", "America/Anchorage"):
+        monkeypatch.setenv("TZ", zone)
+        monkeypatch.setenv("LC_ALL", "de_DE.UTF-8")
+        ids.append(chat(source, tokenizer).encode_all([user("x"), user("y")], times=times))
+    assert ids[0] == ids[1]
+    texts = [tokenizer.decode(one) for one in ids[0] if not isinstance(one, Exception)]
+    assert texts == ["28 February 2025 11:30 UTCx", "28 February 2026 23:59 UTCy"]
 
 
 @pytest.mark.parametrize(
@@ -312,7 +328,8 @@ def test_a_last_message_that_is_continued_ends_the_prompt(
 
 
 def test_a_template_that_hides_the_last_message_cannot_continue_it(tokenizer: Tokenizer) -> None:
-    template = chat("{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}", tokenizer)
+    hiding = "{% if not loop.last or m.role == 'user' %}{{ m.content }}{% endif %}"
+    template = chat(f"{{% for m in messages %}}{hiding}{{% endfor %}}", tokenizer)
     messages = [*user("hello"), {"role": "assistant", "content": "So"}]
     with pytest.raises(ChatTemplateError, match="does not show the end of the last message"):
         template.render(messages, Rendering(add_generation_prompt=False, continue_final_message=True))

@@ -6,7 +6,6 @@ chats of other threads wait for one hostile chat of each thread before them, wha
 """
 
 import json
-import os
 import socket
 import struct
 import threading
@@ -15,6 +14,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
 
@@ -73,19 +73,26 @@ class Renderer:
         for last in (*[False] * (TRIES - 1), True):
             try:
                 self._child = self._start()
-                list(self._ask([json.dumps(_FIRST_CHAT).encode()]))
+                list(self._ask([json.dumps({"chat": _FIRST_CHAT, "time": _as_sent(None)}).encode()]))
                 return
             except LostError as lost:
                 self._drop()
                 if last or lost.convicts:
                     raise ChatTemplateError(f"{label}: {lost}") from lost
 
-    def render_all(self, chats: Sequence[Mapping[str, Any]]) -> list[str | ChatTemplateError]:
+    def render_all(
+        self, chats: Sequence[Mapping[str, Any]], times: Sequence[datetime | None] | None = None
+    ) -> list[str | ChatTemplateError]:
         """The text of each chat (the template's variables), or why it has none.
+
+        times  what `strftime_now` shows in each, in UTC; None: now
 
         Raises RunnerError if the process cannot be started.
         """
-        lines: list[bytes | ChatTemplateError] = [self._line(chat) for chat in chats]
+        told = times or [None] * len(chats)
+        lines: list[bytes | ChatTemplateError] = [
+            self._line(chat, time) for chat, time in zip(chats, told, strict=True)
+        ]
         answers = iter(self._answers([line for line in lines if isinstance(line, bytes)]))
         return [next(answers) if isinstance(line, bytes) else line for line in lines]
 
@@ -99,9 +106,9 @@ class Renderer:
         """The process, if it runs."""
         return None if self._child is None else self._child.process.pid
 
-    def _line(self, chat: Mapping[str, Any]) -> bytes | ChatTemplateError:
+    def _line(self, chat: Mapping[str, Any], time: datetime | None) -> bytes | ChatTemplateError:
         try:
-            return json.dumps(chat, default=dict).encode()
+            return json.dumps({"chat": chat, "time": _as_sent(time)}, default=dict).encode()
         except (TypeError, ValueError, RecursionError) as error:
             return ChatTemplateError(f"the messages cannot be given to the model's chat template: {error}")
 
@@ -179,13 +186,10 @@ class _Child:
     def __init__(self) -> None:
         """Start it; raises RunnerError if that fails."""
         self._socket, theirs = socket.socketpair()
-        # No secret is in the environment, since there is none; the time zone is for strftime_now.
-        environment = {name: os.environ[name] for name in ("TZ",) if name in os.environ}
         number = theirs.fileno()
         try:
-            self.process = ConfinedProcess(
-                PROGRAM, [jinja2, markupsafe], _WORDS, environment=environment, stdin=number, stdout=number
-            )
+            # Its environment is empty: no secret, no locale, no time zone.
+            self.process = ConfinedProcess(PROGRAM, [jinja2, markupsafe], _WORDS, stdin=number, stdout=number)
         except RunnerError:
             self._socket.close()
             raise
@@ -256,6 +260,11 @@ class _Turns:
                     self._waiting.popleft().release()
                 else:
                     self._taken = False
+
+
+def _as_sent(time: datetime | None) -> str:
+    """In UTC, whatever zone this machine is in: a prompt is the same on all."""
+    return (time or datetime.now(UTC)).astimezone(UTC).isoformat()
 
 
 def _group(lines: Sequence[bytes]) -> Iterator[bytes]:

@@ -17,7 +17,7 @@ import resource
 import signal
 import struct
 import sys
-from datetime import datetime
+from datetime import UTC, datetime
 from typing import Any, BinaryIO, NoReturn
 
 sys.path += sys.argv[1:]  # where Jinja is: site-packages are not searched, which saves time
@@ -51,6 +51,19 @@ class Generation(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
+class Clock:
+    """The time that a chat was asked for: a prompt is the same whenever it is rendered."""
+
+    def __init__(self) -> None:
+        self.time = datetime.now(UTC)
+
+    def strftime(self, layout: str) -> str:
+        return self.time.strftime(layout)
+
+
+CLOCK = Clock()
+
+
 def environment() -> ImmutableSandboxedEnvironment:
     """Jinja as Hugging Face sets it up: whitespace, `tojson`, functions."""
     jinja = ImmutableSandboxedEnvironment(
@@ -58,16 +71,12 @@ def environment() -> ImmutableSandboxedEnvironment:
     )
     jinja.filters["tojson"] = to_json
     jinja.globals.pop("lipsum")
-    jinja.globals |= {"raise_exception": refuse, "strftime_now": strftime_now}
+    jinja.globals |= {"raise_exception": refuse, "strftime_now": CLOCK.strftime}
     return jinja
 
 
 def refuse(message: object) -> NoReturn:
     raise RefusedError(str(message))
-
-
-def strftime_now(layout: str) -> str:
-    return datetime.now().strftime(layout)
 
 
 def to_json(
@@ -155,7 +164,9 @@ def main() -> None:
             for line in frame.split(b"\n"):
                 allow(begin["render_seconds"] + begin["seconds_per_byte"] * len(line))
                 try:
-                    text = template.render(begin["variables"], **json.loads(line))
+                    asked = json.loads(line)
+                    CLOCK.time = datetime.fromisoformat(asked["time"])
+                    text = template.render(begin["variables"], **asked["chat"])
                     kind, data = TEXT, text.encode("utf-8", "surrogatepass")
                     if len(data) > begin["answer_bytes"] + 4 * len(line):
                         kind, data = BROKEN, f"it writes {len(data):,} bytes of text".encode()

@@ -32,6 +32,8 @@ class Shield:
 
     def __init__(self, markers: Collection[str]) -> None:
         self._starts = _overlapping(markers)
+        signs = {char for marker in markers for char in marker if not char.isalnum() and not char.isspace()}
+        self._signs = re.compile(f"[{re.escape(''.join(sorted(signs)))}]" if signs else "(?!)")
         self._heads = Prefixes(markers)
         self._tails = Prefixes(marker[::-1] for marker in markers)
         self._joined = "\n".join(markers)
@@ -43,6 +45,17 @@ class Shield:
         Every string is looked at, also within parts and tool calls, except ordinary roles.
         """
         return _map_content(messages, lambda text: self._marked(text, mark, broken=broken))
+
+    def divide(self, messages: Messages, mark: str) -> list[dict[str, Any]]:
+        """The messages with `mark` before and behind each of their characters.
+
+        Whatever a template deletes, replaces, folds or cuts, no special token comes of them.
+        """
+        return _map_content(messages, lambda text: f"{mark}{mark.join(text)}{mark}" if text else text)
+
+    def concerns(self, messages: Messages) -> bool:
+        """Whether the messages have a character that marks special tokens, as `<` and `|` do."""
+        return any(self._signs.search(text) for text in strings(messages))
 
     def _marked(self, text: str, mark: str, *, broken: bool) -> str:
         places = {match.start() for match in self._starts.finditer(text)}

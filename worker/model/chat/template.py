@@ -13,12 +13,16 @@ the template too.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from datetime import datetime
 from typing import Any, Self
+
+from gguf import TokenType
 
 from nightmill.jobs.contract import AS_USUAL, CallFormat, Markup, Rendering
 from nightmill.jobs.errors import ChatTemplateError, NightmillError
 from nightmill.jobs.thinking import CHANNELS
+from nightmill.worker.model.chat.content import ContentUse, content_use
 from nightmill.worker.model.chat.renderer import Limits, Renderer
 from nightmill.worker.model.chat.shield import Messages, Shield, strings, unused_character
 from nightmill.worker.model.chat.tools import ToolUse, tool_use
@@ -45,6 +49,8 @@ class _Chat:
     """Messages and tools as the template takes them, and how to render them.
 
     end    a character of its own behind a last message to go on with
+    time   what `strftime_now` shows; None: now
+    use    in which form the template takes contents
     fault  why the template cannot be given them
     """
 
@@ -52,6 +58,8 @@ class _Chat:
     rendering: Rendering
     end: str
     tools: Messages | None = None
+    time: datetime | None = None
+    use: ContentUse = field(default_factory=ContentUse)
     fault: ChatTemplateError | None = None
 
     def variables(self) -> dict[str, Any]:
@@ -60,6 +68,7 @@ class _Chat:
         if self.end:
             last = messages[-1]
             messages[-1] = {**last, "content": last["content"] + self.end}
+        messages = [self.use.given(message) for message in messages]
         opens = self.rendering.add_generation_prompt
         tools = None if self.tools is None else list(self.tools)
         ours = {"messages": messages, "tools": tools, "add_generation_prompt": opens}
@@ -95,6 +104,7 @@ class ChatTemplate:
         """
         self._calls = calls
         self._use: ToolUse | None = None
+        self._contents: ContentUse | None = None
         self._source = source
         self._tokenizer = tokenizer
         self._shield = Shield(tokenizer.markers)
@@ -139,14 +149,25 @@ class ChatTemplate:
         return ids
 
     def encode_all(
-        self, chats: Sequence[Messages], renderings: Sequence[Rendering] | None = None
+        self,
+        chats: Sequence[Messages],
+        renderings: Sequence[Rendering] | None = None,
+        times: Sequence[datetime | None] | None = None,
     ) -> list[list[int] | NightmillError]:
-        """`encode` for many chats at once; what it raises for one of them is the answer to that one."""
+        """`encode` for many chats at once; what it raises for one of them is the answer to that one.
+
+        times  what the template takes for the time, for each; None: now
+        """
         answers: list[list[int] | NightmillError] = []
         said = renderings or [AS_USUAL] * len(chats)
         prompts = [
             rendered if isinstance(rendered, ChatTemplateError) else list(self._pieces(*rendered))
-            for rendered in self._marked([self._chat(*one) for one in zip(chats, said, strict=True)])
+            for rendered in self._marked(
+                [
+                    replace(self._chat(chat, rendering), time=time)
+                    for chat, rendering, time in zip(chats, said, times or [None] * len(chats), strict=True)
+                ]
+            )
         ]
         encoded = iter(
             self._tokenizer.encode_each(
@@ -180,16 +201,25 @@ class ChatTemplate:
             if rendering.continue_final_message
             else ""
         )
-        if rendering.tools is None and not any(map(_concerns_tools, messages)):
-            return _Chat(messages, rendering, end)
-        try:
-            use = self._tool_use()
-        except ChatTemplateError as error:
-            if rendering.tools is not None:
-                return _Chat(messages, rendering, end, fault=error)
-            use = ToolUse(CallFormat.JSON)  # earlier calls alone: the template may do with them what it likes
-        told, tools = use.told(messages, rendering.tools)
-        return _Chat(told, rendering, end, tools)
+        contents = self.contents()
+        told: Sequence[Mapping[str, Any]] = messages
+        tools = None
+        if rendering.tools is not None or any(map(_concerns_tools, messages)):
+            try:
+                use = self._tool_use()
+            except ChatTemplateError as error:
+                if rendering.tools is not None:
+                    return _Chat(messages, rendering, end, fault=error)
+                use = ToolUse(CallFormat.JSON)  # earlier calls alone: the template may do what it likes
+            told, tools = use.told(messages, rendering.tools)
+        fault = next(filter(None, map(contents.fault, told)), None)
+        return _Chat(told, rendering, end, tools, use=contents, fault=fault)
+
+    def contents(self) -> ContentUse:
+        """In which form the template takes what messages say, and which roles it leaves out."""
+        if self._contents is None:
+            self._contents = content_use(lambda chat: self._renderer.render_all([chat])[0])
+        return self._contents
 
     def _tool_use(self) -> ToolUse:
         """What the template does with tools; raises ChatTemplateError."""
@@ -215,8 +245,10 @@ class ChatTemplate:
 
     def _render_all(self, chats: Sequence["_Chat"]) -> list[Rendered]:
         faults = [self._fault(chat) for chat in chats]
-        fit = [chat.variables() for chat, fault in zip(chats, faults, strict=True) if fault is None]
-        texts = iter(self._renderer.render_all(fit))
+        fit = [chat for chat, fault in zip(chats, faults, strict=True) if fault is None]
+        texts = iter(
+            self._renderer.render_all([chat.variables() for chat in fit], [chat.time for chat in fit])
+        )
         return [fault or chat.cut(next(texts)) for chat, fault in zip(chats, faults, strict=True)]
 
     def _fault(self, chat: "_Chat") -> ChatTemplateError | None:
@@ -266,10 +298,54 @@ class ChatTemplate:
 
         rendered = [index for index, text in enumerate(plain) if isinstance(text, str)]
         again(again(rendered, broken=False), broken=True)
-        return [
+        found = [
             text if isinstance(text, ChatTemplateError) else (text, marks[index])
             for index, text in enumerate(marked)
         ]
+        return self._unforged(chats, found)
+
+    def _unforged(
+        self, chats: Sequence["_Chat"], found: list[tuple[str, str] | ChatTemplateError]
+    ) -> list[tuple[str, str] | ChatTemplateError]:
+        """The same, but for chats of which a template's edits make control tokens.
+
+        A template that deletes "/think" from a message joins what stood around it. So a chat that has a
+        character of those that mark special tokens is rendered with marks between all characters, too: what
+        control tokens there are then, the template has written itself.
+        """
+        divided: dict[int, _Chat] = {}
+        for index, one in enumerate(found):
+            chat = chats[index]
+            if isinstance(one, ChatTemplateError):
+                continue
+            given = [*chat.messages, *(chat.tools or ())]
+            if self._shield.concerns(given):
+                changed = self._shield.divide(given, one[1])
+                count = len(chat.messages)
+                tools = None if chat.tools is None else changed[count:]
+                divided[index] = replace(chat, messages=changed[:count], tools=tools)
+        anew = self._render_all(list(divided.values()))
+        for index, text in zip(divided, anew, strict=True):
+            one = found[index]
+            if isinstance(one, ChatTemplateError) or isinstance(text, ChatTemplateError):
+                continue  # it refuses marked messages
+            if self._control_tokens(text) != self._control_tokens(*one):
+                found[index] = ChatTemplateError(
+                    "the model's chat template makes control tokens of what these messages say, by what it "
+                    "deletes or replaces in them: remove what looks like parts of such tokens"
+                )
+        return found
+
+    def _control_tokens(self, text: str, mark: str | None = None) -> list[int]:
+        """The control tokens of a rendered text, without those that a mark precedes."""
+        kinds, found, start = self._tokenizer.vocabulary.kinds, [], 0
+        while match := self._tokenizer.next_marker(text, start):
+            start = match.start() + 1
+            if mark is None or text[match.start() - 1 : match.start()] != mark:
+                start = self._tokenizer.after(match)
+                token_id = self._tokenizer.markers[match[0]]
+                found += [token_id] * (kinds[token_id] == TokenType.CONTROL)
+        return found
 
     def _pieces(self, text: str, mark: str) -> Iterator[Piece]:
         """Special tokens that no mark precedes as ids, the rest as text without marks."""

@@ -5,6 +5,7 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
+from sqlalchemy import update
 
 from nightmill.jobs.batches.verifying import Verdict, Verification
 from nightmill.jobs.client import Client
@@ -17,7 +18,8 @@ from nightmill.jobs.errors import (
     WaitTimeoutError,
 )
 from nightmill.jobs.job import Worker
-from nightmill.jobs.sql.claims import Claims, Outcome
+from nightmill.jobs.sql.claims import Claim, Claims, Outcome
+from nightmill.jobs.sql.jobs import JOBS
 from nightmill.jobs.sql.workers import WorkerStore
 from tests.integration.jobs.verifying.worked import H100, H200, everything, outcome, run_all, tamper, working
 from tests.servers import wait_until
@@ -62,6 +64,27 @@ def test_copies_ask_for_the_same_and_for_nothing_else(client: Client, claims: Cl
     assert copy.metadata == {"copied_from": original.id}
     assert (copy.custom_id, copy.idempotency_key, copy.deadline_at, copy.scheduled_at) == (None,) * 4
     assert client.get(original.id) == original
+
+
+def test_copies_have_the_time_of_their_originals_and_rows_that_of_their_batch(
+    client: Client, claims: Claims
+) -> None:
+    first = client.enqueue("one", batch="b")
+    alone = client.enqueue("alone")
+    second = client.enqueue("two", batch="b")  # of the same batch, as on the day after
+    later = client.get(second).created_at + timedelta(days=1)
+    with client.database.write() as connection:
+        connection.execute(update(JOBS).where(JOBS.c.id == second).values(created_at=later))
+    batch = client.get(first).created_at
+    wanted = {first: batch, second: batch, alone: client.get(alone).created_at}
+
+    def at_the_time_of_its_batch(claim: Claim) -> Outcome:
+        return outcome(claim, text=str(claim.requested_at))
+
+    run_all(client, claims, at_the_time_of_its_batch)
+    assert {job.id: job.text for job in client.list_jobs()} == {name: str(at) for name, at in wanted.items()}
+    with working(client, claims, at_the_time_of_its_batch):
+        assert client.verify("b").equal
 
 
 def test_a_text_that_was_tampered_with_is_a_defect_and_shown_where_it_parts(
