@@ -9,6 +9,7 @@ import signal
 import redis
 
 from tests.campaign.clocks import HOUR
+from tests.campaign.disk import NO_DISK
 from tests.campaign.fleet import Fleet
 from tests.campaign.ledger import Ledger
 from tests.campaign.members import Member
@@ -184,7 +185,7 @@ class Faults(Mischief):
 
     def disk_full(self, action: Action) -> bool:
         if not self._world.disk.mounted:
-            self._report.count("full disks that this user may not have (no tmpfs can be mounted)")
+            self._report.count(NO_DISK)
             return False
         return self._world.fill_disk()
 

@@ -120,6 +120,8 @@ class Fleet:
             self._report.count(f"{member.kind} ends")
         elif process.returncode not in (0, -signal.SIGTERM) and process.pid not in member.killed:
             ending = member.ending
+            if ending is not None and ending.killed:
+                return  # the judge of time says so
             if ending is not None and ending.hung:  # the last resort's way out, with a code of its own
                 self._report.count(f"{member.kind}s that ended with {process.returncode} beside a hang")
             else:

@@ -127,11 +127,29 @@ ONLY = {
 COMMON = ("kill_worker", "kill_engine", "kill_server", "cancel_and_retry", "batch_games")
 KILLS = frozenset(
     {"kill_worker", "kill_engine", "kill_server", "terminate", "terminate_server"}
-    | {"redis_kill", "restart_fast", "restart_immediate", "drop_connections"}
+    | {
+        "kill_run",
+        "kill_all",
+        "interrupt",
+        "redis_kill",
+        "restart_fast",
+        "restart_immediate",
+        "drop_connections",
+    }
 )
 """Actions that end a process or its connections."""
 HANGS = frozenset(
-    {"freeze", "freeze_server", "hang_engine", "redis_pause", "redis_deaf", "redis_freeze"}
+    {
+        "hang_run",
+        "hang_worker",
+        "hang_redis",
+        "freeze",
+        "freeze_server",
+        "hang_engine",
+        "redis_pause",
+        "redis_deaf",
+        "redis_freeze",
+    }
     | {"postgres_pause", "postgres_deaf", "postgres_freeze", "write_lock"}
 )
 """Actions after which something stands still, and answers nobody."""
