@@ -52,6 +52,7 @@ DISTURBANCES = (
     "disk_full",
 )
 HANGS = tuple(name for name in DISTURBANCES if name.startswith("hang_"))
+START_SECONDS = 30.0
 LONGEST_HANG = 20.0  # a file has 90 s in all
 
 
@@ -146,8 +147,10 @@ class _Night:
     def disturbed(self, disturbance: Disturbance) -> bool:
         """Start it, and after a while see to it that it ends; False where it had ended before."""
         process = self.start()
+        if disturbance.number % 4:  # the others are disturbed while they start
+            self._wait_for_an_engine(process)
         with suppress(subprocess.TimeoutExpired):
-            process.wait(disturbance.after + 3.0)  # a start takes about so long
+            process.wait(disturbance.after)
             return False
         draw, done = random.Random(disturbance.number), True
         match disturbance.name:
@@ -187,6 +190,15 @@ class _Night:
         process.kill()  # what goes on by itself is killed all the same
         process.wait()
         return done
+
+    def _wait_for_an_engine(self, process: "subprocess.Popen[bytes]") -> None:
+        """Until it has begun its work, which takes longer on a busy machine; or has ended."""
+        give_up_at = time.monotonic() + START_SECONDS
+        while process.poll() is None and time.monotonic() < give_up_at:
+            with suppress(psutil.NoSuchProcess):
+                if any("engine" in one.cmdline() for one in _family(process)):
+                    return
+            time.sleep(0.1)
 
     def _hang(self, process: "subprocess.Popen[bytes]", what: str, draw: random.Random) -> bool:
         """SIGSTOP of the command, its worker, the engine or the embedded Redis; mostly it ends beside."""

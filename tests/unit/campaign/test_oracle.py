@@ -140,6 +140,19 @@ def test_a_deadline_ends_jobs_and_never_early() -> None:
     assert kinds([replace(change, deadline_at=150.0) for change in history]) == ["deadline"]
 
 
+def test_a_deadline_is_not_judged_by_a_clock_that_was_set_wrong() -> None:
+    history = [replace(change, deadline_at=3600.0) for change in life("queued", "running", "failed")]
+    history[-1] = replace(history[-1], stop_reason="deadline")
+
+    def found(*wrong: tuple[float, float]) -> list[str]:
+        evidence = Evidence({"a": Promise("a", ANSWER)}, [], history, frozenset("a"), wrong_clocks=wrong)
+        return [violation.kind for violation in judge(evidence)]
+
+    assert found() == ["deadline"]
+    assert found((50.0, 60.0)) == ["deadline"]
+    assert found((101.0, 103.0)) == []
+
+
 def test_a_cancelled_job_that_nobody_cancelled_is_caught() -> None:
     assert kinds(life("queued", "cancelled")) == ["illegal"]
     assert kinds(life("queued", "running", "cancelled"), Intent("cancel", "another", 100.0)) == ["illegal"]
