@@ -31,7 +31,7 @@ Rules:
 A limit is for wrong behaviour, not for slow machines: the time that the machine was late by (`lateness`), and
 that a process was itself stopped for, is added.
 
-A seed names one campaign: what it does, and when, is computed before it begins; a short one has shorter hangs.
+A seed names one campaign: what it does, and when, is computed before it begins; short ones have short hangs.
 `--kills` and `--hangs` repeat all parts, each time with another plan, until so many were carried out: `make
 campaign` is the first 8 minutes of `--kills 1000 --hangs 500`. The table at the end has every fault by kind,
 and says which were never reached. A night that broke a rule is kept, with its logs, its ledger and what its

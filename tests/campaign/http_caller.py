@@ -10,7 +10,7 @@ from typing import Any
 import httpx2
 
 from tests.campaign.fleet import Fleet
-from tests.campaign.ledger import Ledger
+from tests.campaign.ledger import Intent, Ledger
 from tests.campaign.limits import http_limit
 from tests.campaign.members import Member
 from tests.campaign.report import Report
@@ -65,7 +65,10 @@ class HttpCaller:
 
     def whole(self, item: Mapping[str, Any]) -> None:
         """Wait for a completion, which is right or refused."""
+        began = time.time()
         found = self.request("completion", "POST", "/v1/completions", 404, json=item | {"model": "bytes"})
+        if found is None:
+            self._has_left(began)
         if found is None or found.status_code == 404:  # pruned before it was read
             return
         choice = found.json()["choices"][0]
@@ -74,32 +77,32 @@ class HttpCaller:
 
     def stream(self, item: Mapping[str, Any]) -> None:
         """Read a completion as it comes: in order, to its end, or to an error that is said."""
-        body = item | {"model": "bytes", "stream": True}
         server, url = self._address("/v1/completions")
-        text, end = "", ""
-        process, began = server.process, time.monotonic()
+        entered, process, began = time.time(), server.process, time.monotonic()
+        read = _Read()
         with (
             self._calling(server, "a stream", "stream"),
-            self._http.stream("POST", url, json=body) as found,
+            self._http.stream("POST", url, json=item | {"model": "bytes", "stream": True}) as found,
         ):
-            if found.status_code != 200:
+            if found.status_code == 200:
+                read.all_of(found)
+            else:
                 found.read()
                 self.accepts("a stream", found, 404)
-                return
-            for data in _events(found):
-                if data == "[DONE]":
-                    end = data
-                elif "error" in (event := json.loads(data)):
-                    end = "error"
-                else:
-                    text += "".join(choice["text"] for choice in event["choices"])
-            if end == "[DONE]":
-                self.judge_text("a stream", text, expected_of(item))
-                self.report.count("streams over HTTP")
-            elif not begins(expected_of(item).text, text):
-                self.report.violate("wrong-text", f"a stream broke off with {text!r}, which begins no answer")
-            elif not end and server.is_undisturbed(process, began - 1.0):
-                self.report.violate("http-stream", "a stream ended without [DONE] and without an error")
+        if read.end == "[DONE]":
+            self.judge_text("a stream", read.text, expected_of(item))
+            self.report.count("streams over HTTP")
+            return
+        self._has_left(entered)
+        if not begins(expected_of(item).text, read.text):
+            said = f"a stream broke off with {read.text!r}, which begins no answer"
+            self.report.violate("wrong-text", said)
+        elif read.text and not read.end and server.is_undisturbed(process, began - 1.0):
+            self.report.violate("http-stream", "a stream ended without [DONE] and without an error")
+
+    def _has_left(self, began: float) -> None:
+        """A server cancels the job of a caller that it has lost."""
+        self.ledger.intents.append(Intent("leave", "", began, time.time()))
 
     def judge_text(self, what: str, text: str, expected: Answer) -> None:
         """A text is the one that its seed draws."""
@@ -141,7 +144,22 @@ def expected_of(item: Mapping[str, Any]) -> Answer:
     return answer(item["prompt"], item["seed"], known)
 
 
-def _events(found: httpx2.Response) -> Iterator[str]:
-    for line in found.iter_lines():
-        if line.startswith("data: "):
-            yield line.removeprefix("data: ")
+class _Read:
+    """What has come of a stream."""
+
+    def __init__(self) -> None:
+        self.text = ""
+        self.end = ""  # [DONE], or `error` where one was said
+
+    def all_of(self, found: httpx2.Response) -> None:
+        """Read to the end, or to where the connection breaks."""
+        for line in found.iter_lines():
+            data = line.removeprefix("data: ")
+            if data == line:  # a comment, an id, the end of an event
+                continue
+            if data == "[DONE]":
+                self.end = data
+            elif "error" in (event := json.loads(data)):
+                self.end = "error"
+            else:
+                self.text += "".join(choice["text"] for choice in event["choices"])

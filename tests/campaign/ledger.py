@@ -32,7 +32,10 @@ class Promise:
 
 @dataclass
 class Intent:
-    """A call: cancel, retry, delete, prune. `target`: a job's id, a batch's name, or for prune a time."""
+    """A call: cancel, retry, delete, prune. `target`: a job's id, a batch's name, or for prune a time.
+
+    `leave`: a request that waited for a job whose id it never learned, and has ended without an answer.
+    """
 
     what: str
     target: str

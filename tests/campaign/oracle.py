@@ -57,6 +57,7 @@ class _Life:
         self.settled = evidence.settled
         self.present = job_id in evidence.present
         self.wrong_clocks = evidence.wrong_clocks
+        self.left = [one.began for one in evidence.intents if one.what == "leave"]
         batch = life[0].batch
         self.intents = [
             one for one in evidence.intents if one.target in (job_id, batch) or one.what == "prune"
@@ -118,7 +119,8 @@ class _Life:
             case "queued", "queued":
                 legal = new.attempt == old.attempt
             case "queued", "cancelled":
-                legal = new.attempt == old.attempt and self._intended("cancel", new.at)
+                asked = self._intended("cancel", new.at) or self._left(new.at)
+                legal = new.attempt == old.attempt and asked
             case "queued", "failed":
                 deadline = old.deadline_at
                 expired = deadline is not None and not self._is_before(new.at, deadline, new.at)
@@ -126,7 +128,8 @@ class _Life:
             case "running", "running":
                 legal = (new.attempt, new.worker) == (old.attempt, old.worker)
             case "running", "cancelled":
-                legal = new.attempt == old.attempt and self._intended("cancel", new.at)
+                asked = self._intended("cancel", new.at) or self._left(new.at)
+                legal = new.attempt == old.attempt and asked
             case "running", "queued" | "succeeded" | "failed":
                 legal = new.attempt == old.attempt
             case "failed" | "cancelled", "queued":
@@ -163,6 +166,11 @@ class _Life:
 
     def _intended(self, what: str, at: float) -> bool:
         return any(one.what == what and one.began - CLOCK_SLACK <= at for one in self.intents)
+
+    def _left(self, at: float) -> bool:
+        """Whether somebody may have waited for it, and left: only for a job without a promise and a batch."""
+        waited_for = self.promise is None and self.life[0].batch is None
+        return waited_for and any(began - CLOCK_SLACK <= at for began in self.left)
 
     def _wrong(self, kind: str, said: str) -> Violation:
         whose = "" if self.promise else " (never acknowledged)"

@@ -158,6 +158,16 @@ def test_a_cancelled_job_that_nobody_cancelled_is_caught() -> None:
     assert kinds(life("queued", "running", "cancelled"), Intent("cancel", "another", 100.0)) == ["illegal"]
 
 
+def test_who_has_left_explains_the_end_of_a_job_that_nobody_was_promised_alone() -> None:
+    history, left = life("queued", "cancelled"), Intent("leave", "", 100.5, 101.0)
+    assert kinds(history, left) == ["illegal"], "it was promised"
+    assert kinds(history, left, promise=Promise("another", ANSWER)) == ["lost"], "the other one is"
+    in_a_batch = [replace(change, batch="night") for change in history]
+    assert kinds(in_a_batch, left, promise=Promise("another", ANSWER)) == ["lost", "illegal"]
+    late = replace(left, began=110.0)
+    assert kinds(history, late, promise=Promise("another", ANSWER)) == ["lost", "illegal"]
+
+
 def test_a_retry_that_nobody_asked_for_is_caught() -> None:
     history = life("queued", "running", "failed", "queued", "running", "succeeded")
     assert kinds(history, promise=Promise("a", ANSWER, free=True)) == ["illegal"]
