@@ -14,16 +14,8 @@ from tests.campaign.ledger import Ledger, Promise
 from tests.campaign.report import Report
 
 BATCH_SECONDS = 90.0  # of peace, in which every batch ends and has its files
-READS = (
-    "/v1/jobs?limit=100",
-    "/v1/models",
-    "/v1/batches",
-    "/v1/files",
-    "/v1/night",
-    "/health",
-    "/ready",
-    "/metrics",
-)
+LISTS = frozenset({"/v1/jobs?limit=100", "/v1/batches", "/v1/files", "/v1/night", "/metrics"})
+READS = (*sorted(LISTS), "/v1/models", "/health", "/ready")
 _WAITING = ("validating", "in_progress", "finalizing", "cancelling")
 
 
@@ -84,7 +76,8 @@ class HttpTraffic:
     def _read(self, caller: HttpCaller) -> None:
         known = list(self._ledger.promises)
         paths = [*READS, *(f"/v1/jobs/{job_id}" for job_id in known[-1:])]
-        caller.request("read", "GET", caller.draw.choice(paths), 404)
+        path = caller.draw.choice(paths)
+        caller.request("list" if path in LISTS else "read", "GET", path, 404)
         self._closing.wait(0.2)
 
     def _submit(self, caller: HttpCaller) -> None:

@@ -17,13 +17,15 @@ CLIENT_CALLS = {
     "fork": 3 * CLIENT,
 }
 
-HTTP = 10.0  # reads are answered, or refused; writes likewise
+HTTP = 10.0  # one job, file or batch is shown, or refused; writes likewise
+HTTP_LISTS = 30.0  # and lists and metrics, whose statements may take longer
 REQUEST_SECONDS = 20.0  # --request-seconds of the campaign's servers
 HTTP_CALLS = {
     "completion": REQUEST_SECONDS
     + 30.0
     + HTTP,  # the job's deadline, a worker's delay in ending it, the answer
     "stream": REQUEST_SECONDS + 30.0 + HTTP,
+    "list": HTTP_LISTS,
     "upload": 2 * HTTP,
     "content": 2 * HTTP,
 }
@@ -32,7 +34,7 @@ DRAIN = STALE  # drain_seconds of the campaign's workers
 ENDS = {
     "worker": DRAIN + 45.0,
     "server": 45.0,  # 30 s for answers that are under way, and the rest for what hangs
-    "run": DRAIN + 45.0 + 15.0,  # its worker's, and its own
+    "run": DRAIN + 70.0,  # first its worker ends, or is killed
 }
 
 

@@ -122,6 +122,7 @@ def test_a_call_is_timed_to_its_answer_and_to_its_refusal(tmp_path: Path) -> Non
 def test_every_kind_of_call_and_of_process_has_a_limit() -> None:
     assert limits.client_limit("get") < limits.client_limit("submit_batch")
     assert limits.http_limit("read") <= 15.0, "reads and writes are answered or refused within 10 s"
+    assert limits.http_limit("list") <= 35.0, "and lists within 30 s"
     assert limits.http_limit("completion") > limits.REQUEST_SECONDS
     assert limits.grace("worker") < limits.grace("run"), "a run waits for its worker"
     with pytest.raises(KeyError):
