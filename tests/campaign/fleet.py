@@ -108,12 +108,15 @@ class Fleet:
     def look_for_what_is_left(self) -> None:
         """Nothing of it is there any more, once everything that hung goes on."""
         self._continue_orphans()
-        time.sleep(3.0)
-        for child in list(self._known.values()):
+        began = time.monotonic()
+        while left := [child for child in self._known.values() if _is_alive(child)]:
+            time.sleep(0.25)
+            if time.monotonic() - began > ORPHAN_SECONDS + lost(self._lateness, began, time.monotonic()):
+                break
+        for child in left:
             with suppress(psutil.NoSuchProcess):
-                if child.is_running() and child.status() != psutil.STATUS_ZOMBIE:
-                    self._report.violate("orphan", f"left behind: {' '.join(child.cmdline())[-120:]}")
-                    child.kill()
+                self._report.violate("orphan", f"left behind: {' '.join(child.cmdline())[-120:]}")
+                child.kill()
 
     def _judge_code(self, member: Member, process: subprocess.Popen[bytes], *, by_itself: bool) -> None:
         if by_itself:
@@ -230,6 +233,12 @@ class Fleet:
             with suppress(psutil.NoSuchProcess):
                 if process.status() == psutil.STATUS_STOPPED:
                     process.send_signal(signal.SIGCONT)
+
+
+def _is_alive(process: psutil.Process) -> bool:
+    with suppress(psutil.NoSuchProcess):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
 
 
 def _answers(port: int) -> bool:

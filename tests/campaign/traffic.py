@@ -12,6 +12,7 @@ from tests.campaign.report import Report
 from tests.campaign.world import World
 
 MOST_UNFINISHED = 250
+LONGEST_LOOP = 180.0  # of several calls, each of which may meet the end of a hang
 
 
 class Traffic:
@@ -37,9 +38,10 @@ class Traffic:
         """Hand over nothing more."""
         self._closing.set()
         for thread in self._threads:
-            thread.join(60.0)
+            thread.join(LONGEST_LOOP)
             if thread.is_alive():
-                self._report.violate("call-hangs", "a call of the client has not returned for 60 s")
+                said = f"calls of the client have not returned for {LONGEST_LOOP:.0f} s"
+                self._report.violate("call-hangs", said)
         for caller in self._callers:
             caller.close()
 

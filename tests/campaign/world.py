@@ -66,6 +66,14 @@ class World:
         self.wrong_clocks: list[tuple[float, float | None]] = []  # from when until when one was wrong
 
     def __enter__(self) -> Self:
+        try:
+            self._start()
+        except BaseException:  # servers and mounts are not left behind
+            self._stack.close()
+            raise
+        return self
+
+    def _start(self) -> None:
         self.home = Path(tempfile.mkdtemp(prefix="nightmill-campaign-"))
         self.clock = self.home / "clock"
         self.stale_folder = self.home / "folder-is-stale"  # while it exists, the server's files are ESTALE
@@ -93,7 +101,6 @@ class World:
         history.install(self.engine)
         if self.database == "postgresql":
             self.postgres_clock = PostgresClock(self.engine)
-        return self
 
     def __exit__(self, *exc: object) -> None:
         self.engine.dispose()
