@@ -103,10 +103,13 @@ browser: $(VENV)/dev.stamp ## Install Chromium for the tests of pages, if there 
 		echo "Chromium cannot be had: no page is tested in a browser. Install it, or set NIGHTMILL_TEST_CHROMIUM."
 
 # The same seed plans the same faults. Minutes are shared out among the parts; see tests/campaign/__init__.py.
+# KILLS=1000 HANGS=500 repeats all parts, with other faults each time, until there were so many: hours.
 SEED ?= 1
-MINUTES ?= 3
-campaign: $(VENV)/dev.stamp ## Faults and hostile input against an oracle: SEED=1 MINUTES=3
-	$(BIN)/python -m tests.campaign --seed $(SEED) --minutes $(MINUTES)
+MINUTES ?= 8
+KILLS ?= 0
+HANGS ?= 0
+campaign: $(VENV)/dev.stamp ## Kills, hangs and hostile input against an oracle: SEED=1 MINUTES=8
+	$(BIN)/python -m tests.campaign --seed $(SEED) --minutes $(MINUTES) --kills $(KILLS) --hangs $(HANGS)
 
 check: lint kernels ## Format, lint, types, import rules; compile every kernel where nvcc is
 

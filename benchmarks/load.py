@@ -29,7 +29,7 @@ from benchmarks.end_to_end import prompts
 from nightmill.jobs.client import Client
 from nightmill.jobs.settings import Settings
 from nightmill.worker.link.loading import demo_model
-from tests.campaign.world import PostgresControl
+from tests.campaign.postgres import PostgresControl
 from tests.servers import start_postgres, start_redis, wait_until, worker_env
 
 FIRST_GUESS = 2_500  # rows a second and worker, for the number of rows to queue beforehand

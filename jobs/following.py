@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 
 from nightmill.jobs.answers import answer_id
-from nightmill.jobs.contract import Markup
+from nightmill.jobs.contract import JobState, Markup
 from nightmill.jobs.errors import (
     BrokerError,
     DatabaseError,
@@ -109,7 +109,10 @@ class Reader:
         with self._lock:
             self._markup = job.markup
             try:
-                piece = self._cursor.finish(self._text_of(job))
+                text = self._text_of(job)
+                cut = job.state is not JobState.SUCCEEDED and len(text) < self._cursor.place.characters
+                # A job that was ended early has what was saved, which is less than its reader may have read.
+                piece = None if cut else self._cursor.finish(text)
                 if piece is not None and self.told and self._answer < len(job.answers):
                     self._tokens += (job.answers[self._answer].logprobs or ())[self._tokens_read :]
                 self._add(piece)

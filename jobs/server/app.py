@@ -16,7 +16,7 @@ from nightmill.jobs.server.desk import Desk, Limits
 from nightmill.jobs.server.errors import handlers
 from nightmill.jobs.server.files import Files
 from nightmill.jobs.server.folder import Folder
-from nightmill.jobs.server.guards import LocalOnly, OpenRequests
+from nightmill.jobs.server.guards import LocalOnly, OpenRequests, Unanswered
 from nightmill.jobs.server.handing_in import HandingIn
 from nightmill.jobs.server.health import Health
 from nightmill.jobs.server.keeping import Keeper
@@ -91,6 +91,7 @@ def make_app(client: Client, keys: Keys, limits: Limits | None = None) -> Starle
         ],
         middleware=[
             Middleware(Measured, traffic=metrics.traffic),
+            Middleware(Unanswered),
             *([] if keys else [Middleware(LocalOnly)]),
             Middleware(OpenRequests, most=limits.requests),
         ],

@@ -1,10 +1,11 @@
 """What every request passes: who may reach the server at all, and how many requests are open at once."""
 
+import asyncio
 import ipaddress
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from nightmill.jobs.server.errors import HttpError
 
@@ -34,6 +35,33 @@ class OpenRequests:
             await self._app(scope, receive, send)
         finally:
             self._open -= 1
+
+
+class Unanswered:
+    """Asks callers to come again whose answer is not there when the server ends. ASGI middleware.
+
+    The server cancels what is still under way after its time for that, and would answer with a bare 500.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on."""
+        begun = False
+
+        async def noticed(message: Message) -> None:
+            nonlocal begun
+            begun = True
+            await send(message)
+
+        try:
+            await self._app(scope, receive, noticed)
+        except asyncio.CancelledError:
+            if begun or scope["type"] != "http":
+                raise
+            said = "the server ends before the answer is complete; try again later"
+            await HttpError(503, said, code="ending").response()(scope, receive, send)
 
 
 class LocalOnly:

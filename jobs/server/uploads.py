@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections import Counter
+from contextlib import suppress
 from typing import BinaryIO
 
 from starlette.requests import ClientDisconnect, Request
@@ -35,7 +36,7 @@ class Uploads:
 
         used  bytes that the owner's files have
 
-        Raises HttpError; then nothing of the file is left.
+        Raises HttpError; then nothing of the file is left, if the folder lets it be removed.
         """
         announced = request.headers.get("content-length", "")
         if announced.isdigit() and int(announced) > self._limits.file_bytes + OTHER_BYTES:
@@ -50,7 +51,8 @@ class Uploads:
                 await upload.run(request, form, file)
             await asyncio.to_thread(wait_for_disk, self._folder.coming(file_id))
         except BaseException as error:  # also if the caller goes away
-            self._folder.remove(file_id)
+            with suppress(OSError):  # a folder that is away just now: what is left is swept in a day
+                self._folder.remove(file_id)
             if isinstance(error, OSError):
                 log.error("an upload cannot be written: %s", error)
                 raise HttpError(

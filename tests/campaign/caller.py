@@ -12,6 +12,7 @@ from typing import Any
 from nightmill.jobs.client import Client
 from nightmill.jobs.errors import BrokerError, DatabaseError, DatabaseUnreachableError, NightmillError
 from tests.campaign.ledger import Ledger, Promise
+from tests.campaign.limits import client_limit
 from tests.campaign.report import Report
 from tests.campaign.texts import SAMPLING, answer
 from tests.campaign.world import World
@@ -35,7 +36,13 @@ class Caller:
 
     @contextmanager
     def calling(self, what: str, *expected: type[Exception]) -> Iterator[None]:
-        """Around a call. `expected` errors are answers; that the database is away is one while it may be."""
+        """Around one call, which is timed, and its errors judged: see `judging`."""
+        with self.judging(what, *expected), self.ledger.timing(what, client_limit(what)):
+            yield
+
+    @contextmanager
+    def judging(self, what: str, *expected: type[Exception]) -> Iterator[None]:
+        """`expected` errors are answers; that the database is away is one while it may be."""
         try:
             yield
         except expected:

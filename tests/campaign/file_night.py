@@ -14,13 +14,19 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 from tests.campaign import model
+from tests.campaign.disk import NO_DISK, Disk
+from tests.campaign.lateness import Late, Watchdog, lost
+from tests.campaign.limits import grace
+from tests.campaign.plan import SHORTEST_HANG
 from tests.campaign.report import Report
 from tests.campaign.texts import answer
 from tests.campaign.world import WORKER
@@ -38,57 +44,93 @@ DISTURBANCES = (
     "terminate",
     "full",
     "second",
+    "hang_run",
+    "hang_worker",
+    "hang_engine",
+    "hang_redis",
+    "results_gone",
+    "disk_full",
 )
+HANGS = tuple(name for name in DISTURBANCES if name.startswith("hang_"))
+START_SECONDS = 30.0
+LONGEST_HANG = 20.0  # a file has 90 s in all
 
 
 def run(seed: int, seconds: float, report: Report) -> None:
     """Files until the time is used, at least one."""
+    report.planned(DISTURBANCES)
     give_up_at = time.monotonic() + seconds
     number = 0
-    while number == 0 or time.monotonic() < give_up_at:
-        with_faults(random.Random(f"{seed} run {number}"), report, f"file {number}")
-        number += 1
+    with Watchdog() as watchdog:
+        while number == 0 or time.monotonic() < give_up_at:
+            draw = random.Random(f"{seed} run {number}")
+            with_faults(draw, report, f"file {number}", watchdog.lateness)
+            number += 1
 
 
-def with_faults(draw: random.Random, report: Report, name: str) -> None:
+@dataclass(frozen=True)
+class Disturbance:
+    """What happens to a run, how many seconds after it was started, and what else is drawn for it."""
+
+    name: str
+    after: float
+    number: int
+
+
+def make_plan(draw: random.Random) -> list[Disturbance]:
+    """Four starts of the command, each disturbed; drawn before the first."""
+    return [
+        Disturbance(draw.choice(DISTURBANCES), draw.uniform(0.5, 6.0), draw.randrange(1 << 30))
+        for _ in range(4)
+    ]
+
+
+def with_faults(draw: random.Random, report: Report, name: str, lateness: Sequence[Late] = ()) -> None:
     """One file, disturbed four times."""
     home = Path(tempfile.mkdtemp(prefix="nightmill-campaign-run-"))
     violations = len(report.violations)
-    night = _Night(home, draw, report)
-    try:
-        for _ in range(4):
-            disturbance = draw.choice(DISTURBANCES)
-            report.step = f"{name}: {disturbance}"
-            report.progress(report.step)
-            report.count(f"disturbance {disturbance}")
-            night.disturbed(disturbance, draw.uniform(0.5, 6.0))
-        report.step = f"{name}: left in peace"
-        night.in_peace()
-        night.check()
-        report.count("files")
-        report.count("rows", ROWS)
-    finally:
-        night.clean_up()
-        if len(report.violations) == violations:
-            shutil.rmtree(home)
-        else:
-            print(f"\nKept for a closer look: {home}")
+    plan = make_plan(draw)
+    with Disk(home / "disk") as disk:
+        night = _Night(disk, draw, report, lateness)
+        try:
+            for disturbance in plan:
+                if disturbance.name in report.without:
+                    continue
+                report.step = f"{name}: {disturbance.name} ({disturbance.number})"
+                report.progress(report.step)
+                if night.disturbed(disturbance):
+                    report.count(f"fault {disturbance.name}")
+            report.step = f"{name}: left in peace"
+            night.in_peace()
+            night.check()
+            report.count("files")
+            report.count("rows", ROWS)
+        finally:
+            night.clean_up()
+    if len(report.violations) == violations:
+        shutil.rmtree(home)
+    else:
+        print(f"\nKept for a closer look: {home}")
 
 
 class _Night:
     """One file, and the command on it."""
 
-    def __init__(self, home: Path, draw: random.Random, report: Report) -> None:
-        self._home = home
+    def __init__(self, disk: Disk, draw: random.Random, report: Report, lateness: Sequence[Late]) -> None:
+        self._home = home = disk.path.parent
+        self._disk = disk
         self._report = report
-        self._input, self._output = home / "rows.jsonl", home / "results.jsonl"
+        self._lateness = lateness
+        self._results = disk.path / "results"
+        self._results.mkdir()
+        self._input, self._output = home / "rows.jsonl", self._results / "results.jsonl"
         self._rows = [_row(number, draw) for number in range(ROWS)]
         lines = [json.dumps(row) for row in self._rows]
         self._bad = draw.randrange(ROWS)
         lines[self._bad] = lines[self._bad].replace('"prompt"', '"prmpt"')
         self._input.write_text("\n".join(lines) + "\n")
         self._digest = hashlib.sha256(self._input.read_bytes()).hexdigest()
-        settings = WORKER | {"data_dir": home / "data", "model": model.write(home / "bytes.gguf")}
+        settings = WORKER | {"data_dir": disk.path / "data", "model": model.write(home / "bytes.gguf")}
         self._environment = clean_environment() | {
             "NIGHTMILL_" + name.upper(): str(value) for name, value in settings.items()
         }
@@ -102,13 +144,16 @@ class _Night:
                 stdin=subprocess.DEVNULL, stdout=output, stderr=output,
             )  # fmt: skip
 
-    def disturbed(self, disturbance: str, after: float) -> None:
-        """Start it, and after a while see to it that it ends."""
+    def disturbed(self, disturbance: Disturbance) -> bool:
+        """Start it, and after a while see to it that it ends; False where it had ended before."""
         process = self.start()
+        if disturbance.number % 4:  # the others are disturbed while they start
+            self._wait_for_an_engine(process)
         with suppress(subprocess.TimeoutExpired):
-            process.wait(after + 3.0)  # a start takes about so long
-            return
-        match disturbance:
+            process.wait(disturbance.after)
+            return False
+        draw, done = random.Random(disturbance.number), True
+        match disturbance.name:
             case "kill_run":
                 process.kill()
             case "kill_worker":
@@ -128,10 +173,78 @@ class _Night:
                 resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (2048, hard))
             case "second":
                 self._second()
+            case "results_gone":
+                self._results_gone(draw)
+            case "disk_full":
+                if done := self._disk.fill():
+                    time.sleep(draw.uniform(1.0, 4.0))
+                    self._disk.free()
+                else:
+                    self._report.count(NO_DISK)
+            case name if name in HANGS:
+                done = self._hang(process, name.removeprefix("hang_"), draw)
+        if disturbance.name in ("interrupt", "terminate"):
+            self._wait_for_its_end(process, disturbance.name)
         with suppress(subprocess.TimeoutExpired):
             process.wait(4.0)
         process.kill()  # what goes on by itself is killed all the same
         process.wait()
+        return done
+
+    def _wait_for_an_engine(self, process: "subprocess.Popen[bytes]") -> None:
+        """Until it has begun its work, which takes longer on a busy machine; or has ended."""
+        give_up_at = time.monotonic() + START_SECONDS
+        while process.poll() is None and time.monotonic() < give_up_at:
+            with suppress(psutil.NoSuchProcess):
+                if any("engine" in one.cmdline() for one in _family(process)):
+                    return
+            time.sleep(0.1)
+
+    def _hang(self, process: "subprocess.Popen[bytes]", what: str, draw: random.Random) -> bool:
+        """SIGSTOP of the command, its worker, the engine or the embedded Redis; mostly it ends beside."""
+        match what:
+            case "run":
+                stopped = [psutil.Process(process.pid)] if process.poll() is None else []
+            case "redis":
+                stopped = [one for one in _ours(self._home) if "redis" in one.name()]
+            case _:
+                stopped = [one for one in _family(process) if what in one.cmdline()]
+        for one in stopped:
+            one.suspend()
+        try:
+            if what == "run" or draw.random() < 1 / 3:
+                time.sleep(draw.uniform(SHORTEST_HANG, LONGEST_HANG))
+            else:
+                process.terminate()
+                self._wait_for_its_end(process, f"terminate beside a hang of {what}")
+        finally:
+            for one in stopped:
+                with suppress(psutil.NoSuchProcess):
+                    one.resume()
+        return bool(stopped)
+
+    def _wait_for_its_end(self, process: "subprocess.Popen[bytes]", what: str) -> None:
+        """It was asked to end: it does, within its grace."""
+        asked = time.monotonic()
+        while process.poll() is None:
+            took = time.monotonic() - asked
+            if took > grace("run") + lost(self._lateness, asked, time.monotonic()):
+                said = f"a run still runs {took:.1f} s after {what}: {self._said()}"
+                self._report.violate("never-ends", said)
+                return
+            time.sleep(0.1)
+        self._report.count("ends timed")
+
+    def _results_gone(self, draw: random.Random) -> None:
+        """The folder of its results is away for a second, as a share is at times."""
+        away = self._results.with_name("results-away")
+        self._results.rename(away)
+        time.sleep(draw.uniform(0.2, 1.5))
+        with suppress(FileNotFoundError):  # made anew meanwhile
+            for path in self._results.iterdir():
+                path.rename(away / path.name)
+            self._results.rmdir()
+        away.rename(self._results)
 
     def in_peace(self) -> None:
         """Nobody disturbs it any more: it ends with 3, since one row of the file is bad."""
@@ -164,10 +277,10 @@ class _Night:
             wanted = answer(row["prompt"], row["seed"], params)
             if (result["text"], result["stop_reason"]) != (wanted.text, wanted.stop_reason):
                 self._report.violate("run-text", f"{result['custom_id']}: {result}"[:300])
-        errors = _lines(self._home / "results.errors.jsonl")
+        errors = _lines(self._results / "results.errors.jsonl")
         if len(errors) != 1:
             self._report.violate("run-errors", f"{len(errors)} errors in place of 1: {errors[:2]}"[:400])
-        left = [path.name for path in self._home.iterdir() if "partial" in path.name]
+        left = [path.name for path in self._results.iterdir() if "partial" in path.name]
         if left:
             self._report.violate("run-partial", f"left behind: {left}")
 

@@ -34,13 +34,14 @@ def main() -> None:
 
 
 def enqueue(client: Client, draw: random.Random, count: int) -> None:
-    """One at a time, as a web server would."""
+    """One at a time, as a web server would; the first refusal is the last, since each may take its time."""
     for _ in range(count):
         item = {"prompt": f"fork {draw.randrange(1 << 30)}", "seed": draw.randrange(1 << 40), "max_tokens": 9}
         try:
             job_id = client.enqueue(**item)
         except NightmillError as error:
             say({"refused": f"{type(error).__name__}: {error}"})
+            return
         else:
             say({"id": job_id, "item": item})
 

@@ -94,7 +94,7 @@ def _postgresql() -> Iterator[str]:
     columns = ", ".join(f"{name} {kinds.get(name, 'text')}" for name in _COLUMNS)
     yield f"CREATE TABLE campaign_history (n bigserial PRIMARY KEY, at float8, op text, {columns})"
     inserting = f"INSERT INTO campaign_history (at, op, {', '.join(_COLUMNS)}) VALUES "
-    now = "extract(epoch FROM clock_timestamp())"
+    now = "extract(epoch FROM pg_catalog.clock_timestamp())"
     values = {row: ", ".join(f"{row}.{name}" for name in _COLUMNS) for row in ("OLD", "NEW")}
     yield (
         "CREATE FUNCTION campaign_note() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN "

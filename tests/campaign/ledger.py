@@ -32,13 +32,27 @@ class Promise:
 
 @dataclass
 class Intent:
-    """A call: cancel, retry, delete, prune. `target`: a job's id, a batch's name, or for prune a time."""
+    """A call: cancel, retry, delete, prune. `target`: a job's id, a batch's name, or for prune a time.
+
+    `leave`: a request that waited for a job whose id it never learned, and has ended without an answer.
+    """
 
     what: str
     target: str
     began: float
     ended: float | None = None  # None: it failed, or is under way
     done: int | None = None  # how many rows it said it had changed
+
+
+@dataclass
+class Call:
+    """A call, by a clock that only goes forward. `keeper`: the process that has to keep the limit."""
+
+    what: str
+    limit: float
+    began: float
+    ended: float | None = None  # an answer or a refusal came; None: neither
+    keeper: str = "campaign"
 
 
 class Ledger:
@@ -49,6 +63,17 @@ class Ledger:
         self._lock = threading.Lock()
         self.promises: dict[str, Promise] = {}
         self.intents: list[Intent] = []
+        self.calls: list[Call] = []
+
+    @contextmanager
+    def timing(self, what: str, limit: float, keeper: str = "campaign") -> Iterator[Call]:
+        """Around a call that must have an answer or a refusal within `limit` seconds, whatever that is."""
+        call = Call(what, limit, time.monotonic(), keeper=keeper)
+        self.calls.append(call)  # one operation, which needs no lock
+        try:
+            yield call
+        finally:
+            call.ended = time.monotonic()
 
     def promised(self, *promises: Promise) -> None:
         """These ids were handed to the caller."""

@@ -17,13 +17,14 @@ from nightmill.jobs.sql.prune import Prune
 from tests.campaign import forged, hostile
 from tests.campaign.caller import Caller
 from tests.campaign.ledger import Ledger, Promise
+from tests.campaign.limits import client_limit
 from tests.campaign.model import HOSTILE_CHATS
 from tests.campaign.plan import Action
 from tests.campaign.report import Report
 from tests.campaign.worker import NAN, POISONS
 from tests.campaign.world import World
 
-LONGEST_CALL = 90.0  # no call of a client takes longer, whatever happens to the servers
+LONGEST_WORK = 240.0  # of several calls, each of which may meet a hang: no work goes on for longer
 KEPT_SECONDS = 4.0  # prune deletes what ended before that
 
 
@@ -39,9 +40,9 @@ class Mischief:
     def wait(self) -> None:
         """Until what was begun on threads has come to its end."""
         for what, thread in self._threads:
-            thread.join(LONGEST_CALL)
+            thread.join(LONGEST_WORK)
             if thread.is_alive():
-                self._report.violate("call-hangs", f"{what} has not returned for {LONGEST_CALL:.0f} s")
+                self._report.violate("call-hangs", f"{what} has not returned for {LONGEST_WORK:.0f} s")
 
     def _poison(self, caller: Caller) -> None:
         """One row of a shard ends the process that runs it, each time."""
@@ -141,7 +142,7 @@ class Mischief:
 
     def _begin(self, action: Action, work: Callable[[Caller], None]) -> None:
         def run() -> None:
-            with self._caller(action) as caller, caller.calling(action.name):
+            with self._caller(action) as caller, caller.judging(action.name):
                 work(caller)
 
         thread = threading.Thread(target=run, name=action.name, daemon=True)
@@ -158,14 +159,15 @@ class Mischief:
 
     def _fork(self, caller: Caller) -> None:
         command = [sys.executable, "-m", "tests.campaign.forking", str(caller.draw.randrange(1, 1 << 30))]
-        done = subprocess.run(
-            command,
-            env=self._world.environment,
-            capture_output=True,
-            text=True,
-            timeout=LONGEST_CALL,
-            check=False,
-        )
+        with self._ledger.timing("fork", client_limit("fork")):
+            done = subprocess.run(
+                command,
+                env=self._world.environment,
+                capture_output=True,
+                text=True,
+                timeout=LONGEST_WORK,
+                check=False,
+            )
         for line in done.stdout.splitlines():
             said = json.loads(line)
             if "id" in said:
@@ -191,7 +193,8 @@ class Mischief:
         for item in items:
             item.pop("priority")
         expected = (InvalidTransitionError, InvalidRequestError, LookupError)
-        batch = client.submit_batch(items, name=name)
+        with self._ledger.timing("submit_batch", client_limit("submit_batch")):
+            batch = client.submit_batch(items, name=name)
         rows = self._world.sql('SELECT "row", id FROM jobs WHERE batch = :name', {"name": name})
         self._ledger.promised(*(caller.promise(job_id, items[row - 1], batch=name) for row, job_id in rows))
         if len(rows) != len(items):
@@ -209,12 +212,17 @@ class Mischief:
             self._ledger.promised(caller.promise(client.enqueue(**late, batch=name), late, batch=name))
         if draw.random() < 0.7:
             give_up_at = time.monotonic() + 40
-            while not batch.status().state.final and time.monotonic() < give_up_at:
+            while time.monotonic() < give_up_at:
+                with self._ledger.timing("status", client_limit("status")):
+                    state = batch.status().state
+                if state.final:
+                    break
                 time.sleep(0.2)
             self._delete_beside_retry(caller, name, expected)
 
     def _delete_beside_retry(self, caller: Caller, name: str, expected: tuple[type[Exception], ...]) -> None:
-        batch = caller.client.get_batch(name)
+        with self._ledger.timing("get_batch", client_limit("get_batch")):
+            batch = caller.client.get_batch(name)
 
         def retry() -> None:
             with caller.calling("retry batch", *expected), self._ledger.intending("retry", name) as intent:
@@ -229,7 +237,7 @@ class Mischief:
             beside.join()
 
     def _prune(self, caller: Caller) -> None:
-        with caller.calling("prune"):
+        with caller.calling("prune"):  # as one call, which is timed as several
             store = caller.client.batches.store
             cutoff = store.database.now() - timedelta(seconds=KEPT_SECONDS)
             with self._ledger.intending("prune", str(cutoff.timestamp())):

@@ -1,17 +1,25 @@
 """A night under fire: workers, traffic, the plan's faults; then peace, and the judgement."""
 
+import os
 import shutil
 import time
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
 
 import redis
 
-from tests.campaign import history
+from tests.campaign import clocks, history
 from tests.campaign.faults import Faults
 from tests.campaign.fleet import Fleet
+from tests.campaign.http_traffic import HttpTraffic
+from tests.campaign.lateness import Watchdog
 from tests.campaign.ledger import Ledger
 from tests.campaign.oracle import Evidence, judge
-from tests.campaign.plan import make_plan
+from tests.campaign.plan import OF_SERVERS, Action, kinds, last_hang, make_plan
+from tests.campaign.promptness import Timing, judge_time
 from tests.campaign.report import Report
 from tests.campaign.traffic import Traffic
 from tests.campaign.world import World
@@ -21,6 +29,7 @@ SETTLE_SECONDS = 90.0  # of a long night, what is left for its end
 STUCK_SECONDS = 60.0  # after the last fault, some job must end in every such time until all have
 QUIET_SECONDS = 20.0  # and then no message is left
 RESTARTS_A_POISON = 10  # with 24 jobs in hand: 5 to find it among them, 3 attempts, 2 where others fall in
+CLOCK_TRUST_SECONDS = 330.0  # a process counts on from a clock that it has read, for five minutes
 SHARE_OF_FAULTS = 0.6  # of the time of a night; the rest is for settling
 
 
@@ -36,10 +45,18 @@ def run(database: str, seed: int, seconds: float, report: Report) -> None:
         for action in make_plan(seed, database, fault_seconds(seconds), WORKERS)
         if action.name not in report.without
     ]
+    report.planned(kinds(database) - report.without)
     violations = len(report.violations)
-    with World(database) as world, Fleet(world, WORKERS, report) as fleet, Ledger(world.home) as ledger:
+    with (
+        Watchdog() as watchdog,
+        World(database) as world,
+        _host_clock(world),
+        Fleet(world, WORKERS, report, watchdog.lateness) as fleet,
+        Ledger(world.home) as ledger,
+    ):
         fleet.wait_until_ready()
         traffic = Traffic(world, ledger, report, seed)
+        http = HttpTraffic(fleet, ledger, report, seed)
         faults = Faults(world, fleet, ledger, report)
         began = time.monotonic()
         for action in plan:
@@ -48,18 +65,70 @@ def run(database: str, seed: int, seconds: float, report: Report) -> None:
                 report.progress(f"{len(ledger.promises)} jobs acknowledged, last {report.step}")
             faults.carry_out(action)
         traffic.stop()
+        http.stop()
         faults.undo_all()
         report.step = "the last fault"
+        _bring_forward(world)
         settled = _settle(world, report)
         _look_for_messages(world, report)
-        fleet.stop()
+        http.check_batches()
+        http.close()
+        _end_beside_a_hang(faults, fleet, last_hang(seed, database))
         _judge(world, ledger, report, settled=settled)
+        _judge_time(ledger, fleet, watchdog, report)
         _count_restarts(report)
         _read_logs(fleet, report)
-        if len(report.violations) > violations:
-            print(f"\nKept for a closer look: {world.home}")
-        else:
-            shutil.rmtree(world.home, ignore_errors=True)
+    if len(report.violations) > violations:
+        print(f"\nKept for a closer look: {world.home}")
+    else:
+        shutil.rmtree(world.home, ignore_errors=True)
+
+
+@contextmanager
+def _host_clock(world: World) -> Iterator[None]:
+    """The campaign's own clients are on the host whose clock is set wrong, where that is the database's."""
+    if world.database != "sqlite":
+        yield
+        return
+    clocks.install()
+    os.environ["CAMPAIGN_HOST_CLOCK"] = str(world.clock)
+    try:
+        yield
+    finally:
+        del os.environ["CAMPAIGN_HOST_CLOCK"]
+
+
+def _bring_forward(world: World) -> None:
+    """What was put off by a second while the clock was an hour ahead would wait for that hour."""
+    soon = datetime.now(UTC) + timedelta(seconds=60)
+    world.sql(
+        "UPDATE jobs SET scheduled_at = NULL WHERE state = 'queued' AND scheduled_at > :soon",
+        {"soon": soon.replace(tzinfo=None).isoformat(" ") if world.database == "sqlite" else soon},
+    )
+
+
+def _end_beside_a_hang(faults: Faults, fleet: Fleet, action: Action) -> None:
+    """Everybody is asked to end while something hangs that goes on only when all are gone."""
+    faults.carry_out(action)
+    fleet.stop(action.name)
+    faults.continue_servers()
+    fleet.look_for_what_is_left()
+
+
+def _judge_time(ledger: Ledger, fleet: Fleet, watchdog: Watchdog, report: Report) -> None:
+    """Of every call and of every process that was asked to end."""
+    lateness = watchdog.lateness
+    timing = Timing(ledger.calls, fleet.endings, fleet.stops, lateness, time.monotonic())
+    for violation in judge_time(timing):
+        report.add(violation)
+    report.count("calls timed", len(ledger.calls))
+    report.count("ends timed", len(fleet.endings))
+    report.count("ends timed beside a hang", sum(bool(ending.hung) for ending in fleet.endings))
+    report.count("seconds that the machine was late", round(sum(late.seconds for late in lateness)))
+    for call in ledger.calls:
+        kind = "http" if call.keeper != "campaign" else "client"
+        if call.ended is not None:
+            report.highest(f"longest call, {kind}, s", round(call.ended - call.began))
 
 
 def _settle(world: World, report: Report) -> bool:
@@ -107,7 +176,10 @@ def _judge(world: World, ledger: Ledger, report: Report, *, settled: bool) -> No
         change.state if change.op != "D" else "deleted" for change in last.values()
     ).items():
         report.count(f"jobs {state}", number)
-    for violation in judge(Evidence(ledger.promises, ledger.intents, changes, present, settled)):
+    trusted = CLOCK_TRUST_SECONDS if world.database == "postgresql" else 0.0
+    wrong = [(since, (until or time.time()) + trusted) for since, until in world.wrong_clocks]
+    evidence = Evidence(ledger.promises, ledger.intents, changes, present, settled, wrong)
+    for violation in judge(evidence):
         report.add(violation)
     query = (
         "SELECT count(*) FROM partials JOIN jobs ON jobs.id = partials.job_id "
@@ -124,14 +196,15 @@ def _count_restarts(report: Report) -> None:
         return report.counts[f"{report.part}: {what}"]
 
     ours = sum(count(f"fault {name}") for name in ("kill_worker", "kill_engine", "terminate", "hang_engine"))
-    most = ours + RESTARTS_A_POISON * count("fault poison") + WORKERS
+    beside = WORKERS * sum(count(f"fault {name}") for name in OF_SERVERS)  # who waits too long may end, too
+    most = ours + beside + RESTARTS_A_POISON * count("fault poison") + WORKERS
     if count("worker ends") > most:
         report.violate("restarts", f"workers ended {count('worker ends')} times, {most} are explained")
 
 
 def _read_logs(fleet: Fleet, report: Report) -> None:
     """What workers died of, for the table."""
-    for log in fleet.logs:
+    for log in filter(Path.exists, fleet.logs):
         content = log.read_text(errors="replace")
         report.count("tracebacks in logs", content.count("Traceback (most recent call last)"))
         report.count("workers that ended for a reason", content.count("this worker ends"))

@@ -32,6 +32,7 @@ class Evidence:
     history: Iterable[Change]
     present: frozenset[str]
     settled: bool = True  # everything had the time to end
+    wrong_clocks: Sequence[tuple[float, float]] = ()  # from when until when a clock was wrong, or trusted so
 
 
 def judge(evidence: Evidence) -> Iterator[Violation]:
@@ -55,6 +56,8 @@ class _Life:
         self.promise = evidence.promises.get(job_id)
         self.settled = evidence.settled
         self.present = job_id in evidence.present
+        self.wrong_clocks = evidence.wrong_clocks
+        self.left = [one.began for one in evidence.intents if one.what == "leave"]
         batch = life[0].batch
         self.intents = [
             one for one in evidence.intents if one.target in (job_id, batch) or one.what == "prune"
@@ -100,7 +103,7 @@ class _Life:
         deadline = row.deadline_at
         if row.stop_reason != "deadline" or deadline is None:
             yield self._wrong("innocent-failed", f"failed after {row.failures} failures: {row.error}"[:300])
-        elif row.finished_at is not None and row.finished_at < deadline - CLOCK_SLACK:
+        elif row.finished_at is not None and self._is_before(row.finished_at, deadline, row.at):
             early = deadline - row.finished_at
             yield self._wrong("deadline", f"was ended {early:.1f} s before its deadline")
 
@@ -116,14 +119,17 @@ class _Life:
             case "queued", "queued":
                 legal = new.attempt == old.attempt
             case "queued", "cancelled":
-                legal = new.attempt == old.attempt and self._intended("cancel", new.at)
+                asked = self._intended("cancel", new.at) or self._left(new.at)
+                legal = new.attempt == old.attempt and asked
             case "queued", "failed":
-                expired = old.deadline_at is not None and new.at > old.deadline_at - CLOCK_SLACK
+                deadline = old.deadline_at
+                expired = deadline is not None and not self._is_before(new.at, deadline, new.at)
                 legal = new.attempt == old.attempt and (expired or guilty)
             case "running", "running":
                 legal = (new.attempt, new.worker) == (old.attempt, old.worker)
             case "running", "cancelled":
-                legal = new.attempt == old.attempt and self._intended("cancel", new.at)
+                asked = self._intended("cancel", new.at) or self._left(new.at)
+                legal = new.attempt == old.attempt and asked
             case "running", "queued" | "succeeded" | "failed":
                 legal = new.attempt == old.attempt
             case "failed" | "cancelled", "queued":
@@ -143,6 +149,12 @@ class _Life:
                 "deleted", "was deleted, and nobody had asked for that since it was last queued"
             )
 
+    def _is_before(self, moment: float, deadline: float, seen_at: float) -> bool:
+        """Whether a job was ended too early, by a clock that was right then."""
+        if any(since - CLOCK_SLACK <= seen_at <= until for since, until in self.wrong_clocks):
+            return False
+        return moment < deadline - CLOCK_SLACK
+
     def _excuses(self, intent: Intent, gone: Change) -> bool:
         """Whether this call may delete a row at that moment: a retry that came after it was to be refused."""
         if not intent.began - CLOCK_SLACK <= gone.at <= (intent.ended or gone.at) + CLOCK_SLACK:
@@ -154,6 +166,11 @@ class _Life:
 
     def _intended(self, what: str, at: float) -> bool:
         return any(one.what == what and one.began - CLOCK_SLACK <= at for one in self.intents)
+
+    def _left(self, at: float) -> bool:
+        """Whether somebody may have waited for it, and left: only for a job without a promise and a batch."""
+        waited_for = self.promise is None and self.life[0].batch is None
+        return waited_for and any(began - CLOCK_SLACK <= at for began in self.left)
 
     def _wrong(self, kind: str, said: str) -> Violation:
         whose = "" if self.promise else " (never acknowledged)"

@@ -4,8 +4,10 @@ import sys
 import threading
 import time
 from collections import Counter
+from collections.abc import Iterable
 
 from tests.campaign.oracle import Violation
+from tests.campaign.plan import HANGS, KILLS
 
 SHOWN = 12  # violations of one kind that are printed in full
 
@@ -22,6 +24,7 @@ class Report:
         self.violations: list[tuple[str, str, Violation]] = []  # part, step, what
         self._seen: set[Violation] = set()
         self._lock = threading.Lock()
+        self._planned: set[str] = set()  # lines of the table that a campaign should have
         self._began = time.monotonic()
         self._shown_at = 0.0
 
@@ -29,6 +32,30 @@ class Report:
         """Add to a line of the table."""
         with self._lock:
             self.counts[f"{self.part}: {what}"] += number
+
+    def highest(self, what: str, number: int) -> None:
+        """Keep the highest number in a line of the table."""
+        with self._lock:
+            self.counts[f"{self.part}: {what}"] = max(number, self.counts[f"{self.part}: {what}"])
+
+    def planned(self, names: Iterable[str]) -> None:
+        """Faults that this part has; which of them were never carried out is said at the end."""
+        self._planned |= {f"{self.part}: fault {name}" for name in names}
+
+    @property
+    def kills(self) -> int:
+        """Faults so far that ended a process, or its connections."""
+        return self._sum(KILLS)
+
+    @property
+    def hangs(self) -> int:
+        """Faults so far after which something stood still."""
+        return self._sum(HANGS)
+
+    def _sum(self, names: Iterable[str]) -> int:
+        wanted = {f"fault {name}" for name in names}
+        with self._lock:
+            return sum(number for line, number in self.counts.items() if line.partition(": ")[2] in wanted)
 
     def violate(self, kind: str, said: str) -> None:
         """A rule was broken; the same words are kept once."""
@@ -59,6 +86,9 @@ class Report:
         lines = ["", f"Campaign of seed {self.seed}, {time.monotonic() - self._began:.0f} s", ""]
         width = max((len(name) for name in self.counts), default=0)
         lines += [f"  {name:{width}}  {number:>8,}" for name, number in sorted(self.counts.items())]
+        never = sorted(line for line in self._planned if not self.counts[line])
+        lines += ["", f"  kills {self.kills:,}, hangs {self.hangs:,}"]
+        lines += [f"  never reached: {', '.join(never).replace('fault ', '')}"] if never else []
         lines += ["", f"  violations{'':{max(0, width - 10)}}  {len(self.violations):>8,}"]
         kinds = Counter((part, violation.kind) for part, _, violation in self.violations)
         for (part, kind), number in kinds.most_common():

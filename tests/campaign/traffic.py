@@ -7,10 +7,12 @@ from datetime import timedelta
 from nightmill.jobs.errors import InvalidRequestError, InvalidTransitionError, JobNotFoundError
 from tests.campaign.caller import Caller
 from tests.campaign.ledger import Ledger
+from tests.campaign.limits import client_limit
 from tests.campaign.report import Report
 from tests.campaign.world import World
 
 MOST_UNFINISHED = 250
+LONGEST_LOOP = 180.0  # of several calls, each of which may meet the end of a hang
 
 
 class Traffic:
@@ -36,24 +38,23 @@ class Traffic:
         """Hand over nothing more."""
         self._closing.set()
         for thread in self._threads:
-            thread.join(60.0)
+            thread.join(LONGEST_LOOP)
             if thread.is_alive():
-                self._report.violate("call-hangs", "a call of the client has not returned for 60 s")
+                said = f"calls of the client have not returned for {LONGEST_LOOP:.0f} s"
+                self._report.violate("call-hangs", said)
         for caller in self._callers:
             caller.close()
 
     def _guarded(self, loop, caller: Caller) -> None:  # type: ignore[no-untyped-def]
         while not self._closing.is_set():
-            with caller.calling(loop.__name__):
+            with caller.judging(loop.__name__):
                 loop(caller)
 
     def _hand_over(self, caller: Caller) -> None:
         draw = caller.draw
-        unfinished = sum(
-            number
-            for state, number in caller.client.stats()["state"].items()
-            if state in ("queued", "running")
-        )
+        with self._ledger.timing("stats", client_limit("stats")):
+            states = caller.client.stats()["state"]
+        unfinished = sum(number for state, number in states.items() if state in ("queued", "running"))
         if unfinished > MOST_UNFINISHED:
             self._closing.wait(0.3)
             return
@@ -74,9 +75,13 @@ class Traffic:
     def _look(self, caller: Caller) -> None:
         """Every way of reading must answer, whatever is in the rows."""
         draw, client = caller.draw, caller.client
-        client.list_jobs(limit=500)
-        client.workers()
-        for batch in client.list_batches(limit=5):
+        with caller.calling("list_jobs"):
+            client.list_jobs(limit=500)
+        with caller.calling("workers"):
+            client.workers()
+        with self._ledger.timing("list_batches", client_limit("list_batches")):
+            batches = client.list_batches(limit=5)
+        for batch in batches:
             with caller.calling("status", LookupError):
                 batch.status()
         known = list(self._ledger.promises)

@@ -1,24 +1,24 @@
-"""A real worker (and a real `nightmill run`) around a runner that costs nothing and whose texts are known.
+"""A real worker (and a real `run` and `serve`) around a runner that costs nothing and whose texts are known.
 
-    python -m tests.campaign.worker worker|run ARGUMENTS
+    python -m tests.campaign.worker worker|run|serve ARGUMENTS
     python -m tests.campaign.worker engine FD      (what a worker starts)
 
-Everything but the arithmetic is Nightmill's own. CAMPAIGN_CLOCK names a file with the seconds by which this
-host's clock is wrong; CAMPAIGN_STEP is how long a step takes.
+Everything but the arithmetic is Nightmill's own. CAMPAIGN_STEP is how long a step takes; `clocks` says how
+this host's clock is set wrong. While the file exists that CAMPAIGN_STALE names, the folder CAMPAIGN_FILES
+answers ESTALE.
 """
 
+import errno
 import os
 import signal
 import sys
 import time
 from collections import deque
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-import nightmill.jobs.sql.database
 import nightmill.worker.commands.keeper
 import nightmill.worker.commands.process
 from nightmill.jobs.arithmetic import Arithmetic
@@ -26,6 +26,7 @@ from nightmill.jobs.settings import Settings
 from nightmill.worker.engine.engine import Engine
 from nightmill.worker.link.loading import OpenModel, max_sequences
 from nightmill.worker.runners.base import NOT_A_NUMBER, Admission, Drawn, IntArray, StepBatch
+from tests.campaign import clocks
 from tests.campaign.texts import CONTEXT, SAMPLING, checksum, draw
 from tests.own_engine import engine_on, run_module
 
@@ -112,21 +113,6 @@ def build_engine(settings: Settings, model: OpenModel) -> Engine:
     return engine_on(runner, settings, model, context=CONTEXT, token_budget=1024)
 
 
-def _wrong_by() -> float:
-    try:
-        return float(Path(os.environ["CAMPAIGN_CLOCK"]).read_text())
-    except (KeyError, FileNotFoundError, ValueError):
-        return 0.0
-
-
-class _SteppedDatetime(datetime):
-    """`datetime` on a host whose clock is wrong."""
-
-    @classmethod
-    def now(cls, tz: Any = None) -> datetime:
-        return datetime.fromtimestamp(time.time() + _wrong_by(), tz)
-
-
 class _OurWorker(nightmill.worker.commands.process.WorkerProcess):
     """The worker that `nightmill run` starts."""
 
@@ -134,9 +120,33 @@ class _OurWorker(nightmill.worker.commands.process.WorkerProcess):
         super().__init__(*args, **{"command": (*OURS, "worker"), **more})
 
 
+def _answer_stale() -> None:
+    """While a file exists, what opens or moves something in the servers' folder is told ESTALE, as by NFS.
+
+    Python asks audit hooks before it opens, renames, removes or lists; looking at a file (stat) is not asked.
+    """
+    marker, folder = os.environ.get("CAMPAIGN_STALE"), os.environ.get("CAMPAIGN_FILES")
+    if not marker or not folder:
+        return
+
+    def hook(event: str, arguments: tuple[Any, ...]) -> None:
+        if event in _FILE_EVENTS and any(_is_in(folder, one) for one in arguments) and Path(marker).exists():
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(arguments[0]))
+
+    sys.addaudithook(hook)
+
+
+_FILE_EVENTS = frozenset({"open", "os.rename", "os.remove", "os.listdir", "os.scandir", "os.link"})
+
+
+def _is_in(folder: str, argument: object) -> bool:
+    return isinstance(argument, str | os.PathLike) and os.fspath(argument).startswith(folder)
+
+
 def serve() -> None:
     """Be a command of `nightmill`."""
-    nightmill.jobs.sql.database.datetime = _SteppedDatetime  # type: ignore[attr-defined,misc]
+    clocks.install()
+    _answer_stale()
     nightmill.worker.commands.keeper.WorkerProcess = _OurWorker  # type: ignore[attr-defined]
     from nightmill.jobs.commands.main import main as run_command
 

@@ -140,9 +140,32 @@ def test_a_deadline_ends_jobs_and_never_early() -> None:
     assert kinds([replace(change, deadline_at=150.0) for change in history]) == ["deadline"]
 
 
+def test_a_deadline_is_not_judged_by_a_clock_that_was_set_wrong() -> None:
+    history = [replace(change, deadline_at=3600.0) for change in life("queued", "running", "failed")]
+    history[-1] = replace(history[-1], stop_reason="deadline")
+
+    def found(*wrong: tuple[float, float]) -> list[str]:
+        evidence = Evidence({"a": Promise("a", ANSWER)}, [], history, frozenset("a"), wrong_clocks=wrong)
+        return [violation.kind for violation in judge(evidence)]
+
+    assert found() == ["deadline"]
+    assert found((50.0, 60.0)) == ["deadline"]
+    assert found((101.0, 103.0)) == []
+
+
 def test_a_cancelled_job_that_nobody_cancelled_is_caught() -> None:
     assert kinds(life("queued", "cancelled")) == ["illegal"]
     assert kinds(life("queued", "running", "cancelled"), Intent("cancel", "another", 100.0)) == ["illegal"]
+
+
+def test_who_has_left_explains_the_end_of_a_job_that_nobody_was_promised_alone() -> None:
+    history, left = life("queued", "cancelled"), Intent("leave", "", 100.5, 101.0)
+    assert kinds(history, left) == ["illegal"], "it was promised"
+    assert kinds(history, left, promise=Promise("another", ANSWER)) == ["lost"], "the other one is"
+    in_a_batch = [replace(change, batch="night") for change in history]
+    assert kinds(in_a_batch, left, promise=Promise("another", ANSWER)) == ["lost", "illegal"]
+    late = replace(left, began=110.0)
+    assert kinds(history, late, promise=Promise("another", ANSWER)) == ["lost", "illegal"]
 
 
 def test_a_retry_that_nobody_asked_for_is_caught() -> None:
