@@ -41,8 +41,7 @@ def row(**changes: Any) -> Any:
             "batch", "row", "custom_id", "model", "messages", "stop_reason", "text", "prompt_tokens",
             "completion_tokens", "arithmetic", "markup", "error", "errors", "worker", "idempotency_key",
             "metadata", "owner", "cancel_requested_at", "scheduled_at", "deadline_at", "started_at",
-            "finished_at",
-            "constrained", "prompt_ids", "rendering",
+            "finished_at", "constrained", "prompt_ids", "rendering", "prompt_digest",
         ]
     )  # fmt: skip
     columns |= {"id": "0" * 32, "state": "queued", "prompt": "hello", "params": {"max_tokens": 3}, "seed": 5}
