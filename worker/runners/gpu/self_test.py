@@ -191,7 +191,7 @@ def _name(role: Role, matrix: Matrix, index: int | None) -> str:
 
 def _sampled(one: CheckedProduct, rng: np.random.Generator) -> Indices:
     """Some outputs, in order, the ends of all parts among them."""
-    most = one.compared or one.outputs
+    most = one.outputs if one.compared is None else one.compared
     ends = np.cumsum([part.rows for part in one.matrix.parts], dtype=np.int64)
     edges = np.concatenate([[0, most - 1], ends - 1, ends])
     return np.unique([*edges[edges < most], *rng.integers(0, most, _SAMPLES)])
