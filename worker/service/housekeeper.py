@@ -69,6 +69,7 @@ class Housekeeper:
         probe = probe or GpuProbe(None)
         self._load = Load(service, probe)
         self._closing = threading.Event()
+        self._has_beaten = threading.Event()
         self._rounds = Rounds(ROUND_SECONDS, self._closing, service.fail)
         self._reported = (time.monotonic(), 0)
         beat = settings.heartbeat_seconds
@@ -78,15 +79,19 @@ class Housekeeper:
             (beat, probe.refresh),  # apart from the heartbeat, which no driver may hold up
             (beat, self.beat),
             (beat, self.sweep),
-            (LOOK_SECONDS, self._suspects.look),
+            (LOOK_SECONDS, self._look_for_suspects),
         ]
         self._threads = [
             watched_thread("housekeeper", partial(self._repeat, *chore), service.fail) for chore in chores
         ]
 
     def start(self) -> None:
-        """Begin; the first heartbeat and the first sweep are at once. Suspects come before any other job."""
-        self._service.in_flight.pause()  # ends with the first look for them
+        """Begin; the first heartbeat and the first sweep are at once.
+
+        Suspects come before any other job, and the heartbeat before them: whoever sees a job of this worker
+        end sees the worker as ready.
+        """
+        self._service.in_flight.pause()  # ends with the first look for suspects
         for thread in self._threads:
             thread.start()
         self._rounds.start()
@@ -101,7 +106,7 @@ class Housekeeper:
         while True:
             try:
                 # A group of suspects may take hours to run; the threads that run it have limits of their own.
-                with nullcontext() if chore == self._suspects.look else self._rounds.one(chore.__name__):
+                with nullcontext() if chore == self._look_for_suspects else self._rounds.one(chore.__name__):
                     chore()
                 complaint = ""
             except (DatabaseError, BrokerError) as error:
@@ -114,11 +119,18 @@ class Housekeeper:
     def beat(self) -> None:
         """Say that this worker lives, and see which jobs are still its own."""
         state = WorkerState.DRAINING if self._service.draining else WorkerState.READY
-        known = self._heart.beat(state, stats=self._load.read())
+        try:
+            known = self._heart.beat(state, stats=self._load.read())
+        finally:
+            self._has_beaten.set()  # one that failed, too: a database that was away keeps no job waiting
         if not known:
             log.warning("this worker had been given up for dead; its jobs went to others")
         self._service.reconcile()
         self._report()
+
+    def _look_for_suspects(self) -> None:
+        if self._has_beaten.wait(LOOK_SECONDS):
+            self._suspects.look()
 
     def sweep(self) -> None:
         """Rescue, expire, send: what any live worker does for all jobs."""

@@ -1,13 +1,18 @@
 """Threads are watched: an exception that nobody expected ends the worker in order, with its reason."""
 
 import logging
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import pytest
 
+from nightmill.jobs.contract import WorkerState
 from nightmill.jobs.errors import DatabaseUnreachableError
+from nightmill.jobs.sql.claims import Claim
 from nightmill.worker.service.heart import Heart
 from nightmill.worker.service.housekeeper import Housekeeper
+from nightmill.worker.service.suspects import LOOK_SECONDS
 from nightmill.worker.watched import describe, watched_thread
 from tests.servers import wait_until
 from tests.unit.engine.scripted import ScriptedRunner
@@ -83,6 +88,38 @@ def test_suspects_run_before_the_first_message(
     finished = bench.client.results([*suspects, *others], order="finished")
     begun = sorted(finished, key=lambda job: (job.started_at, job.id))
     assert {job.id for job in begun[:2]} == set(suspects)
+
+
+def test_a_worker_is_shown_as_ready_before_its_first_job_begins(
+    build: Callable[..., Bench],
+    housekeeping: Callable[[Bench], Housekeeper],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bench = build(ScriptedRunner())
+    claims, said, go_on = bench.claims, threading.Event(), threading.Event()
+    shown: list[str] = []
+    beat, claim = claims.beat, claims.claim
+
+    def slow_beat(*arguments: Any) -> bool:
+        said.set()
+        assert go_on.wait(30)
+        return beat(*arguments)
+
+    def observed_claim(job_ids: Sequence[str]) -> list[Claim]:
+        shown.extend(worker.state for worker in bench.client.workers())
+        return claim(job_ids)
+
+    monkeypatch.setattr(claims, "beat", slow_beat)
+    monkeypatch.setattr(claims, "claim", observed_claim)
+    bench.service.in_flight.pause()  # as `Housekeeper.start` does, before Celery takes messages
+    shard = bench.run(enqueue(bench.client, 2, max_tokens=3))
+    housekeeping(bench).start()
+    assert said.wait(30)
+    shard.join(1.2 * LOOK_SECONDS)  # time in which a look for suspects would let it begin
+    go_on.set()
+    shard.join(30)
+    assert bench.client.stats()["state"] == {"succeeded": 2}
+    assert shown == [WorkerState.READY]
 
 
 def test_a_database_that_is_away_at_the_start_keeps_no_job_waiting(
