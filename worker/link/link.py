@@ -196,7 +196,10 @@ class EngineLink:
         return self._send(Follow(list(job_ids)), patience=self._patience)
 
     def progress(self, job_ids: list[str], at_least: int) -> list[Progress]:
-        """The tokens of those of these jobs that have `at_least` so many more than when last asked."""
+        """The tokens of those of these jobs that have `at_least` so many more than when last asked.
+
+        None of them where it has failed, or does not answer in time: the next call asks again.
+        """
         return self._ask(lambda number: Ask(number, job_ids, at_least)) or []
 
     def stop(self) -> None:
