@@ -103,8 +103,10 @@ def _may_block(call: ast.Call) -> bool:
         return not (_TIMEOUTS & given.keys()) and (bool(of) or name == "create_engine")
     if name == "Thread":
         return "daemon" not in given
-    if whole in ("os.read", "select.select", "sys.stdin.read"):
+    if whole in ("os.read", "sys.stdin.read"):
         return True
+    if whole == "select.select":
+        return len(call.args) < 4 or not _is_bounded(call.args[3])
     if name == "get":
         return not call.args and not _is_bounded(given.get("timeout"))
     if name == "shutdown":  # of an executor; of a socket it has a number
