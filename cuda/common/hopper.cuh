@@ -25,9 +25,9 @@ static __device__ __forceinline__ void barrier_expect(uint32_t barrier, int byte
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
-static __device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
+static __device__ __forceinline__ void barrier_arrive(uint32_t barrier, uint32_t count = 1) {
     if (loses(LostArrival::RELEASES)) return;
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
 }
 
 // SCOPE: empty, or "acquire.cluster." for what other blocks of the cluster stored.
@@ -54,6 +54,10 @@ BOUNDED_WAIT(barrier_wait_for_cluster, "acquire.cluster.")
 
 static __device__ __forceinline__ void barrier_expect(uint32_t barrier, int bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
+static __device__ __forceinline__ void barrier_arrive(uint32_t barrier, uint32_t count) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
 }
 
 static __device__ __forceinline__ void barrier_arrive(uint32_t barrier) {

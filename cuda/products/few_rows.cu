@@ -261,7 +261,7 @@ struct Pair {
 
     __device__ __forceinline__ void finish(float x, float y) const {
         x = rounded(x), y = rounded(y);
-        if (to.bias != nullptr) x += low_bias, y += high_bias;
+        x += low_bias, y += high_bias;  // where there is none they are 0, which makes 0 of -0, as in the other kernels
         if (!to.is_value(head)) rotate(x, y, angle.x, angle.y);
         Element* target = to.in_qkv(token, head);
 #ifndef KV_FP8

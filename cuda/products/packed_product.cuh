@@ -130,7 +130,7 @@ struct PackedLoop {
         // that makes elements of them waits, for all phases, one after the other. In a relay a stage is always the same group's
         // (PACKETS is a multiple of GROUPS TURN), so that is so there, too.
         // BARRIER raw_empty: of a stage of packets. Each of the TILE_WARPS warps that read it arrives once for each filling, after
-        // `__syncwarp`; the one thread that copies waits, for all phases, one after the other, and fills only then: a warp has to wait
+        // `__syncwarp`, when what it read is in registers: elements of it were multiplied, or the arrival depends on them; the one thread that copies waits, for all phases, one after the other, and fills only then: a warp has to wait
         // for that before it can arrive again.
         const uint32_t raw_full = empty + 8 * STAGES, raw_empty = raw_full + 8 * PACKETS;
         const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 32, 0), lane = threadIdx.x % 32;
@@ -254,8 +254,20 @@ struct PackedLoop {
                                 const Maker mine(own_packets, scales, TO_HIGH, PACKET_SET);
 #pragma unroll
                                 for (int quarter = 0; quarter < 4; ++quarter) mine.make(a[4 * i + quarter], quarter);
+                                // An arrival does not wait for loads that are under way, and the copy that it lets begin may
+                                // overtake them. So how often a lane arrives, once, is computed of all that was loaded: of the first
+                                // and the last pair of each eight elements, which have the same loads.
+                                uint32_t loaded = 0;
+#pragma unroll
+                                for (int quarter = 0; quarter < 4; ++quarter)
+#pragma unroll
+                                    for (int eight = 0; eight < 16; eight += 8)
+#pragma unroll
+                                        for (int panel = 0; panel < PANELS; ++panel)
+                                            loaded |= a[4 * i + quarter][eight + panel] | a[4 * i + quarter][eight + 6 + panel];
+                                const uint32_t none = inputs >> 31;  // 0, which the compiler does not know
                                 __syncwarp();
-                                if (lane == 0) barrier_arrive(raw_empty + 8 * (ring + i));
+                                if (lane == 0) barrier_arrive(raw_empty + 8 * (ring + i), 1 + (loaded & none));
                             }
                             // What follows all turns wait for: so all else is waited for first.
                             int first_stage[TURN], first_parity[TURN];

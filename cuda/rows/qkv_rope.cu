@@ -152,6 +152,9 @@ extern "C" __global__ void __launch_bounds__(256)
         if (bias != nullptr) {
             add_from(bias + head * HEAD_DIM + first, low);
             add_from(bias + head * HEAD_DIM + second, high);
+        } else {  // -0 becomes 0, as where the product is fused, which adds a bias of 0 then
+#pragma unroll
+            for (int i = 0; i < VECTOR; ++i) low[i] += 0.0f, high[i] += 0.0f;
         }
     }
     const bool is_query = to.is_query(head), is_value = to.is_value(head);
