@@ -26,7 +26,14 @@ _POSTGRES = re.compile(
     rf"(?:(?P<user>[^\s:@/?#]*)(?P<password>:[^\s@/?#]*)?@)?{_HOST}{_REST}"
 )
 _FILE = re.compile(r"(?P<scheme>sqlite(?:\+[a-z0-9_]+)?)://(?P<path>/[^?]*)?(?:\?(?P<query>.*))?")
-_TCP_QUERY = re.compile(r"ssl_[a-z_]+")
+_TLS: dict[str, tuple[str, ...] | None] = {
+    "ssl_ca_certs": None,
+    "ssl_cert_reqs": ("required", "none"),
+    "ssl_certfile": None,
+    "ssl_check_hostname": ("true", "false"),
+    "ssl_keyfile": None,
+}
+"""Settings of a Redis with TLS, with the values that each may have; None: a file."""
 # Names in a query whose values everybody may see; others, and names without a value, may be secrets.
 _OPEN_BROKER = frozenset({"virtual_host", "ssl_cert_reqs", "ssl_check_hostname"})
 _OPEN_FILE = frozenset({"mode", "uri", "cache", "timeout", "immutable", "nolock", "vfs"})
@@ -98,8 +105,13 @@ def check_broker_url(url: str) -> None:
         return
     if not re.fullmatch(r"/?\d*", parts.path):
         raise ValueError("must end with the number of a database, as in redis://:password@host:6379/0")
-    if not all(map(_TCP_QUERY.fullmatch, names)):
-        raise ValueError("may have nothing but ssl_... settings after its ?")
+    if names and parts.scheme != "rediss":
+        raise ValueError("may have settings after its ? only as rediss://, with TLS")
+    for name, value in parts.query:
+        if name not in _TLS:
+            raise ValueError(f"may have nothing but {', '.join(_TLS)} after its ?")
+        if (known := _TLS[name]) is not None and value not in known:
+            raise ValueError(f"has a {name} that is not one of {', '.join(known)}")
 
 
 def check_database_url(url: str) -> None:

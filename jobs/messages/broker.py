@@ -18,6 +18,7 @@ from nightmill.jobs.ids import is_job_id
 from nightmill.jobs.messages.embedded import EmbeddedRedis
 from nightmill.jobs.messages.hanging import ANSWER_SECONDS, HangGuard, SilentBrokerError
 from nightmill.jobs.messages.shards import TASK, read_shard
+from nightmill.jobs.messages.tls import split_tls
 from nightmill.jobs.settings import Settings
 
 DEFAULT_QUEUE = "nightmill"
@@ -41,8 +42,10 @@ def lane_name(model: str | None) -> str:
 
 def make_app(broker_url: str | None) -> Celery:
     """The Celery app of client and worker. Messages are JSON; nothing else is accepted."""
-    app = Celery("nightmill", broker=broker_url, set_as_current=False)
+    address, tls = (None, None) if broker_url is None else split_tls(broker_url)
+    app = Celery("nightmill", broker=address, set_as_current=False)
     app.conf.update(
+        broker_use_ssl=tls or False,
         accept_content=["json"],
         task_serializer="json",
         result_backend=None,

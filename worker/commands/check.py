@@ -13,6 +13,7 @@ from nightmill.jobs.commands.options import json_option
 from nightmill.jobs.commands.terminal import echo, echo_json
 from nightmill.jobs.errors import NightmillError, RunnerError
 from nightmill.jobs.job import Worker
+from nightmill.jobs.messages.tls import describe_sslmode, describe_tls
 from nightmill.jobs.printable import printable
 from nightmill.jobs.settings import Settings
 from nightmill.worker.fetching import with_model_file
@@ -89,7 +90,9 @@ def _look_at_servers(client: Client) -> Iterator[Finding]:
     settings = client.settings
     try:
         client.database.ensure_schema()
-        yield Finding("database", True, f"{settings.safe_database_url}, schema {client.database.revision()}")
+        verified = describe_sslmode(settings.resolved_database_url)
+        said = f"{settings.safe_database_url}, schema {client.database.revision()}"
+        yield Finding("database", True, f"{said}; {verified}" if verified else said)
         serving = ", ".join(sorted({_serving(worker) for worker in client.serving()})) or "none is running"
         yield Finding("workers", None, serving)
     except NightmillError as error:
@@ -99,7 +102,9 @@ def _look_at_servers(client: Client) -> Iterator[Finding]:
         policy = client.broker.eviction_policy()
         loses = policy.startswith("allkeys")
         advice = f": maxmemory-policy {policy} loses messages when memory is full; set noeviction"
-        yield Finding("broker", not loses, settings.safe_broker_url + (advice if loses else ""))
+        verified = describe_tls(settings.broker_url)
+        said = f"{settings.safe_broker_url}; {verified}" if verified else settings.safe_broker_url
+        yield Finding("broker", not loses, said + (advice if loses else ""))
     except NightmillError as error:
         yield Finding("broker", False, str(error))
 

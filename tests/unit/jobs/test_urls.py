@@ -78,7 +78,17 @@ def test_a_password_that_is_not_encoded_gets_one_line_with_the_remedy(mark: str)
         ("DATABASE", "postgresql+nothing://me:S3C@host/x", "Can't load plugin"),
         ("BROKER", "redis://S3C@host", "names a user and no password; expected e.g. redis://:password@"),
         ("BROKER", "redis://host/S3C", "must end with the number of a database, as in redis://"),
-        ("BROKER", "redis://host/0?password=S3C", "may have nothing but ssl_... settings after its ?"),
+        (
+            "BROKER",
+            "redis://host/0?password=S3C",
+            "may have settings after its ? only as rediss://, with TLS",
+        ),
+        ("BROKER", "rediss://host/0?ssl_bogus=S3C", "may have nothing but ssl_ca_certs, ssl_cert_reqs, "),
+        (
+            "BROKER",
+            "rediss://host/0?ssl_cert_reqs=S3C",
+            "has a ssl_cert_reqs that is not one of required, none",
+        ),
         (
             "BROKER",
             "redis+socket:///run/r.sock?S3C=1",
