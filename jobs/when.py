@@ -15,22 +15,22 @@ def parse_moment(name: str, text: str, now: datetime) -> datetime:
     """The point in time that `text` names, in this machine's zone.
 
     "06:00" is the next such local time after `now`; "8h" (or s, m, d, w) is so long after `now`; a date with
-    time may carry a zone ("2026-03-01T06:00+01:00"), and is local without one. Raises InvalidParameterError,
-    with `name` for the option.
+    time may carry a zone ("2026-03-01T06:00+01:00"), and is local without one. Where clocks are put forward
+    over a local time, it is the first moment behind the gap; where they are put back over it, so that it
+    comes twice, it is the next of the two. Raises InvalidParameterError, with `name` for the option.
     """
     text = text.strip()
     local = now.astimezone()
     try:
         if _CLOCK.fullmatch(text):
             wanted = time.fromisoformat(text.zfill(5) if text.count(":") == 1 else text.zfill(8))
-            # Naive, and given its zone at the end: the zone's offset may change between now and then.
-            today = datetime.combine(local.date(), wanted).astimezone()
-            tomorrow = datetime.combine(local.date() + timedelta(days=1), wanted).astimezone()
-            return today if today > local else tomorrow
+            days = (local.date() + timedelta(days=days) for days in (-1, 0, 1, 2))
+            found = [one for day in days for one in _moments(datetime.combine(day, wanted))]
+            return min(moment for moment in found if moment > local)
         if _SPAN.fullmatch(text):
             return on_calendar(name, (local + _span(text)).astimezone())
         # Given its zone in here: at the ends of the calendar that fails.
-        moment = None if _is_date(text) else datetime.fromisoformat(text).astimezone()
+        moment = None if _is_date(text) else _local(datetime.fromisoformat(text), local)
     except (ValueError, OverflowError):
         moment = None
     if moment is None:
@@ -40,6 +40,32 @@ def parse_moment(name: str, text: str, now: datetime) -> datetime:
             field=name,
         )
     return on_calendar(name, moment)
+
+
+def _local(said: datetime, now: datetime) -> datetime:
+    if said.tzinfo is not None:
+        return said.astimezone()
+    first, *others = _moments(said)
+    return next((moment for moment in (first, *others) if moment > now), first)
+
+
+def _moments(said: datetime) -> list[datetime]:
+    """When this machine's clocks show a time: once, twice where they are put back; else behind the gap."""
+    either = [said.replace(fold=fold).astimezone() for fold in (0, 1)]
+    shown = [moment for moment in either if moment.replace(tzinfo=None) == said]
+    if shown:
+        return sorted(set(shown), key=datetime.timestamp)
+    # In a gap: the offset before it gives a moment behind it, the one behind it a moment before it.
+    before, behind = (int(moment.timestamp()) for moment in sorted(either, key=datetime.timestamp))
+    offset = _offset(before)
+    while behind - before > 1:
+        middle = (before + behind) // 2
+        before, behind = (middle, behind) if _offset(middle) == offset else (before, middle)
+    return [datetime.fromtimestamp(behind, UTC).astimezone()]
+
+
+def _offset(timestamp: int) -> timedelta | None:
+    return datetime.fromtimestamp(timestamp, UTC).astimezone().utcoffset()
 
 
 def on_calendar(name: str, moment: datetime) -> datetime:

@@ -3,8 +3,11 @@
 import time
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
+from zoneinfo import ZoneInfo, available_timezones
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from nightmill.jobs.errors import InvalidParameterError
 from nightmill.jobs.fields import moment
@@ -45,6 +48,63 @@ def test_a_time_is_the_next_one_and_has_a_zone(text: str, wanted: datetime) -> N
     found = parse_moment("deadline", text, EVENING)
     assert found == wanted
     assert found.tzinfo is not None
+
+
+@pytest.mark.parametrize(
+    ("zone", "now", "text", "wanted"),
+    [  # forward over it, then back over it; midnight itself is missing in Cairo and Santiago
+        ("Europe/Berlin", "2027-03-27T20:00Z", "02:30", "2027-03-28T01:00Z"),
+        ("Europe/Berlin", "2027-03-28T00:45Z", "02:30", "2027-03-28T01:00Z"),
+        ("Europe/Berlin", "2027-03-28T01:00Z", "02:30", "2027-03-29T00:30Z"),
+        ("Europe/Berlin", "2026-10-24T20:00Z", "02:30", "2026-10-25T00:30Z"),
+        ("Europe/Berlin", "2026-10-25T01:10Z", "02:30", "2026-10-25T01:30Z"),
+        ("Europe/Berlin", "2026-10-25T01:10Z", "2026-10-25T02:30", "2026-10-25T01:30Z"),
+        ("Europe/Berlin", "2026-10-25T01:10Z", "2026-03-29T02:30", "2026-03-29T01:00Z"),
+        ("Africa/Cairo", "2026-04-23T20:00Z", "00:30", "2026-04-23T22:00Z"),
+        ("America/Santiago", "2026-09-05T20:00Z", "00:00", "2026-09-06T04:00Z"),
+    ],
+)
+def test_where_clocks_change(
+    zone: str, now: str, text: str, wanted: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TZ", zone)
+    time.tzset()
+    assert parse_moment("at", text, datetime.fromisoformat(now)) == datetime.fromisoformat(wanted)
+
+
+_ZONES = sorted(zone for zone in available_timezones() if "/" in zone and not zone.startswith("Etc/"))
+_YEARS = int(datetime(2025, 1, 1, tzinfo=UTC).timestamp()), int(datetime(2027, 1, 1, tzinfo=UTC).timestamp())
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.sampled_from(_ZONES), st.integers(*_YEARS), st.integers(0, 1439))
+def test_the_next_minute_with_that_time_or_the_first_behind_its_gap(zone: str, now: int, minute: int) -> None:
+    """By looking at every minute from now on, with another library's rules of zones."""
+    wanted, there = (minute // 60, minute % 60), ZoneInfo(zone)
+    before = datetime.fromtimestamp(now, there)
+    for at in range(now - now % 60 + 60, now + 60 * 60 * 60, 60):
+        local = datetime.fromtimestamp(at, there)
+        skipped = local.replace(tzinfo=None) - before.replace(tzinfo=None, second=0) != timedelta(minutes=1)
+        gap = skipped and local.utcoffset() > before.utcoffset() and _between(before, wanted, local)  # type: ignore[operator]
+        if (local.hour, local.minute) == wanted or gap:
+            break
+        before = local
+    else:
+        raise AssertionError("no such minute in 60 hours")
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("TZ", zone)
+        time.tzset()
+        found = parse_moment("at", f"{wanted[0]:02}:{wanted[1]:02}", datetime.fromtimestamp(now, UTC))
+    assert found == datetime.fromtimestamp(at, UTC)
+
+
+def _between(before: datetime, wanted: tuple[int, int], after: datetime) -> bool:
+    """Whether clocks that were put forward have left this time out."""
+    first = before.replace(tzinfo=None, second=0) + timedelta(minutes=1)
+    last = after.replace(tzinfo=None)
+    minutes = int((last - first).total_seconds()) // 60
+    left_out = {(one.hour, one.minute) for one in (first + timedelta(minutes=n) for n in range(minutes))}
+    return wanted in left_out
 
 
 @pytest.mark.parametrize(
