@@ -42,6 +42,10 @@ _NO_NUMBERS = (
     "is damaged. A worker that is started with --dtype bf16 has room for larger numbers; or try a shorter or "
     "different prompt. If every prompt fails like this, the file is damaged: download it again"
 )
+_NOTHING_LEFT = (
+    "no token is left to go on with: what the answer must be allows none here that bad_words or logit_bias "
+    "do not rule out. Loosen one of them. (Or the model's output is not a number, as that of a damaged file)"
+)
 _NOT_COMPILED = "what the answer must be was not compiled: a fault of the worker, retry the job"
 
 
@@ -415,7 +419,9 @@ class Engine:
     def _blame(self, sequence: Sequence) -> None:
         """A sequence's logits are not numbers: it fails, or is computed again without pages of others."""
         if not self._scheduler.acquit(sequence):
-            self._finish(sequence, StopReason.ERROR, error=_NO_NUMBERS)
+            request = sequence.request
+            ruled_out = request.constraint is not None and (request.banned or request.params.logit_bias)
+            self._finish(sequence, StopReason.ERROR, error=_NOTHING_LEFT if ruled_out else _NO_NUMBERS)
             return
         for launch in self._outstanding:
             launch.drawing = [None if drawing is sequence else drawing for drawing in launch.drawing]

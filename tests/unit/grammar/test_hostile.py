@@ -212,6 +212,15 @@ def test_a_dead_end_is_an_error_and_no_answer(model: Constrained) -> None:
     assert (done["j"].stop_reason, done["j"].error, done["j"].text) == (StopReason.ERROR, STUCK, "a")
 
 
+def test_banned_words_that_are_all_an_answer_may_be_are_named(model: Constrained) -> None:
+    asked = model.request("j", 1, {"choice": ["a"]})
+    token = model.vocabulary.tokens.index("a")
+    done = model.run([replace(asked, banned=((token,),)), *free(model, 1)])
+    assert done["j"].stop_reason is StopReason.ERROR
+    assert "do not rule out. Loosen one of them" in (done["j"].error or "")
+    assert done["free 0"].error is None
+
+
 def test_a_lexer_that_others_have_filled_fails_nobody(
     model: Constrained, monkeypatch: pytest.MonkeyPatch
 ) -> None:
