@@ -18,6 +18,8 @@ from nightmill.jobs.formats.jsonlines import parse_object
 from nightmill.jobs.formats.rows import RowError
 from nightmill.jobs.schemas import check_schema
 
+pytestmark = pytest.mark.heavy
+
 SIZES = (1_000, 2_000, 4_000)
 LINEAR = 2.5
 """By what twice as much input may multiply the cost, at most."""

@@ -21,6 +21,8 @@ from tests.campaign.promptness import Timing, judge_time
 from tests.campaign.report import Report
 from tests.servers import wait_until
 
+pytestmark = pytest.mark.heavy
+
 STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); "
 ORDERLY = STUBBORN.replace("signal.SIG_IGN", "lambda *_: exit()")
 OBEDIENT = "import time; print('up', flush=True); "

@@ -35,6 +35,8 @@ from tests.campaign.proxies import Proxies
 from tests.campaign.report import Report
 from tests.freezing import Freeze
 
+pytestmark = pytest.mark.heavy
+
 UNDO = {
     "redis_pause": "redis_continue",
     "redis_deaf": "redis_hears",

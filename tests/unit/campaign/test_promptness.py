@@ -13,6 +13,8 @@ from tests.campaign.lateness import Late, Watchdog, lost
 from tests.campaign.ledger import Call, Ledger
 from tests.campaign.promptness import Ending, Stop, Timing, judge_time, stopped
 
+pytestmark = pytest.mark.heavy
+
 
 def kinds(
     *,

@@ -16,6 +16,8 @@ from nightmill.jobs.formats.parquet import read_parquet
 from nightmill.jobs.formats.parquet_reader import Expansion
 from tests.unit.formats.hostile_parquet import hostile, mutated, repeated, written
 
+pytestmark = pytest.mark.heavy
+
 MEBI = 1 << 20
 READER = """
 import json, resource, sys

@@ -18,6 +18,8 @@ from tests.ggufs import CHATML, write_model
 from tests.unit.model.conftest import DOWNLOADED
 from tests.unit.model.test_templates import TEMPLATES
 
+pytestmark = pytest.mark.heavy
+
 IN_PARTS = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n"
     "{% for part in m['content'] | selectattr('type', 'equalto', 'text') %}{{ part.text }}{% endfor %}"

@@ -18,6 +18,8 @@ from tests.ggufs import byte_vocabulary, write_model
 from tests.unit.model.conftest import DOWNLOADED
 from tests.unit.model.test_templates import TEMPLATES
 
+pytestmark = pytest.mark.heavy
+
 _EDITS = [
     ".replace('/think', '')", ".replace('x', '').replace('y', '')", ".lower()", ".strip()",
     ".upper().lower()", "[1:]", "[:-1]", "[2:-2]", ".replace('(', '<').replace(')', '>')",

@@ -12,6 +12,8 @@ from nightmill.worker.link import link as engine_link
 from nightmill.worker.link.link import EngineLink, launch_engine
 from nightmill.worker.runners.starting import StartStep
 
+pytestmark = pytest.mark.heavy
+
 DOCS = Path(__file__).parents[3] / "docs" / "running-for-months.md"
 SETTINGS = Settings(model="/models/some.gguf", weights="file", gpu=1)
 # Ends by no signal but SIGKILL, as a process that waits for a kernel of the GPU.
