@@ -328,7 +328,7 @@ class ChatTemplate:
         for index, text in zip(divided, anew, strict=True):
             one = found[index]
             if isinstance(one, ChatTemplateError) or isinstance(text, ChatTemplateError):
-                continue  # it refuses marked messages, as ids of calls that become longer: docs/models.md says so
+                continue  # it refuses marked messages, see docs/models.md
             if self._control_tokens(text) != self._control_tokens(*one):
                 found[index] = ChatTemplateError(
                     "the model's chat template makes control tokens of what these messages say, by what it "
