@@ -8,8 +8,11 @@ skips: a server that does not start is an error. What else tests need is in `tes
 import gc
 import os
 import shutil
+import socket
 import tempfile
+import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import hypothesis
@@ -249,3 +252,24 @@ def sqlite_client(sqlite_settings: Settings, clock: Clock) -> Iterator[Client]:
     """A client on SQLite only."""
     with Client(sqlite_settings, clock=clock) as made:
         yield made
+
+
+@pytest.fixture
+def echo() -> Iterator[tuple[str, int]]:
+    """A server that sends back what it is sent."""
+    listening = socket.create_server(("127.0.0.1", 0))
+
+    def answer(connection: socket.socket) -> None:
+        with connection, suppress(OSError):
+            while data := connection.recv(100):
+                connection.sendall(data)
+
+    def accept() -> None:
+        with suppress(OSError):
+            while True:
+                threading.Thread(target=answer, args=(listening.accept()[0],), daemon=True).start()
+
+    threading.Thread(target=accept, daemon=True).start()
+    yield listening.getsockname()
+    listening.shutdown(socket.SHUT_RDWR)
+    listening.close()

@@ -88,7 +88,7 @@ class Bodies:
                 self._let_go(owner, len(body))
                 return made
             reading = self._threads.submit(parse, body)
-        except BaseException:
+        except BaseException:  # also if the caller goes away: the bytes are no longer held
             self._let_go(owner, len(body))
             raise
         # A caller who goes away does not end the reading, which has a bound: until then its bytes count.

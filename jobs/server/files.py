@@ -63,7 +63,7 @@ class Files:
         try:
             check(form.texts)
             filename = _checked(form.texts, form.filename, size)
-        except BaseException:
+        except BaseException:  # whatever it is goes on up; no content stays without a row
             self._folder.remove(file_id)
             raise
         # A caller who goes away does not end this: else a content could be left behind without its row.
@@ -79,7 +79,7 @@ class Files:
             try:
                 if self._store.get(file_id) is None:
                     self._folder.remove(file_id)
-            except BaseException:
+            except BaseException:  # whatever it is goes on up; the upload stays in doubt
                 self._in_doubt.add(file_id)
                 raise
         return self._store.used(owner)
@@ -90,7 +90,7 @@ class Files:
             now = self._desk.client.database.now()
             file = StoredFile(file_id, owner, UPLOADED, filename, size, now)
             entered = self._store.add(file, self._desk.limits.stored_bytes)
-        except BaseException:
+        except BaseException:  # whatever it is goes on up
             self._in_doubt.add(file_id)  # it may be there all the same: the answer of the database is lost
             with suppress(NightmillError):  # the database is away: the next upload looks again
                 self._used(owner)

@@ -125,7 +125,7 @@ def bounded_connection() -> Any:
                     made.autocommit = True
                     made.execute(_SESSION)
                     made.autocommit = False
-            except BaseException:
+            except BaseException:  # also Ctrl-C: no connection stays open unowned
                 made.close()
                 raise
             return made

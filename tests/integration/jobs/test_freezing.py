@@ -1,8 +1,6 @@
 """The proxy that freezes connections does so, and tells the two ways apart."""
 
 import socket
-import threading
-from collections.abc import Iterator
 from contextlib import suppress
 
 import pytest
@@ -10,27 +8,6 @@ import pytest
 from tests.freezing import Freeze, FreezingProxy
 
 _TCP_USER_TIMEOUT = 18
-
-
-@pytest.fixture
-def echo() -> Iterator[tuple[str, int]]:
-    """A server that sends back what it is sent."""
-    listening = socket.create_server(("127.0.0.1", 0))
-
-    def answer(connection: socket.socket) -> None:
-        with connection, suppress(OSError):
-            while data := connection.recv(100):
-                connection.sendall(data)
-
-    def accept() -> None:
-        with suppress(OSError):
-            while True:
-                threading.Thread(target=answer, args=(listening.accept()[0],), daemon=True).start()
-
-    threading.Thread(target=accept, daemon=True).start()
-    yield listening.getsockname()
-    listening.shutdown(socket.SHUT_RDWR)
-    listening.close()
 
 
 def _connected(proxy: FreezingProxy) -> socket.socket:

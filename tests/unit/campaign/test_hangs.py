@@ -6,9 +6,6 @@ import random
 import socket
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -116,27 +113,6 @@ def test_the_table_counts_kills_and_hangs_and_says_what_was_never_reached() -> N
     assert "kills 3, hangs 2" in summary
     never = next(line for line in summary.splitlines() if "never reached" in line)
     assert "sqlite: redis_pause" in never and "kill_worker" not in never and "postgres_pause" not in never
-
-
-@pytest.fixture
-def echo() -> Iterator[tuple[str, int]]:
-    """A server that sends back what it is sent."""
-    listening = socket.create_server(("127.0.0.1", 0))
-
-    def answer(connection: socket.socket) -> None:
-        with connection, suppress(OSError):
-            while data := connection.recv(100):
-                connection.sendall(data)
-
-    def accept() -> None:
-        with suppress(OSError):
-            while True:
-                threading.Thread(target=answer, args=(listening.accept()[0],), daemon=True).start()
-
-    threading.Thread(target=accept, daemon=True).start()
-    yield listening.getsockname()
-    listening.shutdown(socket.SHUT_RDWR)
-    listening.close()
 
 
 def _says(port: int) -> bool:
